@@ -1,0 +1,206 @@
+"""Attention over the tiers: the decode step's two lanes, and the exact attention of an extend.
+
+Both compute in float32 whatever the inputs' dtype. Token t of the cache is column t of every mask.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from .quantize import dequantize_keys, dequantize_values
+
+# Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.
+BLOCK = 1024
+# An additive mask hides a token with its dtype's minimum, of which float16 has the smallest.
+SEEN = torch.finfo(torch.float16).min / 2
+
+
+def stored_bits(codes: Tensor, head_dim: int) -> int:
+    """Bits of a low-bit tier, from the width of its codes [B, H, capacity, 2, width]; 16 means not quantised."""
+    return codes.shape[-1] * 8 // head_dim if codes.dtype == torch.uint8 else 16
+
+
+def low_bit_pairs(
+    codes: Tensor, key_params: Tensor, value_params: Tensor, head_dim: int, start: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, stop - start, d] in float32 of the low-bit tier's tokens start..stop.
+
+    `start` must lie on a group's border.
+    """
+    bits = stored_bits(codes, head_dim)
+    keys, values = codes[:, :, start:stop].unbind(3)
+    if bits == 16:
+        return keys.float(), values.float()
+    group = codes.shape[2] // key_params.shape[2]
+    key_block = key_params[:, :, start // group : -(-stop // group)]
+    return dequantize_keys(keys, key_block, bits), dequantize_values(values, value_params[:, :, start:stop], bits)
+
+
+def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
+    """Pairs [B, H, stop - start, 2, d] of the recent tier's tokens start..stop; token t lies at t mod W."""
+    return recent.index_select(2, torch.arange(start, stop, device=recent.device) % recent.shape[2])
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
+    """A mask [B or 1, Hq or 1, Q or 1, n] as an additive float32 bias [B or 1, H or 1, Hq/H or 1, Q or 1, n]."""
+    bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask
+    if bias.shape[-1] < tokens:
+        raise ValueError(f"the attention mask covers {bias.shape[-1]} tokens, but the cache and the new ones are {tokens}")
+    bias = bias[..., :tokens].float()
+    return bias.unflatten(1, (heads, -1)) if bias.shape[1] > 1 else bias.unsqueeze(2)
+
+
+def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; a fully masked row gives 0."""
+    peak = torch.stack([part.amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -math.inf) for part in logits])
+    peak = peak.amax(0).unsqueeze(-1)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    peak = peak.masked_fill(peak == -math.inf, 0.0)
+    total = sum((part - peak).exp().sum(-1, keepdim=True) for part in logits)
+    if sinks is not None:
+        total = total + (sinks - peak).exp()
+    return peak, total.reciprocal().masked_fill(total == 0, 0.0)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    codes: Tensor,
+    key_params: Tensor,
+    value_params: Tensor,
+    recent: Tensor,
+    slots: Tensor,
+    slot_index: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
+
+    q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
+    additive, [B|1, Hq|1, lanes|1, n + 1], its last column the new token; sinks [Hq]. Tiers: codes [B, H, C, 2, w],
+    key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], recent [B, H, W, 2, d], slots [B, H, k, 2, d],
+    slot_index [B, H, k] (-1: empty).
+
+    Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
+    over the query group, for the tokens that will be in the low-bit tier after this step; -1 elsewhere.
+    """
+    length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    batch, heads, lanes, head_dim = k.shape
+    query = q.float().unflatten(1, (heads, -1)) * scale  # [B, H, G, lanes, d]
+    bias = None if mask is None else grouped_bias(mask, heads, length + 1)
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+
+    def logits_of(keys: Tensor) -> Tensor:
+        flat = query.flatten(2, 3) @ keys.float().transpose(2, 3)
+        return capped(flat.unflatten(2, (-1, lanes)), softcap)
+
+    blocks = [(start, min(start + BLOCK, low_bit)) for start in range(0, low_bit, BLOCK)]
+    stored = [low_bit_pairs(codes, key_params, value_params, head_dim, *block) for block in blocks]
+    packed = torch.cat([logits_of(keys) for keys, _ in stored], -1) if blocks else query.new_empty((*query.shape[:-1], 0))
+    if bias is not None:
+        packed = packed + bias[..., :low_bit]
+
+    fetched = (slot_index >= 0) & (slot_index < low_bit)
+    position = slot_index.long().clamp(0, max(low_bit - 1, 0))
+    in_slots = logits_of(slots[:, :, :, 0]).masked_fill(~fetched[:, :, None, None], -math.inf)
+    if low_bit:
+        where = position[:, :, None, None].expand(-1, -1, *packed.shape[2:4], -1)
+        if bias is not None:
+            in_slots = in_slots + bias[..., :low_bit].expand_as(packed).gather(-1, where)
+        replaced = torch.zeros(batch, heads, low_bit, dtype=torch.int32, device=q.device)
+        replaced = replaced.scatter_add_(2, position, fetched.int()).bool()
+        packed = packed.masked_fill(replaced[:, :, None, None], -math.inf)
+
+    window = ring_tokens(recent, low_bit, length)
+    in_window = logits_of(window[:, :, :, 0])
+    if bias is not None:
+        in_window = in_window + bias[..., low_bit:length]
+    new = logits_of(k).masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    if bias is not None:
+        new = new + bias[..., length : length + 1]
+
+    peak, share = softmax_denominator([packed, in_slots, in_window, new], sink)
+    packed, in_slots, in_window, new = (
+        (part - peak).exp_().mul_(share) for part in (packed, in_slots, in_window, new)
+    )
+
+    def mix(weights: Tensor, values: Tensor) -> Tensor:
+        # Zero weight must hide a value that is not finite: an empty or masked place holds anything.
+        values = values.float()
+        return (weights.flatten(2, 3) @ values).unflatten(2, (-1, lanes))
+
+    out = mix(in_slots, slots[:, :, :, 1].float().masked_fill(~fetched.unsqueeze(-1), 0.0))
+    out = out + mix(in_window, window[:, :, :, 1]) + mix(new, v)
+    for (start, stop), (_, values) in zip(blocks, stored, strict=True):
+        out = out + mix(packed[..., start:stop], values)
+
+    scores = torch.full(codes.shape[:3], -1.0, device=q.device)
+    if low_bit:
+        whole = packed.scatter_add(-1, where, in_slots.masked_fill(~fetched[:, :, None, None], 0.0))
+        scores[:, :, :low_bit] = whole[..., -1, :].sum(2)
+    scores[:, :, low_bit:next_low_bit] = in_window[..., -1, : next_low_bit - low_bit].sum(2)
+    if bias is not None:
+        seen = (bias[..., -1, :next_low_bit] > SEEN).amax(2)
+        scores[:, :, :next_low_bit].masked_fill_(~seen, -1.0)
+    return out.flatten(1, 2).to(q.dtype), scores
+
+
+def extend_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    host: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
+
+    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, n + T] (None: causal); sinks [Hq]; host
+    [B, H, C, 2, d]. Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
+    """
+    length = int(cursor[LENGTH])
+    heads, tokens = k.shape[1], k.shape[2]
+    query = q.float().unflatten(1, (heads, -1)) * scale
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
+
+    peak = query.new_full((*query.shape[:-1], 1), -math.inf) if sink is None else sink.expand(*query.shape[:-1], 1)
+    total = torch.zeros_like(peak) if sink is None else torch.ones_like(peak)
+    out = torch.zeros_like(query)
+    starts = range(0, length, BLOCK)
+    for start in [*starts, length]:
+        if start == length:
+            stop, keys, values = length + tokens, k, v
+        else:
+            stop = min(start + BLOCK, length)
+            keys, values = host[:, :, start:stop].to(q.device).unbind(3)
+        logits = capped((query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, (-1, tokens)), softcap)
+        if bias is not None:
+            logits = logits + bias[..., start:stop]
+        elif start == length:
+            logits = logits.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1), -math.inf)
+        higher = torch.maximum(peak, logits.amax(-1, keepdim=True))
+        base = higher.masked_fill(higher == -math.inf, 0.0)
+        weights = (logits - base).exp()
+        shrink = (peak - base).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + (weights.flatten(2, 3) @ values.float()).unflatten(2, (-1, tokens))
+        peak = higher
+    out = out / total.masked_fill(total == 0, 1.0)
+    return out.flatten(1, 2).to(q.dtype)

@@ -1,0 +1,99 @@
+"""The copy queue: offloads and prefetches of one session, first in first out, on a worker thread.
+
+The ops find their queue by the number that the session writes into `cursor[QUEUE]`; number 0 means no queue,
+and the copy is done before the op returns. A job reads and writes state tensors only, or memory it owns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+# Positions in the int64 `cursor` tensor that every op receives.
+LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE = range(4)
+CURSOR_SIZE = 4
+
+_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specache-copy")
+_numbers = itertools.count(1)
+_queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictionary()
+
+
+class CopyQueue:
+    """A session's copies in flight, and what they have cost so far.
+
+    `to_device` and `to_host` count bytes; `waited` counts seconds that a step stood still for a copy; `error` is
+    the first failed copy's, after which the tiers can no longer be trusted.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.to_device = 0
+        self.to_host = 0
+        self.waited = 0.0
+        self.error: BaseException | None = None
+        self._prefetches: dict[int, Future[int]] = {}
+        self._offloads: deque[Future[int]] = deque()
+        _queues[self.number] = self
+
+    def submit_prefetch(self, slots: Tensor, job: Callable[[], int]) -> None:
+        """Run `job` (it returns the bytes it moved) behind all earlier copies; `wait_for(slots)` waits for it."""
+        self._prefetches[slots.data_ptr()] = _worker.submit(run_job, job)
+
+    def submit_offload(self, job: Callable[[], int]) -> None:
+        """Run `job` behind all earlier copies. Raises what an offload that has ended meanwhile raised."""
+        while self._offloads and self._offloads[0].done():
+            self.to_host += self._result(self._offloads.popleft())
+        self._offloads.append(_worker.submit(run_job, job))
+
+    def wait_for(self, slots: Tensor) -> None:
+        """Block until the prefetch into `slots` is done; raises what it raised. No prefetch under way: no wait."""
+        future = self._prefetches.pop(slots.data_ptr(), None)
+        if future is not None:
+            self.to_device += self._result(future)
+
+    def wait_for_offloads(self) -> None:
+        """Block until every offload handed in so far is in the host tier; raises what one raised."""
+        while self._offloads:
+            self.to_host += self._result(self._offloads.popleft())
+
+    def drain(self) -> None:
+        """Block until no copy of this session is under way; raises the first error, after all have ended."""
+        self.settle()
+        if self.error is not None:
+            raise self.error
+
+    def settle(self) -> None:
+        """Block until no copy of this session is under way; a failure is kept in `error`."""
+        futures = [*self._prefetches.values(), *self._offloads]
+        for future in futures:
+            future.exception()
+        for future in futures:
+            self.error = self.error or future.exception()
+        if self.error is None:
+            self.wait_for_offloads()
+            self.to_device += sum(future.result() for future in self._prefetches.values())
+        self._prefetches.clear()
+        self._offloads.clear()
+
+    def _result(self, future: Future[int]) -> int:
+        start = time.perf_counter()
+        self.error = self.error or future.exception()
+        self.waited += time.perf_counter() - start
+        return future.result()
+
+
+def run_job(job: Callable[[], int]) -> int:
+    """What the worker runs for every copy; tests put a delay or a fault here."""
+    return job()
+
+
+def queue_of(cursor: Tensor) -> CopyQueue | None:
+    """The queue that `cursor` names, or None where copies are to be done at once."""
+    number = int(cursor[QUEUE])
+    return _queues[number] if number else None

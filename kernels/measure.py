@@ -1,0 +1,50 @@
+"""Hit rate of the slots and the recent tier against the true attention; computed only when it is asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import capped, grouped_bias, softmax_denominator
+from .copy_queue import LENGTH, LOW_BIT, queue_of
+
+
+def measure(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    host: Tensor,
+    slot_index: Tensor,
+    tally: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Add lane 0's hit rate to `tally` float64 [3]: attention mass covered, share of its top-k covered, heads counted.
+
+    The true attention is computed from the whole host tier: costly, only for those who ask. "Covered" is slots,
+    recent and the new pair; top-k is over the tokens that are not in the recent tier. Shapes as in `decode_attention`.
+    """
+    length, low_bit = int(cursor[LENGTH]), int(cursor[LOW_BIT])
+    queue = queue_of(cursor)
+    if queue is not None:
+        queue.wait_for_offloads()
+    heads = k.shape[1]
+    query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
+    keys = torch.cat([host[:, :, :length, 0].to(k.device), k[:, :, :1]], dim=2).float()
+    logits = capped((query.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, (-1, 1)), softcap)
+    if mask is not None:
+        logits = logits + grouped_bias(mask[:, :, :1], heads, length + 1)
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    peak, share = softmax_denominator([logits], sink)
+    attention = ((logits - peak).exp() * share).sum((2, 3))  # [B, H, n + 1]
+    present = torch.zeros_like(attention, dtype=torch.int32)
+    fetched = (slot_index >= 0) & (slot_index < low_bit)
+    present.scatter_add_(2, slot_index.long().clamp(0), fetched.int())
+    present = present > 0
+    best = attention[:, :, :low_bit].topk(min(slot_index.shape[-1], low_bit), dim=-1).indices
+    recall = present.gather(2, best).float().mean(-1) if best.shape[-1] else torch.ones_like(attention[:, :, 0])
+    present[:, :, low_bit:] = True
+    mass = (attention * present).sum(-1) / attention.sum(-1)
+    tally += torch.stack([mass.sum(), recall.sum(), torch.tensor(float(mass.numel()))]).to(tally)

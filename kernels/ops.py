@@ -1,0 +1,107 @@
+"""The `specache::` ops: one registry of schema, implementation and fake, so that tests can loop over it.
+
+Every op names exactly the state tensors that it mutates; order between ops is their data flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import attention, tiers
+from .measure import measure
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op: its schema, what it does, and its shapes under FakeTensorMode and on the meta device."""
+
+    schema: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.schema.split("(")[0]
+
+
+def fake_nothing(*args: object) -> None:
+    """The fake of an op that only mutates its arguments."""
+
+
+def fake_decode_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    codes = rest[5]
+    return q.new_empty(q.shape), q.new_empty(codes.shape[:3], dtype=torch.float32)
+
+
+def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+OPS = (
+    Op(
+        "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, "
+        "Tensor key_params, Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, float scale, "
+        "float? softcap) -> (Tensor, Tensor)",
+        attention.decode_attention,
+        fake_decode_attention,
+    ),
+    Op(
+        "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
+        "float scale, float? softcap) -> Tensor",
+        attention.extend_attention,
+        fake_extend_attention,
+    ),
+    Op(
+        "append(Tensor k, Tensor v, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, Tensor(c!) key_params, "
+        "Tensor(d!) value_params, str zero_point) -> ()",
+        tiers.append,
+        fake_nothing,
+    ),
+    Op("offload(Tensor k, Tensor v, Tensor cursor, Tensor(a!) host) -> ()", tiers.offload, fake_nothing),
+    Op("select_topk(Tensor scores, Tensor(a!) wanted) -> ()", tiers.select_topk, fake_nothing),
+    Op(
+        "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
+        tiers.prefetch,
+        fake_nothing,
+    ),
+    Op(
+        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
+        tiers.wait,
+        fake_nothing,
+    ),
+    Op(
+        "measure(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, Tensor slot_index, "
+        "Tensor(a!) tally, float scale, float? softcap) -> ()",
+        measure,
+        fake_nothing,
+    ),
+)
+
+
+def lanes_of(tensor: Tensor | None, lane_dim: int | None, lanes: int) -> Tensor | None:
+    """Fold a mapped lane axis into the token axis: [lanes, B, H, 1, x] → [B, H, lanes, x]; others pass through."""
+    if tensor is None or lane_dim is None:
+        return tensor
+    return tensor.movedim(lane_dim, 2).flatten(2, 3)
+
+
+def widened_decode_attention(info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Any:
+    """The vmap rule of `decode_attention`: a mapped axis becomes the lanes; the selection scores are not mapped."""
+    lanes = info.batch_size
+    folded = [lanes_of(t, d, lanes) for t, d in zip((q, k, v, mask), in_dims[:4], strict=True)]
+    out, scores = torch.ops.specache.decode_attention(*folded, *rest)
+    return (out.movedim(2, 0).unsqueeze(3), scores), (0, None)
+
+
+_library = torch.library.Library("specache", "DEF")
+for _op in OPS:
+    _library.define(_op.schema)
+    _library.impl(_op.name, _op.run, "CPU")
+    _library.impl(_op.name, _op.run, "CUDA")
+    torch.library.register_fake(f"specache::{_op.name}", _op.fake, lib=_library)
+torch.library.register_vmap("specache::decode_attention", widened_decode_attention, lib=_library)

@@ -1,0 +1,123 @@
+"""What moves pairs between the tiers: append, offload, select, prefetch, wait. State tensors only, all in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import ring_tokens, stored_bits
+from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, queue_of
+from .quantize import quantize_keys, quantize_values
+
+EMPTY = -1
+
+
+def append(
+    k: Tensor,
+    v: Tensor,
+    cursor: Tensor,
+    recent: Tensor,
+    codes: Tensor,
+    key_params: Tensor,
+    value_params: Tensor,
+    zero_point: str,
+) -> None:
+    """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
+
+    Mutates recent [B, H, W, 2, d], codes [B, H, C, 2, w], key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv].
+    """
+    length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    new = torch.stack([k, v], dim=3)
+    if next_low_bit > low_bit:
+        window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
+        store_low_bit(window[:, :, : next_low_bit - low_bit], low_bit, codes, key_params, value_params, zero_point)
+    first = max(length, next_low_bit)
+    stop = length + new.shape[2]
+    place = torch.arange(first, stop, device=recent.device) % recent.shape[2]
+    recent.index_copy_(2, place, new[:, :, first - length :])
+
+
+def store_low_bit(
+    pairs: Tensor, start: int, codes: Tensor, key_params: Tensor, value_params: Tensor, zero_point: str
+) -> None:
+    """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on."""
+    bits = stored_bits(codes, pairs.shape[-1])
+    stop = start + pairs.shape[2]
+    if bits == 16:
+        codes[:, :, start:stop] = pairs
+        return
+    group = codes.shape[2] // key_params.shape[2]
+    channels = pairs.shape[-1] // value_params.shape[-1]
+    keys, values = pairs.unbind(3)
+    codes[:, :, start:stop, 0], key_params[:, :, start // group : stop // group] = quantize_keys(
+        keys, group, bits, zero_point
+    )
+    codes[:, :, start:stop, 1], value_params[:, :, start:stop] = quantize_values(values, channels, bits, zero_point)
+
+
+def offload(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
+    """Send the new pairs k, v [B, H, T, d] to the host tier [B, H, C, 2, d]; the copy may end after the op."""
+    start = int(cursor[LENGTH])
+    pairs = torch.stack([k, v], dim=3)  # the job's own memory: k and v may be reused before it runs
+
+    def job() -> int:
+        host[:, :, start : start + pairs.shape[2]] = pairs
+        return pairs.nbytes
+
+    queue = queue_of(cursor)
+    if queue is None:
+        job()
+    else:
+        queue.submit_offload(job)
+
+
+def select_topk(scores: Tensor, wanted: Tensor) -> None:
+    """The k tokens of largest score [B, H, C] go into wanted [B, H, k]; score below 0: no candidate; -1: none left."""
+    count = min(wanted.shape[-1], scores.shape[-1])
+    best, index = scores.topk(count, dim=-1)
+    wanted.fill_(EMPTY)
+    wanted[..., :count] = index.masked_fill(best < 0, EMPTY)
+
+
+def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor) -> None:
+    """Bring the wanted [B, H, k] pairs from the host tier into `slots` [B, H, k, 2, d], only those not there yet.
+
+    The copy may end after the op: `wait` before the slots are read. Mutates slots and slot_index [B, H, k].
+    """
+
+    def job() -> int:
+        return refill(wanted, host, slots, slot_index)
+
+    queue = queue_of(cursor)
+    if queue is None:
+        job()
+    else:
+        queue.submit_prefetch(slots, job)
+
+
+def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor) -> int:
+    """The copy behind `prefetch`: pairs that stay keep their place; returns the bytes that travelled."""
+    same = wanted.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, wanted, slot]
+    stays = same.any(-2) & (slot_index >= 0)
+    missing = (wanted >= 0) & ~same.any(-1)
+    slot_index.masked_fill_(~stays, EMPTY)
+    # The i-th missing pair of a head goes to its i-th free slot: there are never more missing than free.
+    row, head, want = missing.nonzero(as_tuple=True)
+    rank = (missing.cumsum(-1) - 1)[row, head, want]
+    order = stays.to(torch.int8).argsort(dim=-1, stable=True)
+    slot = order[row, head, rank]
+    token = wanted[row, head, want]
+    pairs = host[row, head, token.long()]
+    slots[row, head, slot] = pairs.to(slots.device)
+    slot_index[row, head, slot] = token
+    return pairs.nbytes
+
+
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> None:
+    """Block until the prefetch into `slots` has ended. Declared to mutate what it guards.
+
+    `after` is not read: it is the edge in the graph that keeps the wait behind the work that hides the copy.
+    """
+    queue = queue_of(cursor)
+    if queue is not None:
+        queue.wait_for(slots)

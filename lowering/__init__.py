@@ -1,0 +1,1 @@
+"""From a rewritten graph to a callable: through Inductor, or as it is."""

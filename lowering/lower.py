@@ -1,0 +1,53 @@
+"""Lower a rewritten graph to a callable: Inductor, or the graph itself run op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+Made = TypeVar("Made")
+
+# By default Inductor moves a wait up to right behind its prefetch, and the copy hides behind nothing.
+KEEP_ORDER = {"reorder_for_locality": False}
+
+
+def lower(
+    graph_module: GraphModule, inputs: list[Any], how: str, patches: Mapping[str, Any], mode: str | None
+) -> Callable[..., Any]:
+    """A callable over `inputs` (fakes and symbolic integers, as the graph's placeholders have them).
+
+    how: "inductor" or "eager". patches: Inductor config, beside what `mode` (a torch.compile mode) stands for.
+    """
+    if how == "eager":
+        return graph_module
+    settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    with torch.no_grad():
+        return compile_fx(graph_module, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
+
+
+def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bool) -> Made:
+    """Trace and lower (`make`) under the fake mode of Dynamo's fakes, now or `late`, outside Dynamo's compilation.
+
+    Late is a bucket that a running generation has grown into. Dynamo has written its guards by then, so that a new
+    assumption about a symbolic size would go unchecked: there must be none, and RuntimeError says so if there is.
+    """
+    shape_env = fake_mode.shape_env
+    with tracing(TracingContext(fake_mode)):
+        if not late or shape_env is None:
+            return make()
+        frozen, shape_env.frozen = shape_env.frozen, False
+        known = len(shape_env.guards)
+        try:
+            made = make()
+        finally:
+            shape_env.frozen = frozen
+        new = shape_env.guards[known:]
+    if new:
+        raise RuntimeError(f"compiling for another bucket would need new guards: {[str(g.expr) for g in new]}")
+    return made

@@ -1,0 +1,125 @@
+"""What passes share: the sites found, the phase, where each graph input comes from, and each pass's report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch.fx import GraphModule, Node
+
+Phase = Literal["prefill", "extend", "pre-decode", "decode"]
+
+
+@dataclass
+class Site:
+    """One attention in a captured graph, with the nodes that a rewrite needs.
+
+    q [B, Hq, T, d]; k, v [B, H, T, d] are the new pairs; mask is None or [B|1, Hq|1, T|1, n + T]; sinks None or [Hq].
+    `past_k` and `past_v` are the held placeholders, None in a prefill.
+    """
+
+    layer: int
+    attention: Node
+    q: Node
+    k: Node
+    v: Node
+    cat_k: Node
+    cat_v: Node
+    past_k: Node | None
+    past_v: Node | None
+    mask: Node | None
+    sinks: Node | None
+    scale: float
+    softcap: float | None
+    heads: int
+    query_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """An attention, or a whole graph, that stays as Hugging Face wrote it."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Input:
+    """Where a graph input comes from at run time: the caller's argument, or the session's state."""
+
+    source: Literal["argument", "cursor", "state", "guess"]
+    argument: int = -1
+    layer: int = -1
+    field: str = ""
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: counts by what they count, and remarks for a person."""
+
+    name: str
+    counts: dict[str, int] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass
+class Context:
+    """The state of one run of the pipeline over one graph."""
+
+    phase: Phase
+    top_k: int
+    speculate: bool
+    zero_point: str
+    hit_rate: bool
+    # Fakes of a layer's state tensors by field, and of the cursor, in the graph's own fake mode.
+    state: Sequence[dict[str, Any]]
+    cursor: Any
+    # Names of the placeholders that are held tensors.
+    held: frozenset[str] = frozenset()
+    inputs: list[Input] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    left_alone: list[LeftAlone] = field(default_factory=list)
+    # Output positions that HF's cache will see as held tensors → layer.
+    held_outputs: dict[int, int] = field(default_factory=dict)
+    lanes: int = 1
+    # The graph's last output is the guess of the next speculative token [B, 1].
+    guesses: bool = False
+
+
+Pass = Callable[[GraphModule, Context], tuple[GraphModule, PassReport]]
+
+
+def value_of(node: Node) -> Any:
+    """The fake value that tracing recorded for a node, whichever tracer made it."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def add_input(graph_module: GraphModule, context: Context, name: str, source: Input, value: Any) -> Node:
+    """The placeholder for a piece of state, made on first use, behind the graph's other inputs."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, known in zip(placeholders, context.inputs, strict=True):
+        if known == source:
+            return node
+    with graph_module.graph.inserting_after(placeholders[-1]):
+        node = graph_module.graph.placeholder(name)
+    node.meta["example_value"] = node.meta["val"] = value
+    context.inputs.append(source)
+    return node
+
+
+def state_input(graph_module: GraphModule, context: Context, layer: int, field: str) -> Node:
+    """The placeholder of one state tensor of one layer."""
+    value = context.state[layer][field]
+    return add_input(graph_module, context, f"{field}_{layer}", Input("state", layer=layer, field=field), value)
+
+
+def cursor_input(graph_module: GraphModule, context: Context) -> Node:
+    """The placeholder of the cursor: lengths and the copy queue's number."""
+    return add_input(graph_module, context, "cursor", Input("cursor"), context.cursor)
+
+
+def output_node(graph_module: GraphModule) -> Node:
+    return next(iter(graph_module.graph.find_nodes(op="output")))

@@ -1,0 +1,152 @@
+"""Order the step: waits as late, copies as early as the data flow allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import networkx as nx
+import torch
+from torch.fx import GraphModule, Node
+
+from .context import Context, PassReport, output_node
+
+WAITS = (torch.ops.specache.wait.default,)
+# In the order in which they are started once they are ready: what the next step waits for comes first.
+COPIES = (
+    torch.ops.specache.select_topk.default,
+    torch.ops.specache.prefetch.default,
+    torch.ops.specache.offload.default,
+    torch.ops.specache.append.default,
+)
+# What takes long enough to hide a copy behind.
+WORK = ("linear", "matmul", "mm", "bmm", "addmm", "decode_attention", "extend_attention", "scaled_dot_product_attention")
+
+
+def overlap(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+    """A stable topological order in which nothing waits sooner, or is copied later, than it must.
+
+        wait_0; q1 = ...; wait_1           q0 = ...; wait_0; attend_0
+        attend_0; ...; attend_1            select_0; prefetch_0; ...; q1 = ...
+        select_0; prefetch_0; ...          wait_1; attend_1; ...
+
+    The report counts the work (matrix products and attentions) that the least hidden fetch can hide behind: from its
+    prefetch to the end of this step, and from the start of the next one to its wait.
+    """
+    if not any(node.target in (*WAITS, *COPIES) for node in graph_module.graph.nodes):
+        return graph_module, PassReport("overlap", {"moved": 0})
+    before = list(graph_module.graph.nodes)
+    order = schedule(dependencies(before), before)
+    moved = place(graph_module, order)
+    counts = {"moved": moved}
+    hidden = work_behind(order)
+    if hidden:
+        counts["work behind the least hidden fetch"] = min(hidden.values())
+    return graph_module, PassReport("overlap", counts)
+
+
+def mutated_arguments(node: Node) -> list[Node]:
+    """The tensors that an op declares to write."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema = node.target._schema.arguments
+    return [
+        value
+        for argument, value in zip(schema, node.args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node)
+    ]
+
+
+def dependencies(nodes: Iterable[Node]) -> nx.DiGraph:
+    """The step as a DAG: an edge for each value used, and for each read and write of one state tensor in order."""
+    dag: nx.DiGraph = nx.DiGraph()
+    last_write: dict[Node, Node] = {}
+    readers: dict[Node, list[Node]] = {}
+    for node in nodes:
+        dag.add_node(node)
+        written = mutated_arguments(node)
+        for used in node.all_input_nodes:
+            dag.add_edge(used, node)
+            if used in last_write:
+                dag.add_edge(last_write[used], node)
+        for state in written:
+            dag.add_edges_from((reader, node) for reader in readers.pop(state, []))
+            last_write[state] = node
+        for used in node.all_input_nodes:
+            if used not in written:
+                readers.setdefault(used, []).append(node)
+    return dag
+
+
+def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
+    """Compute nodes keep their order; a wait comes right before its first dependant, a copy as soon as it can start."""
+    order: dict[Node, None] = {}
+    early = sorted((n for n in nodes if is_early(n)), key=lambda n: rank(n))
+
+    def emit(node: Node) -> None:
+        if node in order:
+            return
+        for needed in sorted(dag.predecessors(node), key=nodes.index):
+            emit(needed)
+        order[node] = None
+
+    for node in nodes:
+        if node.target in WAITS or is_early(node) or node.op == "output":
+            continue
+        emit(node)
+        progress = True
+        while progress:
+            ready = [n for n in early if n not in order and all(p in order for p in dag.predecessors(n))]
+            progress = bool(ready)
+            if ready:
+                order[ready[0]] = None
+    for node in nodes:
+        emit(node)
+    return list(order)
+
+
+def is_early(node: Node) -> bool:
+    """A copy, or a small node that only copies use."""
+    if node.target in COPIES:
+        return True
+    return bool(node.users) and node.op == "call_function" and all(user.target in COPIES for user in node.users)
+
+
+def rank(node: Node) -> int:
+    return COPIES.index(node.target) if node.target in COPIES else -1
+
+
+def place(graph_module: GraphModule, order: list[Node]) -> int:
+    """Put the graph's nodes into `order`; returns how many copies and waits changed their place."""
+    graph = graph_module.graph
+    before = {node: i for i, node in enumerate(n for n in graph.nodes if n.op not in ("placeholder", "output"))}
+    body = [node for node in order if node.op not in ("placeholder", "output")]
+    end = output_node(graph_module)
+    for node in body:
+        end.prepend(node)
+    return sum(before[node] != i for i, node in enumerate(body) if node.target in (*WAITS, *COPIES))
+
+
+def is_work(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return name.split(".")[0] in WORK
+
+
+def work_behind(order: list[Node]) -> dict[Node, int]:
+    """For each slots tensor, the work nodes between its prefetch and, one step on, its wait."""
+    work = [0]
+    for node in order:
+        work.append(work[-1] + is_work(node))
+    waits = {node.args[2]: work[i] for i, node in enumerate(order) if node.target in WAITS}
+    fetches = {
+        node.args[3]: work[-1] - work[i]
+        for i, node in enumerate(order)
+        if node.target is torch.ops.specache.prefetch.default
+    }
+    return {slots: fetches[slots] + waits[slots] for slots in fetches if slots in waits}  # type: ignore[misc]
+
+
+def critical_path(graph_module: GraphModule) -> list[Node]:
+    """The longest chain of work through the step's data flow, copies and waits included."""
+    dag = dependencies(graph_module.graph.nodes)
+    nx.set_edge_attributes(dag, {(a, b): int(is_work(b)) for a, b in dag.edges}, "weight")
+    return [node for node in nx.dag_longest_path(dag) if is_work(node)]

@@ -1,0 +1,31 @@
+"""Take the cached keys and values out of the graph's outputs."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from .context import Context, PassReport, output_node
+
+
+def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+    """The concatenated keys and values stop being outputs; held tensors go out in their place.
+
+        keys = cat([past_k, k], -2)        keys = cat([past_k, k], -2)
+        out = sdpa(q, keys, values)        out = sdpa(q, keys, values)
+        return (logits, keys, values)      return (logits, None, None)
+
+    In a prefill the attention reads k itself: there is nothing to concatenate it with.
+    """
+    owned = {node: site.layer for site in context.sites for node in (site.cat_k, site.cat_v)}
+    output = output_node(graph_module)
+    outputs = list(output.args[0])  # type: ignore[arg-type]
+    for position, value in enumerate(outputs):
+        if isinstance(value, Node) and value in owned:
+            context.held_outputs[position] = owned[value]
+            outputs[position] = None
+    output.args = (tuple(outputs),)
+    if context.phase == "prefill":
+        for site in context.sites:
+            site.cat_k.replace_all_uses_with(site.k)
+            site.cat_v.replace_all_uses_with(site.v)
+    return graph_module, PassReport("own_cache", {"outputs held": len(context.held_outputs)})

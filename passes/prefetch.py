@@ -1,0 +1,46 @@
+"""Fetch one step ahead the pairs that the last lane's attention asks for."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .context import Context, PassReport, cursor_input, output_node, state_input
+
+
+def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+    """Select and fetch behind a layer's attention; wait before the next step's.
+
+        pair = decode_attention(q, ...)    specache.wait(q, cursor, slots_0, slot_index_0)
+        out = pair[0]                      pair = decode_attention(q, ...)
+                                           specache.select_topk(pair[1], wanted_0)
+                                           specache.prefetch(wanted_0, cursor, host_0, slots_0, slot_index_0)
+
+    A wait names the query it stands behind: an edge that no scheduler can undo. Selection and fetch stand at the
+    end of the graph, waits right behind their query; `overlap` moves both to where they hide most.
+    """
+    if context.phase not in ("decode", "pre-decode") or not context.top_k or not context.sites:
+        return graph_module, PassReport("prefetch", {"prefetched": 0})
+    graph = graph_module.graph
+    cursor = cursor_input(graph_module, context)
+    for site in context.sites:
+        host, slots, slot_index, wanted = (
+            state_input(graph_module, context, site.layer, field) for field in ("host", "slots", "slot_index", "wanted")
+        )
+        call: Node = site.attention.args[0]  # type: ignore[assignment]
+        with graph.inserting_after(site.q):
+            graph.call_function(torch.ops.specache.wait.default, (site.q, cursor, slots, slot_index))
+        if context.hit_rate and context.phase == "decode":
+            tally = state_input(graph_module, context, site.layer, "tally")
+            with graph.inserting_before(call):
+                graph.call_function(
+                    torch.ops.specache.measure.default,
+                    (site.q, site.k, site.mask, site.sinks, cursor, host, slot_index, tally, site.scale, site.softcap),
+                )
+        with graph.inserting_before(output_node(graph_module)):
+            scores = graph.call_function(operator.getitem, (call, 1))
+            graph.call_function(torch.ops.specache.select_topk.default, (scores, wanted))
+            graph.call_function(torch.ops.specache.prefetch.default, (wanted, cursor, host, slots, slot_index))
+    return graph_module, PassReport("prefetch", {"prefetched": len(context.sites)})

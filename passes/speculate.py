@@ -1,0 +1,187 @@
+"""Widen the one-token decode graph to two lanes: the output token and the speculative token."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .context import Context, Input, PassReport, output_node, value_of
+
+LANES = 2
+
+
+def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+    """Run T_t and the guess T'_(t+1) side by side; lane 1's argmax is the next guess (SpeCache section 3.3).
+
+        out = decode_attention(q, ...)         ids = stack([input_ids, guess])
+        logits = linear(hidden, head)          logits = vmap(graph)(ids, position + lane)
+        return (logits,)                       return (logits[0], argmax(logits[1]))
+
+    The graph is vmapped over a lane axis and traced again (DESIGN section 4 tells why not to edit its literals).
+    A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
+    one lane, and the report says which of them is missing.
+    """
+    if context.phase not in ("decode", "pre-decode") or not context.sites or not context.speculate or not context.top_k:
+        return graph_module, PassReport("speculate", {"lanes": 1})
+    found = find_tokens(graph_module)
+    if isinstance(found, str):
+        return graph_module, PassReport("speculate", {"lanes": 1}, (f"one lane: {found}",))
+    ids, logits = found
+    if context.phase == "pre-decode":
+        append_guess(graph_module, logits)
+        context.guesses = True
+        return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
+    sources = position_sources(graph_module)
+    if not sources:
+        return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane: no position tensor was found",))
+    widened = widen(graph_module, ids, logits, sources)
+    context.inputs.append(Input("guess"))
+    context.lanes, context.guesses = LANES, True
+    follow_sites(widened, context)
+    return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
+
+
+def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
+    """The token ids' placeholder and the output position of the logits; or what is missing."""
+    outputs = output_node(graph_module).args[0]
+    embeddings = [node for node in graph_module.graph.nodes if node.target is F.embedding]
+    for node in embeddings:
+        ids, table = node.args[0], node.args[1]
+        if ids.op != "placeholder" or value_of(ids).dim() != 2:
+            continue
+        vocabulary = value_of(table).shape[0]
+        for position, output in enumerate(outputs):  # type: ignore[arg-type]
+            value = value_of(output) if isinstance(output, Node) else None
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[2] == vocabulary:
+                return ids, position
+    return "no logits over the vocabulary come out" if embeddings else "no token ids come in (inputs_embeds?)"
+
+
+def position_sources(graph_module: GraphModule) -> list[Node]:
+    """The integer tensors that positions come from: behind cos and sin, or a computed index of an embedding."""
+    sources: dict[Node, None] = {}
+    for node in graph_module.graph.nodes:
+        if node.target in ("cos", "sin", torch.cos, torch.sin):
+            sources.update(dict.fromkeys(integers_behind(node)))
+        if node.target is F.embedding and (node.args[0].op != "placeholder" or "position" in node.args[0].name):
+            sources[node.args[0]] = None
+    return [node for node in sources if value_of(node).shape[-1:] == (1,)]
+
+
+def integers_behind(node: Node) -> list[Node]:
+    """The first integer tensors met on every way back from a node."""
+    found, seen, todo = [], set(), [node]
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        value = value_of(at)
+        if isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
+            found.append(at)
+        else:
+            todo.extend(at.all_input_nodes)
+    return found
+
+
+def append_guess(graph_module: GraphModule, logits: int) -> None:
+    """The last output becomes argmax of the logits' last token: [B, 1]."""
+    output = output_node(graph_module)
+    outputs = output.args[0]
+    with graph_module.graph.inserting_before(output):
+        last = graph_module.graph.call_function(operator.getitem, (outputs[logits], (slice(None), -1)))  # type: ignore[index]
+        guess = graph_module.graph.call_function(torch.argmax, (last, -1, True))
+    output.args = ((*outputs, guess),)  # type: ignore[misc]
+    graph_module.recompile()
+
+
+def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:
+    """The two-lane graph: the same inputs and a guess [B, 1]; the same outputs (lane 0's) and the next guess."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    token_input = placeholders.index(ids)
+    add_lane_to_positions(graph_module, placeholders[-1], sources)
+    fakes = [value_of(node) for node in placeholders]
+
+    def two_lanes(*inputs: Any) -> tuple[Any, ...]:
+        *arguments, guess = inputs
+        mapped, plain = run_lanes(graph_module, arguments, token_input, guess)
+        return tuple(m[0] if p is None else p for m, p in zip(mapped, plain, strict=True)) + (
+            mapped[logits][1][:, -1].argmax(-1, keepdim=True),
+        )
+
+    with torch.no_grad(), detect_fake_mode(fakes) or contextlib.nullcontext():
+        widened = make_fx(two_lanes)(*fakes, torch.empty_like(fakes[token_input]))
+    names = [*(node.name for node in placeholders), "guess"]
+    for node, name in zip(widened.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.target = name
+        node._rename(name)
+    restore_absent_outputs(graph_module, widened)
+    widened.recompile()
+    return widened
+
+
+def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[Node]) -> None:
+    graph = graph_module.graph
+    with graph.inserting_after(after):
+        lane = graph.placeholder("lane")
+    for source in sources:
+        at = source if source.op != "placeholder" else lane
+        with graph.inserting_after(at):
+            moved = graph.call_function(torch.add, (source, lane))
+        source.replace_all_uses_with(moved, delete_user_cb=lambda user, keep=moved: user is not keep)
+    graph_module.recompile()
+
+
+def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor) -> tuple[list[Any], list[Any]]:
+    """vmap the graph over its lanes. Outputs that are no tensors (sliding layers return ints) bypass the vmap.
+
+    Returns two lists over the outputs: the mapped tensors [2, ...], and the plain values, None where mapped.
+    """
+    plain: list[Any] = []
+
+    def one_lane(ids: Tensor, lane: Tensor) -> list[Tensor]:
+        given = [*arguments[:token_input], ids, *arguments[token_input + 1 :], lane]
+        outputs = Interpreter(graph_module).run(*given)
+        plain[:] = [None if isinstance(value, Tensor) else value for value in outputs]
+        return [value if isinstance(value, Tensor) else lane for value in outputs]
+
+    tokens = torch.stack([arguments[token_input], guess])
+    lanes = torch.arange(LANES, device=guess.device)
+    mapped = torch.vmap(one_lane, in_dims=(0, 0), out_dims=0)(tokens, lanes)
+    return list(mapped), [ABSENT if value is None and not is_tensor else value for value, is_tensor in zip(plain, tensor_outputs(graph_module), strict=True)]
+
+
+# Stands for an output that is None while the graph is traced; make_fx cannot return None beside tensors on all versions.
+ABSENT = -1
+
+
+def tensor_outputs(graph_module: GraphModule) -> list[bool]:
+    outputs = output_node(graph_module).args[0]
+    return [isinstance(out, Node) and isinstance(value_of(out), Tensor) for out in outputs]  # type: ignore[union-attr]
+
+
+def restore_absent_outputs(graph_module: GraphModule, widened: GraphModule) -> None:
+    """Held outputs are None again, as they were before tracing."""
+    before = output_node(graph_module).args[0]
+    output = output_node(widened)
+    after = list(output.args[0])  # type: ignore[arg-type]
+    for position, value in enumerate(before):  # type: ignore[arg-type]
+        if value is None:
+            after[position] = None
+    output.args = (tuple(after),)
+
+
+def follow_sites(graph_module: GraphModule, context: Context) -> None:
+    """Point the sites at the new graph's nodes: the same attentions in the same order."""
+    calls = graph_module.graph.find_nodes(op="call_function", target=torch.ops.specache.decode_attention.default)
+    for site, call in zip(context.sites, calls, strict=True):
+        site.q, site.k, site.v, site.mask, site.sinks = call.args[:5]
+        site.attention = next(user for user in call.users if user.args[1] == 0)

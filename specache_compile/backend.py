@@ -1,0 +1,263 @@
+"""The torch.compile backend: find sites, decide the phase, and give Dynamo a callable that binds sessions.
+
+The story of one call: `specache` receives a captured graph; `CapturedGraph` knows its sites and its phase; when it is
+called, it finds the session behind the held tensors, makes room, runs the rewritten graph specialised for that
+session's state, and hands back held tensors of the new length.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+
+import specache_compile.kernels  # noqa: F401  (registers the ops)
+from specache_compile.lowering.lower import lower, within_tracing
+from specache_compile.passes.context import Context, Input, LeftAlone, Phase, value_of
+from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES, PIPELINE, Trace, run_pipeline
+
+from .errors import OptionError, SpecacheError, SpecacheWarning, copy_failed, mixed_caches, unmatched_held
+from .held import Handle, HeldTensor
+from .options import Options, parse_options
+from .records import ModelRecord, record_of
+from .session import Session
+from .symbols import SymbolReader
+from .tiers import LayerShape, device_of, state_shapes
+
+_graph_numbers = itertools.count()
+
+
+def specache(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph that Dynamo captured. Registered as the backend "specache"; see `Options` for `options`."""
+    parsed = parse_options(options)
+    for name in parsed.disable_passes:
+        if name not in PASS_NAMES:
+            raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {', '.join(PASS_NAMES)}")
+    graph = CapturedGraph(graph_module, parsed, mode)
+    if graph.sites:
+        graph.compile_ahead()
+        return graph
+    if graph.held:
+        raise unmatched_held(graph.left_alone)
+    warn_left_alone(graph.left_alone, rewritten=0)
+    return lower(graph_module, list(example_inputs), parsed.lowering, parsed.inductor, mode)
+
+
+def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:
+    """One warning that says how many attentions stay as Hugging Face wrote them, and why."""
+    if not left_alone:
+        return
+    reasons: dict[str, list[str]] = {}
+    for item in left_alone:
+        reasons.setdefault(item.reason, []).append(item.node)
+    told = "; ".join(f"{len(nodes)} ({nodes[0]}, ...): {reason}" for reason, nodes in reasons.items())
+    message = f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {told}"
+    warnings.warn(message, SpecacheWarning, stacklevel=2)
+
+
+def reason_to_leave_alone(inputs: Sequence[Any], options: Options) -> str | None:
+    """Why no site of a graph may be rewritten, whatever it holds."""
+    disabled = [name for name in ESSENTIAL if name in options.disable_passes]
+    if disabled:
+        return f"pass {disabled[0]} is disabled"
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return "gradients are enabled: call the model under torch.no_grad() or torch.inference_mode()"
+    return None
+
+
+class CapturedGraph:
+    """One graph from Dynamo, and its rewritten forms, one for each phase variant and shape of the state.
+
+    Callable with Dynamo's arguments; returns what the captured graph would, held tensors in place of the cache.
+    """
+
+    def __init__(self, graph_module: GraphModule, options: Options, mode: str | None) -> None:
+        self.graph_module, self.options, self.mode = graph_module, options, mode
+        self.name = f"graph{next(_graph_numbers)}"
+        self.placeholders = graph_module.graph.find_nodes(op="placeholder")
+        # Dynamo's own fakes: the inputs it passes are real, and its tracing context has another fake mode.
+        self.fakes = [value_of(node) for node in self.placeholders]
+        self.fake_mode = next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
+        self.held = [i for i, fake in enumerate(self.fakes) if isinstance(fake, HeldTensor)]
+        self.find_sites()
+        self.symbols = SymbolReader(self.fakes)
+        self.lowered: dict[tuple[Any, ...], tuple[Callable[..., Any], Context]] = {}
+        self.traces: list[Trace] = []
+        self.record: ModelRecord | None = None
+        self.compiles = 0
+
+    def find_sites(self) -> None:
+        """Look for sites and decide the phase: no past, past and one token, or past and several."""
+        context = self.new_context("prefill", state=[])
+        reason = reason_to_leave_alone(self.fakes, self.options)
+        if reason is None:
+            find_attention(self.graph_module, context)
+        else:
+            context.left_alone.append(LeftAlone("every site", reason))
+        self.sites, self.left_alone = context.sites, context.left_alone
+        pasts = [node for site in self.sites for node in (site.past_k, site.past_v) if node is not None]
+        if pasts and len(pasts) != 2 * len(self.sites):
+            raise SpecacheError("some layers of this cache are filled and others empty: use one cache for one model")
+        if self.sites and len(pasts) != len(self.held):
+            raise unmatched_held(self.left_alone)
+        self.phase: Phase = "prefill"
+        if pasts:
+            tokens = value_of(self.sites[0].q).shape[2]
+            self.phase = "decode" if isinstance(tokens, int) and tokens == 1 else "extend"
+        index = {node: i for i, node in enumerate(self.placeholders)}
+        self.pasts = [(index[s.past_k], index[s.past_v]) for s in self.sites if s.past_k is not None]
+
+    def new_context(self, phase: Phase, state: list[dict[str, Any]], cursor: Any = None) -> Context:
+        return Context(
+            phase=phase,
+            top_k=0 if "prefetch" in self.options.disable_passes else self.options.top_k,
+            speculate=self.options.speculate,
+            zero_point=self.options.zero_point,
+            hit_rate=self.options.hit_rate,
+            state=state,
+            cursor=cursor,
+            held=frozenset(self.placeholders[i].name for i in self.held),
+            inputs=[Input("argument", argument=i) for i in range(len(self.placeholders))],
+        )
+
+    def compile_ahead(self) -> None:
+        """Lower while Dynamo is still listening, for the state that the first call will have."""
+        warn_left_alone(self.left_alone, len(self.sites))
+        k = value_of(self.sites[0].k)
+        batch, tokens = self.symbols.hint(k.shape[0]), self.symbols.hint(k.shape[2])
+        past = self.symbols.hint(self.fakes[self.held[0]].shape[2]) if self.held else 0
+        session = Session(self.options, self.layer_shapes(), batch)
+        session.capacity_for(past + tokens)
+        for phase in self.phases():
+            self.specialise(session, phase, ahead=True)
+
+    def phases(self) -> tuple[Phase, ...]:
+        if self.phase == "decode" and self.options.top_k:
+            return ("pre-decode", "decode")
+        return (self.phase,)
+
+    def layer_shapes(self) -> list[LayerShape]:
+        return [
+            LayerShape(site.heads, site.head_dim, value_of(site.k).dtype, value_of(site.k).device) for site in self.sites
+        ]
+
+    def specialise(self, session: Session, phase: Phase, ahead: bool = False) -> tuple[Callable[..., Any], Context]:
+        """The rewritten graph for this phase and the shapes of this session's state; compiled on first use."""
+        key = phase, session.batch, session.capacity
+        if key not in self.lowered:
+            self.lowered[key] = within_tracing(self.fake_mode, lambda: self.rewrite(session, phase), late=not ahead)
+        return self.lowered[key]
+
+    def rewrite(self, session: Session, phase: Phase) -> tuple[Callable[..., Any], Context]:
+        """Run the passes over a copy of the captured graph, and lower the result."""
+        self.compiles += 1
+        with self.fake_mode:
+            state = [
+                {
+                    field: torch.empty(shape, dtype=dtype, device=device_of(field, layer))
+                    for field, (shape, dtype) in state_shapes(self.options, layer, session.batch, session.capacity).items()
+                }
+                for layer in session.layers
+            ]
+            cursor = torch.empty(session.cursor.shape, dtype=session.cursor.dtype)
+        context = self.new_context(phase, state, cursor)
+        graph_module = GraphModule(self.graph_module, copy.deepcopy(self.graph_module.graph))
+        passes = [p for p in PIPELINE if p.__name__ not in self.options.disable_passes]
+        graph_module, trace = run_pipeline(graph_module, context, passes, self.name)
+        self.traces.append(trace)
+        sources = {"cursor": lambda s: cursor, "argument": lambda s: self.fakes[s.argument]}
+        sources["state"] = lambda s: state[s.layer][s.field]
+        sources["guess"] = lambda s: self.guess_fake(session)
+        inputs = [sources[source.source](source) for source in context.inputs]
+        return lower(graph_module, inputs, self.options.lowering, self.options.inductor, self.mode), context
+
+    def guess_fake(self, session: Session) -> Tensor:
+        with self.fake_mode:
+            return torch.empty(session.batch, 1, dtype=torch.int64, device=session.layers[0].device)
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        start = time.perf_counter()
+        session = self.session_for(arguments)
+        tokens = self.symbols.value(value_of(self.sites[0].k).shape[2], arguments)
+        try:
+            outputs, inside = self.step(session, tokens, arguments)
+        except BaseException as error:
+            session.abandon_step()
+            if session.queue.error is not None and isinstance(error, Exception):
+                raise copy_failed(session.queue.error) from error
+            raise
+        session.statistics.count(self.phase, time.perf_counter() - start, inside)
+        return outputs
+
+    def step(self, session: Session, tokens: int, arguments: Sequence[Any]) -> tuple[list[Any], float]:
+        """Run this graph's phase, after a pre-decode where the slots were not chosen for this step.
+
+        Returns the outputs, and the seconds spent inside the lowered graphs.
+        """
+        session.capacity_for(session.length + tokens)
+        session.reserve()
+        session.point(tokens)
+        *before, phase = self.phases()
+        inside = 0.0
+        if before and not session.primed:
+            _, seconds = self.run(session, "pre-decode", arguments)
+            inside += seconds
+            session.statistics.pre_decodes += 1
+        (outputs, context), seconds = self.run(session, phase, arguments)
+        inside += seconds
+        session.primed = phase == "decode" and bool(before)
+        session.advance(tokens)
+        for position, layer in context.held_outputs.items():
+            outputs[position] = session.held(layer)
+        return outputs, inside
+
+    def run(self, session: Session, phase: Phase, arguments: Sequence[Any]) -> tuple[tuple[list[Any], Context], float]:
+        """Run one rewritten graph on the session's state; keeps the guess that it makes."""
+        lowered, context = self.specialise(session, phase)
+        inputs = session.bind(context.inputs, arguments)
+        start = time.perf_counter()
+        outputs = list(lowered(*inputs))
+        seconds = time.perf_counter() - start
+        if context.guesses:
+            session.guess = outputs.pop()
+        return (outputs, context), seconds
+
+    def session_for(self, arguments: Sequence[Any]) -> Session:
+        """The session behind the held arguments, brought to the view that they are; a new one in a prefill."""
+        if self.phase == "prefill":
+            batch = self.symbols.value(value_of(self.sites[0].k).shape[0], arguments)
+            session = Session(self.options, self.layer_shapes(), batch)
+        else:
+            handles = [(layer, arguments[i].handle) for layer, past in enumerate(self.pasts) for i in past]
+            session = agreed_session(handles)
+        self.record = self.record or record_of(arguments)
+        self.record.note(self, session.statistics)
+        return session
+
+
+def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
+    """The one session that all layers' keys and values belong to, in the same version and with the same edits."""
+    first = handles[0][1]
+    for layer, handle in handles:
+        if handle is None or first is None or handle.session is not first.session or handle.layer != layer:
+            raise mixed_caches()
+        if handle.version != first.version or handle.edits != first.edits:
+            raise mixed_caches()
+    assert first is not None
+    first.session.replay(first.version, first.edits)
+    return first.session

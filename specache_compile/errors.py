@@ -1,0 +1,61 @@
+"""The errors and warnings that a person can meet, each saying what was given and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class SpecacheError(RuntimeError):
+    """The backend cannot do what was asked, and says what to do instead."""
+
+
+class OptionError(SpecacheError, ValueError):
+    """An option's name or value is not accepted; the message lists what is."""
+
+
+class HeldTensorError(SpecacheError):
+    """Something outside the compiled model tried to read, or to use a stale view of, a held cache tensor."""
+
+
+class SpecacheWarning(UserWarning):
+    """Something was left as Hugging Face wrote it; it is right, but not compressed."""
+
+
+def held_read(operation: str) -> HeldTensorError:
+    return HeldTensorError(
+        f"{operation} tried to read keys or values that the specache backend holds in its own tiers. Inside the "
+        "compiled model this cannot happen, so either the model ran without its compiled graph (Dynamo's recompile "
+        "limit was reached: raise torch._dynamo.config.recompile_limit, or see TORCH_LOGS=recompiles for the cause; "
+        "or this cache went to an uncompiled model), or code outside the model read the cache. Use "
+        "specache_compile.materialize(past_key_values) for a plain copy."
+    )
+
+
+def stale_cache() -> HeldTensorError:
+    return HeldTensorError(
+        "this cache has gone on since these keys and values were taken from it, and its tiers changed in place. "
+        "To continue one prefix in two ways, copy.deepcopy(past_key_values) before the first continuation."
+    )
+
+
+def copy_failed(error: BaseException) -> SpecacheError:
+    return SpecacheError(
+        f"a copy between the host tier and the device failed ({error!r}); this cache can no longer be trusted. "
+        "See to the cause (host memory, most often) and generate again with a new cache."
+    )
+
+
+def mixed_caches() -> SpecacheError:
+    return SpecacheError(
+        "the keys and values in this cache come from different caches, or from different moments of one; edit a cache "
+        "only through its own methods (crop, reorder_cache, batch_repeat_interleave, batch_select_indices)"
+    )
+
+
+def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
+    reasons = "; ".join(sorted({item.reason for item in left_alone})) or "no attention was found in this graph"
+    return SpecacheError(
+        f"this cache is held by the specache backend, but the graph that now uses it could not be rewritten: {reasons}. "
+        "Go on the way the cache was filled, or give a plain copy: specache_compile.materialize(past_key_values)."
+    )

@@ -1,0 +1,172 @@
+"""Held tensors: what Hugging Face's cache keeps in place of keys and values: shape and dtype, no storage.
+
+Length, crop, row selection, repeat and deepcopy work on them; the session replays those edits on its tiers when
+the cache is next used. Reading them raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .errors import held_read
+
+if TYPE_CHECKING:
+    from .session import Session
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Keep the first `length` tokens."""
+
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Keep the batch rows `indices`, in that order."""
+
+    indices: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and (
+            self.indices is other.indices or torch.equal(self.indices, other.indices)
+        )
+
+
+Edit = Crop | Rows
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Whose keys or values a held tensor stands for, as of which version, with which edits since."""
+
+    session: Session
+    version: int
+    layer: int
+    edits: tuple[Edit, ...] = field(default=())
+
+
+class HeldTensor(Tensor):
+    """Keys or values [B, H, n, d] of one layer, without storage. `anchor` is one element that carries dtype and device."""
+
+    anchor: Tensor
+    handle: Handle | None
+
+    @staticmethod
+    def __new__(cls, anchor: Tensor, shape: Any, handle: Handle | None = None) -> HeldTensor:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=anchor.dtype, device=anchor.device)
+
+    def __init__(self, anchor: Tensor, shape: Any, handle: Handle | None = None) -> None:
+        self.anchor = anchor
+        self.handle = handle
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["anchor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> HeldTensor:
+        return HeldTensor(inner["anchor"], size)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"HeldTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
+        if self.handle is None:
+            raise held_read("copy.deepcopy")
+        key = id(self.handle.session), self.handle.version
+        forks = memo.setdefault(id(HeldTensor), {})
+        if key not in forks:
+            forks[key] = self.handle.session.fork(self.handle)
+        fork: Session = forks[key]
+        copied = Handle(fork, fork.version, self.handle.layer, self.handle.edits)
+        return HeldTensor(self.anchor, self.shape, copied)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Replay shape edits as handles; under Dynamo give `cat` its shape; refuse everything else."""
+        kwargs = kwargs or {}
+        if func is aten.cat.default and is_being_traced(args[0]):
+            return traced_cat(*args, **kwargs)
+        rule = EDITS.get(func)
+        if rule is None or not isinstance(args[0], HeldTensor):
+            raise held_read(f"{func}")
+        return rule(*args, **kwargs)
+
+
+def is_being_traced(parts: list[Tensor]) -> bool:
+    return any(isinstance(p.anchor if isinstance(p, HeldTensor) else p, FakeTensor) for p in parts)
+
+
+def traced_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """The shape of HF's cache update while Dynamo captures it; the rewritten graph has no such node."""
+    plain = next(part for part in parts if not isinstance(part, HeldTensor))
+    shape = list(plain.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return plain.new_empty(shape)
+
+
+def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:
+    handle = held.handle
+    if handle is None:
+        raise held_read("an edit of a traced cache")
+    result = HeldTensor(held.anchor, shape, Handle(handle.session, handle.version, handle.layer, (*handle.edits, edit)))
+    torch._dynamo.maybe_mark_dynamic(result, 2)
+    return result
+
+
+def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
+    return held
+
+
+def slice_tokens(held: HeldTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
+    """A crop is a slice of dim 2 that starts at 0; a slice that keeps everything is the tensor itself."""
+    size = held.shape[dim]
+    start, stop, step = slice(start, stop, step).indices(size)
+    if (start, stop, step) == (0, size, 1):
+        return held
+    if dim % 4 == 2 and start == 0 and step == 1:
+        return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
+    raise held_read("a slice that does not start at the first token")
+
+
+def select_rows(held: HeldTensor, dim: int, indices: Tensor) -> HeldTensor:
+    if dim % 4 != 0:
+        raise held_read("index_select on a dimension other than the batch")
+    return edited(held, (indices.numel(), *held.shape[1:]), Rows(indices))
+
+
+def index_rows(held: HeldTensor, indices: list[Tensor | None]) -> HeldTensor:
+    first, *rest = indices
+    if first is None or first.dim() != 1 or any(index is not None for index in rest):
+        raise held_read("indexing other than by batch rows")
+    return select_rows(held, 0, first.nonzero().flatten() if first.dtype == torch.bool else first)
+
+
+def repeat_rows(held: HeldTensor, repeats: int, dim: int | None = None, **kwargs: Any) -> HeldTensor:
+    if dim is None:
+        raise held_read("repeat_interleave without a dimension")
+    return select_rows(held, dim, torch.arange(held.shape[0], device=held.device).repeat_interleave(repeats))
+
+
+def to_same(held: HeldTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> HeldTensor:
+    if dtype not in (None, held.dtype) or device is not None and torch.device(device).type != held.device.type:
+        raise held_read(f"a move or cast of the cache (dtype={dtype}, device={device})")
+    return held
+
+
+EDITS = {
+    aten.detach.default: keep,
+    aten.alias.default: keep,
+    aten.slice.Tensor: slice_tokens,
+    aten.index_select.default: select_rows,
+    aten.index.Tensor: index_rows,
+    aten.repeat_interleave.self_int: repeat_rows,
+    aten._to_copy.default: to_same,
+}

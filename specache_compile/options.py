@@ -1,0 +1,77 @@
+"""The options of the backend, checked as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import OptionError
+
+BITS = (1, 2, 4, 8, 16)
+GROUP_SIZES = (32, 64, 128)
+ZERO_POINTS = ("midpoint", "minimum")
+LOWERINGS = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(..., options={...})` accepts; the defaults are the paper's.
+
+    bits: of the low-bit tier; 16 keeps it unquantised. group_size: g, tokens (keys) or channels (values) that share
+    a scale. residual_length: R, newest tokens kept in 16 bits. top_k: k, pairs fetched for each layer and KV head;
+    0 is plain KIVI. speculate: run the speculative token beside the output token; False lets the output token
+    choose. zero_point: at 1 bit, the paper's "midpoint" or KIVI's "minimum". lowering: "inductor", or "eager" to run
+    the rewritten graph as it is. hit_rate: also measure the hit rate (slow: it computes the true attention).
+    disable_passes: names of passes to leave out. inductor: config patches handed to Inductor.
+    """
+
+    bits: int = 2
+    group_size: int = 64
+    residual_length: int = 64
+    top_k: int = 64
+    speculate: bool = True
+    zero_point: str = "midpoint"
+    lowering: str = "inductor"
+    hit_rate: bool = False
+    disable_passes: tuple[str, ...] = ()
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        one_of("bits", self.bits, BITS)
+        one_of("group_size", self.group_size, GROUP_SIZES)
+        one_of("zero_point", self.zero_point, ZERO_POINTS)
+        one_of("lowering", self.lowering, LOWERINGS)
+        for name in ("residual_length", "top_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise OptionError(f"option {name}={value!r}: give a whole number of tokens, 0 or more")
+        for name in ("speculate", "hit_rate"):
+            one_of(name, getattr(self, name), (True, False))
+        if isinstance(self.disable_passes, str):
+            raise OptionError(f"option disable_passes={self.disable_passes!r}: give a list of pass names")
+        object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
+
+    @property
+    def window(self) -> int:
+        """W = R + g: the most tokens that the recent tier holds."""
+        return self.residual_length + self.group_size
+
+    def low_bit_length(self, length: int) -> int:
+        """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""
+        return self.group_size * max(0, (length - self.residual_length) // self.group_size)
+
+
+def one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
+    if not any(value is option or (type(value) is type(option) and value == option) for option in accepted):
+        raise OptionError(f"option {name}={value!r}: accepted are {', '.join(map(repr, accepted))}")
+
+
+def parse_options(given: Mapping[str, Any] | None) -> Options:
+    """The options that a user passed, with the bad name or value and the accepted ones in the error."""
+    given = dict(given or {})
+    accepted = [f.name for f in fields(Options)]
+    for name in given:
+        if name not in accepted:
+            raise OptionError(f"unknown option {name!r}: accepted are {', '.join(accepted)}")
+    return Options(**given)

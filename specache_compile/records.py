@@ -1,0 +1,70 @@
+"""What is remembered of each compiled model: its graphs, and what its last generation did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from specache_compile.kernels.copy_queue import CopyQueue
+
+if TYPE_CHECKING:
+    from .backend import CapturedGraph
+
+
+@dataclass
+class Statistics:
+    """Counts of one session: steps by phase, seconds in graphs and in our Python; the queue counts the copies."""
+
+    queue: CopyQueue
+    tallies: list[Tensor] = field(default_factory=list)
+    prefills: int = 0
+    extends: int = 0
+    decodes: int = 0
+    pre_decodes: int = 0
+    seconds: float = 0.0
+    python_seconds: float = 0.0
+
+    def count(self, phase: str, total: float, inside: float) -> None:
+        """One step of `phase` that took `total` seconds, `inside` of them in lowered graphs."""
+        setattr(self, f"{phase}s", getattr(self, f"{phase}s") + 1)
+        self.seconds += total
+        self.python_seconds += total - inside
+
+
+@dataclass
+class ModelRecord:
+    """The captured graphs of one model, and the statistics of its newest session."""
+
+    graphs: list[CapturedGraph] = field(default_factory=list)
+    latest: Statistics | None = None
+
+    def note(self, graph: CapturedGraph, statistics: Statistics) -> None:
+        if graph not in self.graphs:
+            self.graphs.append(graph)
+        self.latest = statistics
+
+
+# Keyed by a parameter of the model: the one thing that both a captured graph's arguments and the model name.
+_records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def record_of(tensors: Sequence[Any]) -> ModelRecord:
+    """The record of the model that these arguments belong to; a new one on first sight."""
+    parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+    for parameter in parameters:
+        if parameter in _records:
+            return _records[parameter]
+    record = ModelRecord()
+    for parameter in parameters:
+        _records[parameter] = record
+    return record
+
+
+def find_record(model: torch.nn.Module) -> ModelRecord | None:
+    """The record of a compiled model, or None where it has not run yet."""
+    return next((_records[p] for p in model.parameters() if p in _records), None)

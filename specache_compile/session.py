@@ -1,0 +1,165 @@
+"""The state behind one Hugging Face cache: its tiers, its length, its copies in flight, its next guess."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.copy_queue import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
+from specache_compile.passes.context import Input
+
+from .errors import copy_failed, stale_cache
+from .held import Crop, Edit, Handle, HeldTensor
+from .options import Options
+from .records import Statistics
+from .tiers import FIELDS, LayerShape, LayerState, allocate, bucket
+
+# State whose second dimension after the heads is tokens (or groups of them), and grows with the context.
+GROWING = ("host", "codes", "key_params", "value_params")
+
+
+class Session:
+    """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
+
+    `guess` [B, 1] is the speculative token; `primed` says that the slots were chosen for the next decode step.
+    """
+
+    def __init__(self, options: Options, layers: list[LayerShape], batch: int) -> None:
+        self.options = options
+        self.layers = layers
+        self.batch = batch
+        self.length = 0
+        self.version = 0
+        self.guess: Tensor | None = None
+        self.primed = False
+        self.capacity = 0
+        self.state: list[LayerState] = []
+        self.queue = CopyQueue()
+        self.statistics = Statistics(self.queue)
+        self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
+        self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.int64)
+        self.cursor[QUEUE] = self.queue.number
+
+    def capacity_for(self, tokens: int) -> None:
+        """Raise the capacity to the bucket of `tokens`; `reserve` makes the tensors follow."""
+        self.capacity = max(self.capacity, bucket(tokens))
+
+    def reserve(self) -> None:
+        """Make the growing tensors as large as the capacity says; what they hold stays."""
+        if self.state and self.state[0]["host"].shape[2] == self.capacity:
+            return
+        self.queue.drain()
+        grown = [allocate(self.options, layer, self.batch, self.capacity) for layer in self.layers]
+        for old, new in zip(self.state, grown, strict=False):
+            for field in FIELDS:
+                if field in GROWING:
+                    new[field][:, :, : old[field].shape[2]] = old[field]
+                else:
+                    new[field] = old[field]
+        self.state = grown
+        self.statistics.tallies = [layer["tally"] for layer in grown]
+
+    def point(self, tokens: int) -> None:
+        """Write the cursor for a graph that adds `tokens` to the cache."""
+        self.cursor[LENGTH] = self.length
+        self.cursor[LOW_BIT] = self.options.low_bit_length(self.length)
+        self.cursor[NEXT_LOW_BIT] = self.options.low_bit_length(self.length + tokens)
+
+    def advance(self, tokens: int) -> None:
+        """`tokens` more are cached; views of the cache taken before are stale from here on."""
+        self.length += tokens
+        self.version += 1
+
+    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
+        """The values of a rewritten graph's inputs: the caller's arguments, and this session's state."""
+        values: list[Any] = []
+        for source in inputs:
+            if source.source == "argument":
+                values.append(arguments[source.argument])
+            elif source.source == "state":
+                values.append(self.state[source.layer][source.field])
+            else:
+                values.append(self.cursor if source.source == "cursor" else self.guess)
+        return values
+
+    def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
+        """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
+        if self.queue.error is not None:
+            raise copy_failed(self.queue.error) from self.queue.error
+        if version != self.version:
+            raise stale_cache()
+        for edit in edits:
+            self.queue.drain()
+            if isinstance(edit, Crop):
+                self.crop(edit.length)
+            else:
+                self.select(edit.indices)
+            self.version += 1
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens; the recent tier is filled again from the host tier where it must be."""
+        low_bit = self.options.low_bit_length(length)
+        if low_bit < self.options.low_bit_length(self.length):
+            tokens = torch.arange(low_bit, length)
+            for layer in self.state:
+                recent, host = layer["recent"], layer["host"]
+                recent[:, :, (tokens % recent.shape[2]).to(recent.device)] = host[:, :, tokens].to(recent.device)
+        for layer in self.state:
+            layer["slot_index"].masked_fill_(layer["slot_index"] >= low_bit, -1)
+        self.length = length
+        self.primed, self.guess = False, None
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the batch rows `indices`, in that order: reorder, repeat and select are all this."""
+        if indices.numel() == self.batch and torch.equal(indices.cpu(), torch.arange(self.batch)):
+            return
+        for layer in self.state:
+            for field in FIELDS:
+                if field != "tally":
+                    kept = layer[field].index_select(0, indices.to(layer[field].device))
+                    layer[field] = kept.pin_memory() if layer[field].is_pinned() else kept
+        if self.guess is not None:
+            self.guess = self.guess.index_select(0, indices.to(self.guess.device))
+        self.batch = indices.numel()
+
+    def fork(self, handle: Handle) -> Session:
+        """A second session with copies of all tiers, for the view of the cache that `handle` has."""
+        if handle.version != self.version:
+            raise stale_cache()
+        self.queue.drain()
+        other = copy.copy(self)
+        other.state = [{field: tensor.clone() for field, tensor in layer.items()} for layer in self.state]
+        other.queue = CopyQueue()
+        other.statistics = Statistics(other.queue, [layer["tally"] for layer in other.state])
+        other.cursor = self.cursor.clone()
+        other.cursor[QUEUE] = other.queue.number
+        return other
+
+    def held(self, layer: int) -> HeldTensor:
+        """What goes into HF's cache for one layer's keys, or values: shape [B, H, n, d], no storage."""
+        shape = self.layers[layer]
+        held = HeldTensor(
+            self.anchors[layer],
+            (self.batch, shape.heads, self.length, shape.head_dim),
+            Handle(self, self.version, layer),
+        )
+        torch._dynamo.maybe_mark_dynamic(held, 2)
+        return held
+
+    def pairs(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Plain copies of one layer's keys and values [B, H, n, d], from the host tier, bit for bit."""
+        self.queue.drain()
+        keys, values = self.state[layer]["host"][:, :, : self.length].unbind(3)
+        device = self.layers[layer].device
+        return keys.to(device, copy=True), values.to(device, copy=True)
+
+    def abandon_step(self) -> None:
+        """After a step that raised: wait out its copies and empty the slots, so that it can be taken again."""
+        self.queue.settle()
+        for layer in self.state:
+            layer["slot_index"].fill_(-1)
+        self.primed, self.guess = False, None

@@ -1,0 +1,123 @@
+"""Where the KV pairs live: the state tensors of each layer, their shapes, and their bytes.
+
+Everything here is a function of the options, the number of tokens and the layer's shape, so that what `explain`
+predicts and what a session allocates are the same sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.quantize import packed_width, value_group
+
+from .options import Options
+
+# Which tier each state tensor belongs to, in the order in which graphs take them.
+TIER_OF = {
+    "host": "host",
+    "codes": "low-bit",
+    "key_params": "low-bit",
+    "value_params": "low-bit",
+    "recent": "recent",
+    "slots": "slots",
+    "slot_index": "slots",
+    "wanted": "slots",
+    "tally": "measure",
+}
+FIELDS = tuple(TIER_OF)
+DEVICE_TIERS = ("low-bit", "recent", "slots")
+SMALLEST_BUCKET = 256
+
+LayerState = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The KV heads of one site: count, channels, dtype and device."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def bucket(length: int) -> int:
+    """Tokens to allocate for `length` tokens: steps of an eighth of the power of two below, at least 256.
+
+    At most an eighth is spare beyond 2,048 tokens, and a generation meets a handful of buckets.
+    """
+    power = 1 << max(length, 1).bit_length() - 1
+    step = max(SMALLEST_BUCKET, power // 8)
+    return -(-max(length, 1) // step) * step
+
+
+def state_shapes(
+    options: Options, layer: LayerShape, batch: int, capacity: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each state tensor for a `capacity` from `bucket`; scales are in the model's dtype."""
+    rows = (batch, layer.heads)
+    d, dtype = layer.head_dim, layer.dtype
+    quantized = options.bits < 16
+    width = packed_width(d, options.bits) if quantized else d
+    groups = capacity // options.group_size if quantized else 0
+    tokens = capacity if quantized else 0
+    return {
+        "host": ((*rows, capacity, 2, d), dtype),
+        "codes": ((*rows, capacity, 2, width), torch.uint8 if quantized else dtype),
+        "key_params": ((*rows, groups, 2, d), dtype),
+        "value_params": ((*rows, tokens, 2, d // value_group(d, options.group_size)), dtype),
+        "recent": ((*rows, options.window, 2, d), dtype),
+        "slots": ((*rows, options.top_k, 2, d), dtype),
+        "slot_index": ((*rows, options.top_k), torch.int32),
+        "wanted": ((*rows, options.top_k), torch.int32),
+        "tally": ((3,), torch.float64),
+    }
+
+
+def device_of(field: str, layer: LayerShape) -> torch.device:
+    """The host tier lives on the CPU, the rest beside the model; on the meta device nothing lives anywhere."""
+    return torch.device("cpu") if field == "host" and layer.device.type != "meta" else layer.device
+
+
+def allocate(options: Options, layer: LayerShape, batch: int, capacity: int) -> LayerState:
+    """Fresh state tensors: zeros, no slot filled; the host tier pinned where there is a GPU to read it."""
+    state = {}
+    for field, (shape, dtype) in state_shapes(options, layer, batch, capacity).items():
+        pinned = field == "host" and layer.device.type == "cuda"
+        state[field] = torch.zeros(shape, dtype=dtype, device=device_of(field, layer), pin_memory=pinned)
+    state["slot_index"].fill_(-1)
+    state["wanted"].fill_(-1)
+    return state
+
+
+def bytes_by_tier(state: list[LayerState]) -> dict[str, int]:
+    """Bytes of each tier, summed over layers, from the tensors themselves."""
+    total = {"host": 0, "low-bit": 0, "recent": 0, "slots": 0}
+    for layer in state:
+        for field, tensor in layer.items():
+            if TIER_OF[field] in total:
+                total[TIER_OF[field]] += tensor.nbytes
+    return total
+
+
+def predicted_bytes(options: Options, layers: list[LayerShape], batch: int, length: int) -> dict[str, int]:
+    """Bytes of each tier for `length` tokens, without allocating anything."""
+    total = {"host": 0, "low-bit": 0, "recent": 0, "slots": 0}
+    for layer in layers:
+        for field, (shape, dtype) in state_shapes(options, layer, batch, bucket(length)).items():
+            if TIER_OF[field] in total:
+                total[TIER_OF[field]] += torch.Size(shape).numel() * dtype.itemsize
+    return total
+
+
+def full_cache_bytes(layers: list[LayerShape], batch: int, length: int) -> int:
+    """Bytes of the same tokens in HF's own cache, in the model's dtype."""
+    return sum(2 * batch * layer.heads * length * layer.head_dim * layer.dtype.itemsize for layer in layers)
+
+
+def paper_kv_ratio(bits: int, group_size: int, length: int, window: int = 128) -> float:
+    """Device KV size against 16 bits as the paper counts it: (B + 32/g)/16 + (R + k)/L (Table 1, KV Cache Size)."""
+    return (bits + 32 / group_size) / 16 + window / length
