@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -27,8 +28,9 @@ def lower(
     if how == "eager":
         return graph_module
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    with torch.no_grad():
-        return compile_fx(graph_module, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
+    # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
+    own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    return compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
 
 
 def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bool) -> Made:

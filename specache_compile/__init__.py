@@ -1,6 +1,21 @@
 """SpeCache as a torch.compile backend: `torch.compile(model, backend="specache")`."""
 
+from . import kernels as kernels  # registers the ops, which the passes know by name
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
+from .explain import Explanation, explain
+from .materialize import materialize
 from .options import Options
+from .stats import Stats, stats
 
-__all__ = ["HeldTensorError", "OptionError", "Options", "SpecacheError", "SpecacheWarning"]
+__all__ = [
+    "Explanation",
+    "HeldTensorError",
+    "OptionError",
+    "Options",
+    "SpecacheError",
+    "SpecacheWarning",
+    "Stats",
+    "explain",
+    "materialize",
+    "stats",
+]

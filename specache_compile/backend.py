@@ -19,7 +19,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
-import specache_compile.kernels  # noqa: F401  (registers the ops)
 from specache_compile.lowering.lower import lower, within_tracing
 from specache_compile.passes.context import Context, Input, LeftAlone, Phase, value_of
 from specache_compile.passes.find_attention import find_attention
@@ -48,14 +47,21 @@ def specache(
     for name in parsed.disable_passes:
         if name not in PASS_NAMES:
             raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {', '.join(PASS_NAMES)}")
-    graph = CapturedGraph(graph_module, parsed, mode)
+    return compile_graph(graph_module, example_inputs, parsed, mode)
+
+
+def compile_graph(
+    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None = None
+) -> Callable[..., Any]:
+    """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
+    graph = CapturedGraph(graph_module, options, mode)
+    warn_left_alone(graph.left_alone, len(graph.sites))
     if graph.sites:
         graph.compile_ahead()
         return graph
     if graph.held:
         raise unmatched_held(graph.left_alone)
-    warn_left_alone(graph.left_alone, rewritten=0)
-    return lower(graph_module, list(example_inputs), parsed.lowering, parsed.inductor, mode)
+    return lower(graph_module, list(example_inputs), options.lowering, options.inductor, mode)
 
 
 def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:
@@ -98,6 +104,7 @@ class CapturedGraph:
         self.symbols = SymbolReader(self.fakes)
         self.lowered: dict[tuple[Any, ...], tuple[Callable[..., Any], Context]] = {}
         self.traces: list[Trace] = []
+        self.modules: dict[str, GraphModule] = {}
         self.record: ModelRecord | None = None
         self.compiles = 0
 
@@ -137,7 +144,6 @@ class CapturedGraph:
 
     def compile_ahead(self) -> None:
         """Lower while Dynamo is still listening, for the state that the first call will have."""
-        warn_left_alone(self.left_alone, len(self.sites))
         k = value_of(self.sites[0].k)
         batch, tokens = self.symbols.hint(k.shape[0]), self.symbols.hint(k.shape[2])
         past = self.symbols.hint(self.fakes[self.held[0]].shape[2]) if self.held else 0
@@ -180,6 +186,7 @@ class CapturedGraph:
         passes = [p for p in PIPELINE if p.__name__ not in self.options.disable_passes]
         graph_module, trace = run_pipeline(graph_module, context, passes, self.name)
         self.traces.append(trace)
+        self.modules[phase] = graph_module
         sources = {"cursor": lambda s: cursor, "argument": lambda s: self.fakes[s.argument]}
         sources["state"] = lambda s: state[s.layer][s.field]
         sources["guess"] = lambda s: self.guess_fake(session)
@@ -217,7 +224,7 @@ class CapturedGraph:
         if before and not session.primed:
             _, seconds = self.run(session, "pre-decode", arguments)
             inside += seconds
-            session.statistics.pre_decodes += 1
+            session.statistics.steps["pre-decode"] += 1
         (outputs, context), seconds = self.run(session, phase, arguments)
         inside += seconds
         session.primed = phase == "decode" and bool(before)

@@ -18,20 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Statistics:
-    """Counts of one session: steps by phase, seconds in graphs and in our Python; the queue counts the copies."""
+    """Counts of one session, kept after it has gone: steps by phase, seconds, copies (in the queue), bytes by tier."""
 
     queue: CopyQueue
     tallies: list[Tensor] = field(default_factory=list)
-    prefills: int = 0
-    extends: int = 0
-    decodes: int = 0
-    pre_decodes: int = 0
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("prefill", "extend", "pre-decode", "decode"), 0))
     seconds: float = 0.0
     python_seconds: float = 0.0
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    full_cache_bytes: int = 0
 
     def count(self, phase: str, total: float, inside: float) -> None:
         """One step of `phase` that took `total` seconds, `inside` of them in lowered graphs."""
-        setattr(self, f"{phase}s", getattr(self, f"{phase}s") + 1)
+        self.steps[phase] += 1
         self.seconds += total
         self.python_seconds += total - inside
 
@@ -53,9 +52,9 @@ class ModelRecord:
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def record_of(tensors: Sequence[Any]) -> ModelRecord:
-    """The record of the model that these arguments belong to; a new one on first sight."""
-    parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+def record_of(arguments: Sequence[Any]) -> ModelRecord:
+    """The record of the model that these arguments of a graph belong to; a new one on first sight."""
+    parameters = [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
     for parameter in parameters:
         if parameter in _records:
             return _records[parameter]

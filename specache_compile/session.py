@@ -16,7 +16,7 @@ from .errors import copy_failed, stale_cache
 from .held import Crop, Edit, Handle, HeldTensor
 from .options import Options
 from .records import Statistics
-from .tiers import FIELDS, LayerShape, LayerState, allocate, bucket
+from .tiers import FIELDS, LayerShape, LayerState, allocate, bucket, bytes_by_tier, full_cache_bytes
 
 # State whose second dimension after the heads is tokens (or groups of them), and grows with the context.
 GROWING = ("host", "codes", "key_params", "value_params")
@@ -61,7 +61,12 @@ class Session:
                 else:
                     new[field] = old[field]
         self.state = grown
-        self.statistics.tallies = [layer["tally"] for layer in grown]
+        self.note_memory()
+
+    def note_memory(self) -> None:
+        """Let the statistics know the tiers' sizes: they are asked for when the session may be gone."""
+        self.statistics.tallies = [layer["tally"] for layer in self.state]
+        self.statistics.bytes_by_tier = bytes_by_tier(self.state)
 
     def point(self, tokens: int) -> None:
         """Write the cursor for a graph that adds `tokens` to the cache."""
@@ -73,6 +78,7 @@ class Session:
         """`tokens` more are cached; views of the cache taken before are stale from here on."""
         self.length += tokens
         self.version += 1
+        self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.batch, self.length)
 
     def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
         """The values of a rewritten graph's inputs: the caller's arguments, and this session's state."""
@@ -125,6 +131,7 @@ class Session:
         if self.guess is not None:
             self.guess = self.guess.index_select(0, indices.to(self.guess.device))
         self.batch = indices.numel()
+        self.note_memory()
 
     def fork(self, handle: Handle) -> Session:
         """A second session with copies of all tiers, for the view of the cache that `handle` has."""
@@ -134,7 +141,8 @@ class Session:
         other = copy.copy(self)
         other.state = [{field: tensor.clone() for field, tensor in layer.items()} for layer in self.state]
         other.queue = CopyQueue()
-        other.statistics = Statistics(other.queue, [layer["tally"] for layer in other.state])
+        other.statistics = Statistics(other.queue)
+        other.note_memory()
         other.cursor = self.cursor.clone()
         other.cursor[QUEUE] = other.queue.number
         return other

@@ -1,0 +1,31 @@
+"""`materialize(cache)`: a held cache as a plain one, for whoever must read keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+
+from .backend import agreed_session
+from .errors import SpecacheError
+from .held import HeldTensor
+
+
+def materialize(cache: DynamicCache) -> DynamicCache:
+    """A DynamicCache with real keys and values [B, H, n, d], bit for bit those that were cached; `cache` stays usable."""
+    layers = [layer for layer in cache.layers if isinstance(layer.keys, HeldTensor)]
+    if not layers:
+        raise SpecacheError("this cache holds plain tensors already: the specache backend does not hold it")
+    session = agreed_session([(i, t.handle) for i, layer in enumerate(layers) for t in (layer.keys, layer.values)])
+    plain = DynamicCache()
+    plain.layers = []
+    held = iter(range(len(layers)))
+    for layer in cache.layers:
+        twin: Any = type(layer).__new__(type(layer))
+        twin.__dict__.update(vars(layer))
+        if isinstance(layer.keys, HeldTensor):
+            number = next(held)
+            twin.keys, twin.values = session.pairs(number)
+            layer.keys, layer.values = session.held(number), session.held(number)
+        plain.layers.append(twin)
+    return plain
