@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, wait_for_offloads
 from .quantize import dequantize_keys, dequantize_values
 
 # Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.
@@ -155,7 +155,7 @@ def decode_attention(
     if bias is not None:
         seen = (bias[..., -1, :next_low_bit] > SEEN).amax(2)
         scores[:, :, :next_low_bit].masked_fill_(~seen, -1.0)
-    return out.flatten(1, 2).to(q.dtype), scores
+    return out.flatten(1, 2).to(q.dtype).contiguous(), scores
 
 
 def extend_attention(
@@ -174,6 +174,7 @@ def extend_attention(
     q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, n + T] (None: causal); sinks [Hq]; host
     [B, H, C, 2, d]. Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
     """
+    wait_for_offloads(cursor)
     length = int(cursor[LENGTH])
     heads, tokens = k.shape[1], k.shape[2]
     query = q.float().unflatten(1, (heads, -1)) * scale
@@ -203,4 +204,4 @@ def extend_attention(
         out = out * shrink + (weights.flatten(2, 3) @ values.float()).unflatten(2, (-1, tokens))
         peak = higher
     out = out / total.masked_fill(total == 0, 1.0)
-    return out.flatten(1, 2).to(q.dtype)
+    return out.flatten(1, 2).to(q.dtype).contiguous()

@@ -97,3 +97,10 @@ def queue_of(cursor: Tensor) -> CopyQueue | None:
     """The queue that `cursor` names, or None where copies are to be done at once."""
     number = int(cursor[QUEUE])
     return _queues[number] if number else None
+
+
+def wait_for_offloads(cursor: Tensor) -> None:
+    """Before an op reads the host tier: every pair that the session has sent there must have arrived."""
+    queue = queue_of(cursor)
+    if queue is not None:
+        queue.wait_for_offloads()

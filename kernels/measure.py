@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .attention import capped, grouped_bias, softmax_denominator
-from .copy_queue import LENGTH, LOW_BIT, queue_of
+from .copy_queue import LENGTH, LOW_BIT, wait_for_offloads
 
 
 def measure(
@@ -27,9 +27,7 @@ def measure(
     recent and the new pair; top-k is over the tokens that are not in the recent tier. Shapes as in `decode_attention`.
     """
     length, low_bit = int(cursor[LENGTH]), int(cursor[LOW_BIT])
-    queue = queue_of(cursor)
-    if queue is not None:
-        queue.wait_for_offloads()
+    wait_for_offloads(cursor)
     heads = k.shape[1]
     query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
     keys = torch.cat([host[:, :, :length, 0].to(k.device), k[:, :, :1]], dim=2).float()

@@ -102,7 +102,13 @@ def match_sdpa(node: Node) -> tuple[Node, Node, Node, Scores]:
     scale = given.get("scale")
     if scale is None:
         scale = int(value_of(given["query"]).shape[-1]) ** -0.5
-    return given["query"], unrepeated(given["key"]), unrepeated(given["value"]), Scores(float(scale), mask=given.get("attn_mask"))
+    scores = Scores(number(scale), mask=given.get("attn_mask"))
+    return given["query"], unrepeated(given["key"]), unrepeated(given["value"]), scores
+
+
+def number(value: object) -> float:
+    """A constant; under dynamic=True it is a symbolic float, which Dynamo then guards on."""
+    return float(value_of(value) if isinstance(value, Node) else value)  # type: ignore[arg-type]
 
 
 def match_eager(node: Node) -> tuple[Node, Node, Node, Scores]:
@@ -190,7 +196,7 @@ def unrepeated(node: object) -> Node:
 def match_update(node: Node) -> tuple[Node, Node | None, Node]:
     """`cat([past, new], -2)`: the node, the past (None where it is empty), the new pairs."""
     if node.target is not torch.cat:
-        raise NoMatch("its keys or values are no concatenation of a past and new ones (static or foreign cache, or none)")
+        raise NoMatch("its keys or values are no concatenation of a past and new ones (a static, quantised or absent cache): use DynamicCache, the default")
     parts, dim = node.args[0], node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-2, 2):
         raise NoMatch("its cache update is not cat([past, new], -2)")

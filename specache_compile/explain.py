@@ -91,7 +91,7 @@ class Explanation:
                      headers=("tier", "bytes", "of full cache"), colalign=("left", "right", "right")),
             tabulate([(phase, r.name, ", ".join(f"{k} {v}" for k, v in r.counts.items()), f"{r.seconds * 1e3:.0f}",
                        "; ".join(r.remarks)) for phase, trace in self.traces.items() for r in trace.reports],
-                     headers=("phase", "pass", "what it did", "ms", ""), maxcolwidths=(None, None, 40, None, 30)),
+                     headers=("phase", "pass", "what it did", "ms", ""), maxcolwidths=(None, None, 38, None, 28)),
             tabulate([vars(site) for site in self.sites], headers="keys"),
         ]  # fmt: skip
         if self.left_alone:
@@ -162,4 +162,4 @@ def run_two_steps(model: Any, prompt_length: int, batch_size: int, options: Opti
         prompt = torch.zeros(batch_size, prompt_length, dtype=torch.int64, device=model.device)
         cache = compiled(prompt, use_cache=True, logits_to_keep=1).past_key_values
         position = torch.full((batch_size, 1), prompt_length, dtype=torch.int64, device=model.device)
-        compiled(prompt[:, :1], past_key_values=cache, position_ids=position)
+        compiled(prompt[:, :1], past_key_values=cache, position_ids=position, logits_to_keep=1)

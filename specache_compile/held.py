@@ -88,6 +88,28 @@ class HeldTensor(Tensor):
         copied = Handle(fork, fork.version, self.handle.layer, self.handle.edits)
         return HeldTensor(self.anchor, self.shape, copied)
 
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise held_read("numpy()")
+
+    def tolist(self) -> Any:
+        raise held_read("tolist()")
+
+    def __getitem__(self, index: Any) -> HeldTensor:
+        """Crop and row selection. Not through ATen: its slice would make a view, which Dynamo traces with its base."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if Ellipsis not in [part for part in parts if not isinstance(part, Tensor)]:
+            parts = (*parts, Ellipsis)
+        where = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        missing = 4 - (len(parts) - 1)
+        result = self
+        for dim, part in enumerate((*parts[:where], *[slice(None)] * missing, *parts[where + 1 :])):
+            result = slice_tokens(result, dim, part) if isinstance(part, slice) else select_rows(result, dim, part)
+        return result
+
+    def repeat_interleave(self, repeats: Any, dim: int | None = None, **kwargs: Any) -> HeldTensor:
+        """Each batch row `repeats` times. Not through ATen, which takes it apart into expands and views."""
+        return select_rows(self, dim, torch.arange(self.shape[0], device=self.device).repeat_interleave(repeats))
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Replay shape edits as handles; under Dynamo give `cat` its shape; refuse everything else."""
@@ -115,7 +137,7 @@ def traced_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
 def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:
     handle = held.handle
     if handle is None:
-        raise held_read("an edit of a traced cache")
+        raise held_read("an edit inside the compiled model")
     result = HeldTensor(held.anchor, shape, Handle(handle.session, handle.version, handle.layer, (*handle.edits, edit)))
     torch._dynamo.maybe_mark_dynamic(result, 2)
     return result
@@ -125,48 +147,34 @@ def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
     return held
 
 
-def slice_tokens(held: HeldTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
+def slice_tokens(held: HeldTensor, dim: int, part: slice) -> HeldTensor:
     """A crop is a slice of dim 2 that starts at 0; a slice that keeps everything is the tensor itself."""
     size = held.shape[dim]
-    start, stop, step = slice(start, stop, step).indices(size)
+    start, stop, step = part.indices(size)
     if (start, stop, step) == (0, size, 1):
         return held
-    if dim % 4 == 2 and start == 0 and step == 1:
+    if dim == 2 and (start, step) == (0, 1):
         return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
     raise held_read("a slice that does not start at the first token")
 
 
-def select_rows(held: HeldTensor, dim: int, indices: Tensor) -> HeldTensor:
-    if dim % 4 != 0:
-        raise held_read("index_select on a dimension other than the batch")
-    return edited(held, (indices.numel(), *held.shape[1:]), Rows(indices))
-
-
-def index_rows(held: HeldTensor, indices: list[Tensor | None]) -> HeldTensor:
-    first, *rest = indices
-    if first is None or first.dim() != 1 or any(index is not None for index in rest):
-        raise held_read("indexing other than by batch rows")
-    return select_rows(held, 0, first.nonzero().flatten() if first.dtype == torch.bool else first)
-
-
-def repeat_rows(held: HeldTensor, repeats: int, dim: int | None = None, **kwargs: Any) -> HeldTensor:
-    if dim is None:
-        raise held_read("repeat_interleave without a dimension")
-    return select_rows(held, dim, torch.arange(held.shape[0], device=held.device).repeat_interleave(repeats))
+def select_rows(held: HeldTensor, dim: int | None, indices: Any) -> HeldTensor:
+    """Batch rows by a 1-D tensor of numbers, or of booleans."""
+    if dim != 0 or not isinstance(indices, Tensor) or indices.dim() != 1:
+        raise held_read("indexing other than by batch rows and a crop")
+    rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+    return edited(held, (rows.numel(), *held.shape[1:]), Rows(rows))
 
 
 def to_same(held: HeldTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> HeldTensor:
     if dtype not in (None, held.dtype) or device is not None and torch.device(device).type != held.device.type:
-        raise held_read(f"a move or cast of the cache (dtype={dtype}, device={device})")
+        raise held_read(f"a move or cast of the cache (dtype={dtype}, device={device}; specache offloads by itself)")
     return held
 
 
 EDITS = {
     aten.detach.default: keep,
     aten.alias.default: keep,
-    aten.slice.Tensor: slice_tokens,
     aten.index_select.default: select_rows,
-    aten.index.Tensor: index_rows,
-    aten.repeat_interleave.self_int: repeat_rows,
     aten._to_copy.default: to_same,
 }

@@ -26,8 +26,10 @@ class Session:
     """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
 
     `guess` [B, 1] is the speculative token; `primed` says that the slots were chosen for the next decode step.
+    State is never made under the caller's inference mode: the copy queue's worker writes to it outside of that.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, options: Options, layers: list[LayerShape], batch: int) -> None:
         self.options = options
         self.layers = layers
@@ -48,6 +50,7 @@ class Session:
         """Raise the capacity to the bucket of `tokens`; `reserve` makes the tensors follow."""
         self.capacity = max(self.capacity, bucket(tokens))
 
+    @torch.inference_mode(False)
     def reserve(self) -> None:
         """Make the growing tensors as large as the capacity says; what they hold stays."""
         if self.state and self.state[0]["host"].shape[2] == self.capacity:
@@ -92,6 +95,7 @@ class Session:
                 values.append(self.cursor if source.source == "cursor" else self.guess)
         return values
 
+    @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
         """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
         if self.queue.error is not None:
@@ -133,6 +137,7 @@ class Session:
         self.batch = indices.numel()
         self.note_memory()
 
+    @torch.inference_mode(False)
     def fork(self, handle: Handle) -> Session:
         """A second session with copies of all tiers, for the view of the cache that `handle` has."""
         if handle.version != self.version:

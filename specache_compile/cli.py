@@ -1,0 +1,137 @@
+"""The `specache` command: generate from a local checkpoint, and explain what the backend does to a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import OptionError, SpecacheError
+from .options import BITS, GROUP_SIZES, Options, parse_options
+
+DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: `specache explain` and `specache generate`."""
+    top = argparse.ArgumentParser(prog="specache", description=DESCRIPTION)
+    commands = top.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser(
+        "explain", help="what is rewritten, and where every byte lives; needs no weights and no GPU"
+    )
+    explain.add_argument("model", help="a checkpoint folder, a config.json, or a hub name")
+    explain.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
+    explain.add_argument("--batch-size", type=int, default=1, help="rows (default: 1)")
+    explain.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
+    explain.add_argument("--after", metavar="PASS", help="with --graph: the graph as it stood after this pass")
+    generate = commands.add_parser("generate", help="continue a prompt with a compiled checkpoint")
+    generate.add_argument("model", help="a checkpoint folder, or a hub name")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the prompt itself")
+    source.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
+    generate.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add (default: 100)")
+    generate.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    generate.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
+    for command in (explain, generate):
+        add_options(command)
+    return top
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The backend's options, with its defaults."""
+    group = command.add_argument_group("backend options")
+    group.add_argument("--bits", type=int, choices=BITS, default=Options.bits, help="of the low-bit tier (default: 2)")
+    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=Options.group_size, help="g (default: 64)")
+    group.add_argument("--residual-length", type=int, default=Options.residual_length, help="R, 16-bit tokens kept (64)")
+    group.add_argument("--top-k", type=int, default=Options.top_k, help="pairs fetched a layer and head (64); 0: none")
+    group.add_argument("--one-lane", action="store_true", help="no speculative token: the output token chooses")
+    group.add_argument("--lowering", choices=("inductor", "eager"), default=Options.lowering, help="default: inductor")
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("bits", "group_size", "residual_length", "top_k", "lowering")
+    return {**{name: getattr(args, name) for name in names}, "speculate": not args.one_lane}
+
+
+def checked(model: str) -> str:
+    """The path or hub name, or an OSError that names a path which is not there."""
+    looks_local = model.startswith((".", "/", "~")) or model.endswith(".json")
+    if looks_local and not Path(model).expanduser().exists():
+        raise OSError(f"no checkpoint at {model}: give a folder with config.json, a config.json, or a hub name")
+    return model
+
+
+def run_explain(args: argparse.Namespace) -> None:
+    from transformers import AutoConfig
+
+    from .explain import explain
+
+    explained = explain(AutoConfig.from_pretrained(checked(args.model)), args.prompt_length, args.batch_size, options_of(args))
+    if args.after and not args.graph:
+        raise SpecacheError("--after goes with --graph PHASE")
+    if args.graph is None:
+        print(explained)
+        return
+    graph = explained.graph(args.graph, args.after)
+    print(graph if isinstance(graph, str) else graph.print_readable(print_output=False))
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+    from .stats import stats
+
+    text = args.prompt if args.prompt is not None else args.prompt_file.read_text()
+    checked(args.model)
+    tokenizer: Any = ByteTokenizer() if is_byte_level(args.model) else AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
+    model.compile(backend="specache", options=options_of(args))
+    inputs = tokenizer(text, return_tensors="pt").to(args.device)
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, streamer=streamer)
+    if args.stats:
+        print(stats(model), file=sys.stderr)
+
+
+def is_byte_level(model: str) -> bool:
+    """A local checkpoint of 256 tokens without a tokenizer reads bytes, as the shipped example does."""
+    folder = Path(model)
+    if not folder.is_dir() or (folder / "tokenizer.json").exists() or (folder / "tokenizer_config.json").exists():
+        return False
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).vocab_size == 256
+
+
+class ByteTokenizer:
+    """Token id = byte value; as much of a tokenizer as `generate` and its streamer ask for."""
+
+    def __call__(self, text: str, return_tensors: str = "pt") -> Any:
+        from transformers import BatchEncoding
+
+        return BatchEncoding({"input_ids": torch.tensor([list(text.encode())])})
+
+    def decode(self, tokens: Any, **kwargs: Any) -> str:
+        return bytes(int(token) for token in tokens).decode(errors="replace")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; a bad path, option or phase is one line on stderr and exit status 2."""
+    args = parser().parse_args(arguments)
+    try:
+        parse_options(options_of(args))
+        {"explain": run_explain, "generate": run_generate}[args.command](args)
+    except (SpecacheError, OptionError, OSError, ValueError) as error:
+        print(f"specache: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Small random models, and the settings under which tokens must equal the uncompiled model's."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
+# tokens leave the window early.
+LOSSLESS = {"lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Each test compiles on its own, on one thread a worker, from one seed."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip, with the reason, where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        torch.set_num_threads(1)
+
+
+def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """Two layers, four query and two KV heads; weights large enough that logits are well apart."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def compiled(llama: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The same weights, compiled in place with the lossless settings."""
+    return compile_copy(llama)
+
+
+def compile_copy(model: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, **options})
+    return twin
+
+
+def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) -> torch.Tensor:
+    """Random token ids [batch, length]."""
+    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> torch.Tensor:
+    return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
+
+
+Compile = Callable[..., LlamaForCausalLM]

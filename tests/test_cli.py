@@ -1,0 +1,60 @@
+"""The `specache` command, as a person types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specache_compile.cli import main
+
+MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
+
+
+def test_explain_prints_tables_of_at_most_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", MODEL, "--prompt-length", "2048", "--bits", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "4 attentions rewritten" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_explain_prints_a_graph_after_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "overlap"]) == 0
+    assert "specache.prefetch" in capsys.readouterr().out
+
+
+def test_generate_finds_the_pass_key(capsys: pytest.CaptureFixture[str]) -> None:
+    filler = "def nothing():\n    return None\n" * 20
+    prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
+    assert main(["generate", MODEL, "--prompt", prompt, "--max-new-tokens", "5", "--lowering", "eager", "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert "40712" in captured.out
+    assert "bytes_to_device" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "/no/such/model"], "no checkpoint at /no/such/model"),
+        (["explain", MODEL, "--top-k", "-3"], "top_k=-3: give a whole number"),
+        (["explain", MODEL, "--prompt-length", "64", "--graph", "encode"], "no phase 'encode'"),
+        (["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "sort"], "no pass 'sort'"),
+        (["explain", MODEL, "--prompt-length", "0"], "prompt_length=0"),
+        (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert message in error[-1]
+    assert error[-1].startswith("specache: ")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["generate", "--help"]])
+def test_help_teaches(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    assert "specache" in capsys.readouterr().out

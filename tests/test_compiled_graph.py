@@ -1,0 +1,115 @@
+"""What Inductor makes of the rewritten graphs, read from the code that it generates and runs."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from conftest import LOSSLESS, greedy, prompt
+from torch._inductor.utils import run_and_get_code
+from transformers import LlamaForCausalLM
+
+from specache_compile.records import find_record
+
+OPTIONS = {**LOSSLESS, "lowering": "inductor"}
+
+
+@pytest.fixture
+def code(llama: LlamaForCausalLM) -> dict[str, list[str]]:
+    """The body of each phase's generated wrapper, line by line; and the tokens must be right."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=OPTIONS)
+    tokens, sources = run_and_get_code(lambda: greedy(twin, prompt(70), 60))
+    assert torch.equal(tokens, greedy(llama, prompt(70), 60))
+    phases = [phase for graph in find_record(twin).graphs for phase, _, _ in graph.lowered]
+    assert len(sources) == len(phases)
+    return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}
+
+
+def launches(source: str) -> list[str]:
+    """The lines of the wrapper's `call` that launch something."""
+    body = source.split("def call(")[1]
+    pattern = re.compile(r"torch\.ops\.specache\.|extern_kernels\.|cpp_fused|aten\.|\.copy_\(|clone")
+    return [line.strip() for line in body.splitlines() if pattern.search(line) and not line.strip().startswith("#")]
+
+
+def names(lines: list[str]) -> list[str]:
+    """specache op names and "work" for matrix products, in launch order."""
+    found = []
+    for line in lines:
+        op = re.search(r"torch\.ops\.specache\.(\w+)\.default\(", line)
+        if op and "assert" not in line:
+            found.append(op.group(1))
+        elif "extern_kernels" in line:
+            found.append("work")
+    return found
+
+
+def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
+    order = names(code["decode"])
+    layer = ["work", "work", "work", "offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
+    rest = ["work"] * 4
+    assert order == [*layer, *rest, *layer, *rest, "work"]
+
+
+def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]]) -> None:
+    """From layer 0's prefetch to the end of the step, and on to layer 0's wait in the next one."""
+    order = names(code["decode"])
+    behind = order[order.index("prefetch") :].count("work") + order[: order.index("wait")].count("work")
+    assert behind == order.count("work")
+
+
+def test_the_pre_decode_fetches_and_stores_nothing(code: dict[str, list[str]]) -> None:
+    order = names(code["pre-decode"])
+    assert order.count("prefetch") == 2
+    assert not {"append", "offload"} & set(order)
+
+
+def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
+    order = names(code["prefill"])
+    assert order[:5] == ["work", "work", "work", "offload", "append"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "pre-decode", "decode"])
+def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: str) -> None:
+    """State goes into the ops as the graph's own inputs, and nothing else touches it."""
+    state = set()
+    for line in code[phase]:
+        call = re.search(r"torch\.ops\.specache\.(\w+)\.default\((.*)\)", line)
+        if call:
+            state |= set(re.findall(r"\barg\d+_1\b", call.group(2)))
+    assert len(state) > 8
+    for line in code[phase]:
+        if "torch.ops.specache" not in line:
+            assert not state & set(re.findall(r"\barg\d+_1\b", line)), line
+    assert not any(".copy_(" in line or "aten.clone" in line for line in code[phase])
+
+
+@pytest.mark.parametrize("settings", [{"speculate": False}, {"top_k": 0, "bits": 16}, {"bits": 4}])
+def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options={**OPTIONS, **settings})
+    mask = torch.ones(2, 80, dtype=torch.int64)
+    mask[1, :30] = 0
+    inputs = {"input_ids": prompt(80, 2), "attention_mask": mask}
+    expected = llama.generate(**inputs, max_new_tokens=40, do_sample=False)
+    assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
+
+
+def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
+    """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=OPTIONS)
+    ids = prompt(235)
+    expected = greedy(llama, ids, 40, prefill_chunk_size=70)
+    assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
+
+
+def test_bfloat16_runs_through_inductor(llama: LlamaForCausalLM) -> None:
+    half = copy.deepcopy(llama).bfloat16()
+    twin = copy.deepcopy(half)
+    twin.compile(backend="specache", options={**OPTIONS, "lowering": "inductor"})
+    agree = (greedy(twin, prompt(70), 30) == greedy(half, prompt(70), 30)).float().mean()
+    assert agree > 0.7

@@ -1,0 +1,310 @@
+"""Sessions and held tensors: no pair lost, none shared, none stale, and all memory given back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import compile_copy, greedy, prompt, tiny_llama
+from transformers import DynamicCache, LlamaForCausalLM
+
+import specache_compile as sc
+from specache_compile.held import HeldTensor
+from specache_compile.kernels import copy_queue
+from specache_compile.tiers import bucket
+
+
+def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None) -> Any:
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, use_cache=True)
+
+
+def session_of(cache: DynamicCache) -> Any:
+    return cache.layers[0].keys.handle.session
+
+
+def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, same: Any) -> None:
+    """Steps, extends, crops, reorders, repeats, selections and forks, in any order, on both models' caches."""
+    rng = random.Random(seed)
+    ids = prompt(rng.randrange(1, 90), 2, seed)
+    caches = [step(m, ids).past_key_values for m in (model, twin)]
+    for _ in range(40):
+        action = rng.choice(["step", "step", "step", "extend", "crop", "reorder", "repeat", "select", "fork"])
+        batch, length = caches[0].layers[0].keys.shape[0], caches[0].get_seq_length()
+        if action in ("step", "extend"):
+            ids = prompt(1 if action == "step" else rng.randrange(2, 70), batch, rng.randrange(1000))
+            caches = [step(m, ids, c).past_key_values for m, c in zip((model, twin), caches, strict=True)]
+        elif action == "crop":
+            dropped = rng.randrange(0, min(length, 60))
+            for cache in caches:
+                cache.crop(-dropped)
+        elif action == "fork":
+            old, caches = caches, copy.deepcopy(caches)
+            step(twin, prompt(1, batch, 5), old[1])
+        else:
+            rows = torch.tensor([rng.randrange(batch) for _ in range(batch if action == "reorder" else rng.randrange(1, 4))])
+            for cache in caches:
+                if action == "reorder":
+                    cache.reorder_cache(rows)
+                elif action == "select":
+                    cache.batch_select_indices(rows)
+                elif batch < 4:
+                    cache.batch_repeat_interleave(2)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length()
+        for ours, theirs in zip(sc.materialize(caches[1]).layers, caches[0].layers, strict=True):
+            same(ours.keys, theirs.keys)
+            same(ours.values, theirs.values)
+
+
+@pytest.fixture
+def many_recompiles() -> Iterator[None]:
+    """Batches that change within one cache cost Dynamo more graphs than its limit of 8."""
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+
+
+@pytest.mark.usefixtures("many_recompiles")
+@pytest.mark.parametrize("seed", range(4))
+def test_host_tier_equals_hf_cache_bit_for_bit_after_a_random_walk(seed: int) -> None:
+    """One layer, whose keys and values no attention has touched, in one lane: HF's own cache is the exact reference."""
+    model = tiny_llama(num_hidden_layers=1)
+
+    def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        assert torch.equal(ours, theirs)
+
+    random_walk(model, compile_copy(model, speculate=False, top_k=16), seed, same)
+
+
+@pytest.mark.usefixtures("many_recompiles")
+@pytest.mark.parametrize("seed", range(4, 7))
+def test_host_tier_of_deeper_layers_equals_hf_cache_after_a_random_walk(llama: LlamaForCausalLM, seed: int) -> None:
+    """Behind an attention the last bits differ: it sums in another order. Two lanes."""
+
+    def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+    random_walk(llama, compile_copy(llama), seed, same)
+
+
+@pytest.mark.parametrize("length", [1, 31, 63, 64, 95, 96, 140, 169])
+def test_after_a_crop_every_tier_holds_the_tokens_it_should(llama: LlamaForCausalLM, length: int) -> None:
+    """As if the cache had only ever seen the first `length` tokens; at 16 bits this is exact in every tier."""
+    twin = compile_copy(llama, bits=16)
+    cache = step(twin, prompt(170)).past_key_values
+    cache.crop(length - 170)
+    session = session_of(cache)
+    session.replay(session.version, cache.layers[0].keys.handle.edits)
+    low_bit = max(0, (length - 32) // 32 * 32)
+    for state in session.state:
+        host = state["host"][:, :, :length]
+        assert torch.equal(state["codes"][:, :, :low_bit], host[:, :, :low_bit])
+        assert torch.equal(state["recent"][:, :, torch.arange(low_bit, length) % 64], host[:, :, low_bit:])
+        assert (state["slot_index"] < low_bit).all()
+
+
+def test_two_caches_interleaved_do_not_see_each_other(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, top_k=8)
+
+    def run(prompts: list[torch.Tensor], interleaved: bool) -> list[list[int]]:
+        outs = [step(twin, ids) for ids in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for number in [i for _ in range(60) for i in range(len(prompts))] if interleaved else [i for i in range(len(prompts)) for _ in range(60)]:
+            token = outs[number].logits[:, -1:].argmax(-1)
+            tokens[number].append(int(token))
+            outs[number] = step(twin, token, outs[number].past_key_values)
+        return tokens
+
+    prompts = [prompt(100, seed=1), prompt(100, seed=2)]
+    assert run(prompts, interleaved=True) == run(prompts, interleaved=False)
+
+
+def test_memory_is_freed_with_the_cache(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama)
+    greedy(twin, prompt(20), 5)
+
+    def live_bytes() -> int:
+        gc.collect()
+        return sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
+
+    before = live_bytes()
+    cache = step(twin, prompt(3000)).past_key_values
+    step(twin, prompt(1), cache)
+    session = session_of(cache)
+    tiers = sum(t.nbytes for layer in session.state for t in layer.values())
+    assert live_bytes() - before >= 0.99 * tiers > 1_000_000
+    del cache, session
+    assert live_bytes() - before < 0.02 * tiers
+
+
+def test_live_device_bytes_equal_the_prediction(llama: LlamaForCausalLM) -> None:
+    for bits, length, batch in ((1, 700, 2), (2, 300, 1), (4, 1500, 3), (16, 300, 1)):
+        torch._dynamo.reset()
+        twin = compile_copy(llama, bits=bits, top_k=32)
+        cache = step(twin, prompt(length, batch)).past_key_values
+        live = sum(
+            t.nbytes for layer in session_of(cache).state for name, t in layer.items() if name not in ("host", "tally")
+        )
+        predicted = sc.explain(
+            llama, length, batch, {"bits": bits, "group_size": 32, "residual_length": 32, "top_k": 32}
+        ).device_bytes
+        assert abs(live - predicted) <= 0.02 * predicted
+        assert sc.stats(twin).device_bytes == live
+
+
+def test_a_bounded_number_of_compiles_for_a_thousand_tokens(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, top_k=16)
+    greedy(twin, prompt(10), 1000)
+    # One prefill; a pre-decode at each of at most two starts; a decode for each bucket on the way to 1,010 tokens.
+    buckets = len({bucket(n) for n in range(10, 1011)})
+    assert sc.stats(twin).decodes == 999
+    assert sc.stats(twin).compiles <= 2 + 2 * buckets
+    assert len({g.name for g in sc.records.find_record(twin).graphs}) == 2
+
+
+def test_reaching_the_recompile_limit_is_an_error_not_nonsense(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=False):
+        cache = step(twin, prompt(40)).past_key_values
+        with pytest.raises(sc.HeldTensorError, match="recompile limit"):
+            step(twin, prompt(1), cache)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.003])
+def test_a_slow_worker_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, delay: float) -> None:
+    ids = prompt(150)
+    settings = {"top_k": 8, "bits": 1}
+    expected = greedy(compile_copy(llama, **settings), ids, 60)
+    torch._dynamo.reset()
+    rng = random.Random(1)
+    run_job = copy_queue.run_job
+
+    def late(job: Any) -> int:
+        time.sleep(rng.random() * delay)
+        return run_job(job)
+
+    monkeypatch.setattr(copy_queue, "run_job", late)
+    assert torch.equal(greedy(compile_copy(llama, **settings), ids, 60), expected)
+
+
+@pytest.mark.parametrize("fault_at", [1, 2, 9, 30, 31, 32])
+def test_a_failing_copy_is_a_clear_error_and_never_a_hang(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, fault_at: int
+) -> None:
+    twin = compile_copy(llama, top_k=8)
+    jobs = iter(range(1, 10_000))
+    run_job = copy_queue.run_job
+
+    def failing(job: Any) -> int:
+        if next(jobs) == fault_at:
+            raise MemoryError("no host memory left")
+        return run_job(job)
+
+    monkeypatch.setattr(copy_queue, "run_job", failing)
+    cache = None
+    with pytest.raises(sc.SpecacheError, match="no host memory left"):
+        for _ in range(40):
+            cache = step(twin, prompt(100 if cache is None else 1), cache).past_key_values
+    if cache is not None:
+        with pytest.raises(sc.SpecacheError, match="new cache"):
+            step(twin, prompt(1), cache)
+
+
+def test_a_missing_wait_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow-worker test can fail: with the wait taken out, stale slots change the tokens."""
+    ids = prompt(150)
+    expected = greedy(compile_copy(llama, top_k=8, speculate=False), ids, 60)
+    torch._dynamo.reset()
+    run_job = copy_queue.run_job
+    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.005), run_job(job))[1])
+    monkeypatch.setattr(copy_queue.CopyQueue, "wait_for", lambda self, slots: None)
+    assert not torch.equal(greedy(compile_copy(llama, top_k=8, speculate=False), ids, 60), expected)
+
+
+def test_an_interrupted_step_can_be_taken_again(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = compile_copy(llama)
+    tokens = prompt(101)
+    expected = step(llama, tokens[:, 100:], step(llama, tokens[:, :100]).past_key_values).logits
+    cache = step(twin, tokens[:, :100]).past_key_values
+    step(twin, tokens[:, 100:], copy.deepcopy(cache))
+    graph = next(g for g in sc.records.find_record(twin).graphs if g.phase == "decode")
+    run = type(graph).run
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        run(self, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(graph), "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(twin, tokens[:, 100:], cache)
+    torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
+
+
+class TestHeldTensors:
+    def cache(self) -> tuple[LlamaForCausalLM, DynamicCache]:
+        twin = compile_copy(tiny_llama())
+        return twin, step(twin, prompt(50, 2)).past_key_values
+
+    def test_shape_length_and_repr(self) -> None:
+        _, cache = self.cache()
+        keys = cache.layers[0].keys
+        assert isinstance(keys, HeldTensor)
+        assert keys.shape == (2, 2, 50, 16)
+        assert cache.get_seq_length() == 50
+        assert "HeldTensor(shape=(2, 2, 50, 16)" in repr(keys)
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda t: t + 1,
+            lambda t: t.sum(),
+            lambda t: t.tolist(),
+            lambda t: t.numpy(),
+            lambda t: t.clone(),
+            lambda t: torch.cat([t, torch.zeros(2, 2, 1, 16)], -2),
+            lambda t: t[:, :, 3:],
+            lambda t: t[:, 0],
+            lambda t: t[..., 0],
+            lambda t: t.to(torch.float64),
+            lambda t: t.transpose(1, 2),
+            lambda t: t.copy_(torch.zeros_like(t)),
+        ],
+    )
+    def test_any_read_is_an_error_that_says_who_holds_the_data(self, read: Any) -> None:
+        _, cache = self.cache()
+        with pytest.raises(sc.HeldTensorError, match="specache backend holds"):
+            read(cache.layers[0].keys)
+
+    def test_an_old_view_of_a_cache_that_went_on_is_refused(self) -> None:
+        twin, cache = self.cache()
+        old = copy.copy(cache)
+        old.layers = [copy.copy(layer) for layer in cache.layers]
+        step(twin, prompt(1, 2), cache)
+        with pytest.raises(sc.HeldTensorError, match="deepcopy"):
+            step(twin, prompt(1, 2), old)
+
+    def test_layers_from_different_caches_are_refused(self) -> None:
+        twin, cache = self.cache()
+        other = step(twin, prompt(50, 2, seed=9)).past_key_values
+        cache.layers[1] = other.layers[1]
+        with pytest.raises(sc.SpecacheError, match="different caches"):
+            step(twin, prompt(1, 2), cache)
+
+    def test_a_held_cache_given_to_an_uncompiled_model_is_refused(self) -> None:
+        _, cache = self.cache()
+        with pytest.raises(sc.HeldTensorError, match="uncompiled model"):
+            step(tiny_llama(), prompt(1, 2), cache)
+
+    def test_materialize_gives_it_a_plain_cache(self) -> None:
+        twin, cache = self.cache()
+        plain = sc.materialize(cache)
+        expected = step(tiny_llama(), prompt(1, 2), plain).logits
+        torch.testing.assert_close(step(twin, prompt(1, 2), cache).logits, expected, atol=1e-3, rtol=1e-4)
+        with pytest.raises(sc.SpecacheError, match="plain tensors already"):
+            sc.materialize(plain)
