@@ -6,6 +6,8 @@ Both compute in float32 whatever the inputs' dtype. Token t of the cache is colu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from .quantize import dequantize_keys, dequantize_values
 BLOCK = 1024
 # An additive mask hides a token with its dtype's minimum, of which float16 has the smallest.
 SEEN = torch.finfo(torch.float16).min / 2
+
+LowBitPart = Callable[..., "Partial"]
 
 
 def stored_bits(codes: Tensor, head_dim: int) -> int:
@@ -71,6 +75,73 @@ def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Ten
     return peak, total.reciprocal().masked_fill(total == 0, 0.0)
 
 
+@dataclass(frozen=True)
+class Partial:
+    """Attention over some of the tokens: logits [B, H, G, lanes, n], Σ exp(l - peak)·v [B, H, G, lanes, d], and the
+    row maximum and Σ exp(l - peak) [B, H, G, lanes, 1]. An empty or fully masked row has peak -inf and total 0.
+    """
+
+    logits: Tensor
+    out: Tensor
+    peak: Tensor
+    total: Tensor
+
+
+def partial_attention(logits: Tensor, values: Tensor) -> Partial:
+    """`Partial` of one tier from its logits and its values [B, H, n, d]."""
+    if not logits.shape[-1]:
+        rows = logits.new_zeros((*logits.shape[:-1], 1))
+        return Partial(logits, rows.expand(*rows.shape[:-1], values.shape[-1]), rows - math.inf, rows)
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak.masked_fill(peak == -math.inf, 0.0)).exp()
+    out = (weights.flatten(2, 3) @ values.float()).unflatten(2, logits.shape[2:4])
+    return Partial(logits, out, peak, weights.sum(-1, keepdim=True))
+
+
+def low_bit_attention(
+    query: Tensor, codes: Tensor, key_params: Tensor, value_params: Tensor, hidden: Tensor, bias: Tensor | None,
+    length: int, softcap: float | None,
+) -> Partial:  # fmt: skip
+    """Attention of the scaled query [B, H, G, lanes, d] over the low-bit tier's first `length` tokens.
+
+    hidden bool [B, H, length]: tokens whose 16-bit pair is in the slots. The reference; block by block, so that the
+    unpacked keys and values never stand whole in memory.
+    """
+    parts = []
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        keys, values = low_bit_pairs(codes, key_params, value_params, query.shape[-1], start, stop)
+        logits = product(query, keys, softcap)
+        if bias is not None:
+            logits = logits + bias[..., start:stop]
+        logits = logits.masked_fill(hidden[:, :, None, None, start:stop], -math.inf)
+        parts.append(partial_attention(logits, values))
+    if not parts:
+        return partial_attention(query[..., :0], query.new_empty((*codes.shape[:2], 0, query.shape[-1])))
+    merged = merge(parts, None)
+    return Partial(torch.cat([part.logits for part in parts], -1), *merged)
+
+
+def product(query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
+    """q·kᵀ of [B, H, G, lanes, d] and [B, H, n, d], in float32, capped."""
+    logits = (query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, query.shape[2:4])
+    return capped(logits, softcap)
+
+
+def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """out, peak and total over all parts, the sinks [H, G, 1, 1] among the totals: log-sum-exp, part by part."""
+    peak = torch.stack([part.peak for part in parts]).amax(0)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    base = peak.masked_fill(peak == -math.inf, 0.0)
+    shrinks = [(part.peak - base).exp() for part in parts]
+    total = sum((part.total * shrink for part, shrink in zip(parts, shrinks, strict=True)), torch.zeros_like(peak))
+    if sinks is not None:
+        total = total + (sinks - base).exp()
+    out = sum((part.out * shrink for part, shrink in zip(parts, shrinks, strict=True)), torch.zeros_like(parts[0].out))
+    return out, peak, total
+
+
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -86,76 +157,68 @@ def decode_attention(
     slot_index: Tensor,
     scale: float,
     softcap: float | None,
+    low_bit_part: LowBitPart = low_bit_attention,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
 
     q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
     additive, [B|1, Hq|1, lanes|1, n + 1], its last column the new token; sinks [Hq]. Tiers: codes [B, H, C, 2, w],
     key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], recent [B, H, W, 2, d], slots [B, H, k, 2, d],
-    slot_index [B, H, k] (-1: empty).
+    slot_index [B, H, k] (-1: empty). `low_bit_part` computes the low-bit tier's share.
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
     over the query group, for the tokens that will be in the low-bit tier after this step; -1 elsewhere.
     """
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
-    batch, heads, lanes, head_dim = k.shape
+    heads, lanes = k.shape[1:3]
     query = q.float().unflatten(1, (heads, -1)) * scale  # [B, H, G, lanes, d]
     bias = None if mask is None else grouped_bias(mask, heads, length + 1)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
 
-    def logits_of(keys: Tensor) -> Tensor:
-        flat = query.flatten(2, 3) @ keys.float().transpose(2, 3)
-        return capped(flat.unflatten(2, (-1, lanes)), softcap)
-
-    blocks = [(start, min(start + BLOCK, low_bit)) for start in range(0, low_bit, BLOCK)]
-    stored = [low_bit_pairs(codes, key_params, value_params, head_dim, *block) for block in blocks]
-    packed = torch.cat([logits_of(keys) for keys, _ in stored], -1) if blocks else query.new_empty((*query.shape[:-1], 0))
-    if bias is not None:
-        packed = packed + bias[..., :low_bit]
-
     fetched = (slot_index >= 0) & (slot_index < low_bit)
     position = slot_index.long().clamp(0, max(low_bit - 1, 0))
-    in_slots = logits_of(slots[:, :, :, 0]).masked_fill(~fetched[:, :, None, None], -math.inf)
+    hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=q.device)
     if low_bit:
-        where = position[:, :, None, None].expand(-1, -1, *packed.shape[2:4], -1)
-        if bias is not None:
-            in_slots = in_slots + bias[..., :low_bit].expand_as(packed).gather(-1, where)
-        replaced = torch.zeros(batch, heads, low_bit, dtype=torch.int32, device=q.device)
-        replaced = replaced.scatter_add_(2, position, fetched.int()).bool()
-        packed = packed.masked_fill(replaced[:, :, None, None], -math.inf)
+        hidden.scatter_add_(2, position, fetched.int())
+    packed = low_bit_part(query, codes, key_params, value_params, hidden.bool(), bias, low_bit, softcap)
 
+    in_slots = product(query, slots[:, :, :, 0], softcap)
     window = ring_tokens(recent, low_bit, length)
-    in_window = logits_of(window[:, :, :, 0])
+    in_window = product(query, window[:, :, :, 0], softcap)
+    new = product(query, k, softcap)
+    where = position[:, :, None, None].expand(*query.shape[:-1], -1)
     if bias is not None:
+        if low_bit:
+            in_slots = in_slots + bias[..., :low_bit].expand(*query.shape[:-1], -1).gather(-1, where)
         in_window = in_window + bias[..., low_bit:length]
-    new = logits_of(k).masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=q.device).triu(1), -math.inf)
-    if bias is not None:
         new = new + bias[..., length : length + 1]
+    in_slots = in_slots.masked_fill(~fetched[:, :, None, None], -math.inf)
+    new = new.masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=q.device).triu(1), -math.inf)
 
-    peak, share = softmax_denominator([packed, in_slots, in_window, new], sink)
-    packed, in_slots, in_window, new = (
-        (part - peak).exp_().mul_(share) for part in (packed, in_slots, in_window, new)
-    )
+    parts = [
+        packed,
+        # An empty place holds anything, and zero weight does not hide what is not finite.
+        partial_attention(in_slots, slots[:, :, :, 1].masked_fill(~fetched.unsqueeze(-1), 0.0)),
+        partial_attention(in_window, window[:, :, :, 1]),
+        partial_attention(new, v),
+    ]
+    out, peak, total = merge(parts, sink)
+    share = total.reciprocal().masked_fill(total == 0, 0.0)
 
-    def mix(weights: Tensor, values: Tensor) -> Tensor:
-        # Zero weight must hide a value that is not finite: an empty or masked place holds anything.
-        values = values.float()
-        return (weights.flatten(2, 3) @ values).unflatten(2, (-1, lanes))
-
-    out = mix(in_slots, slots[:, :, :, 1].float().masked_fill(~fetched.unsqueeze(-1), 0.0))
-    out = out + mix(in_window, window[:, :, :, 1]) + mix(new, v)
-    for (start, stop), (_, values) in zip(blocks, stored, strict=True):
-        out = out + mix(packed[..., start:stop], values)
+    def attention_of_last_lane(logits: Tensor) -> Tensor:
+        last = (logits[:, :, :, -1], peak[:, :, :, -1].masked_fill(peak[:, :, :, -1] == -math.inf, 0.0))
+        return ((last[0] - last[1]).exp_() * share[:, :, :, -1]).sum(2)
 
     scores = torch.full(codes.shape[:3], -1.0, device=q.device)
     if low_bit:
-        whole = packed.scatter_add(-1, where, in_slots.masked_fill(~fetched[:, :, None, None], 0.0))
-        scores[:, :, :low_bit] = whole[..., -1, :].sum(2)
-    scores[:, :, low_bit:next_low_bit] = in_window[..., -1, : next_low_bit - low_bit].sum(2)
+        whole = attention_of_last_lane(packed.logits)
+        whole.scatter_add_(-1, position, attention_of_last_lane(in_slots))
+        scores[:, :, :low_bit] = whole
+    scores[:, :, low_bit:next_low_bit] = attention_of_last_lane(in_window[..., : next_low_bit - low_bit])
     if bias is not None:
         seen = (bias[..., -1, :next_low_bit] > SEEN).amax(2)
         scores[:, :, :next_low_bit].masked_fill_(~seen, -1.0)
-    return out.flatten(1, 2).to(q.dtype).contiguous(), scores
+    return (out * share).flatten(1, 2).to(q.dtype).contiguous(), scores
 
 
 def extend_attention(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, tiers
+from . import attention, low_bit_cpu, tiers
 from .measure import measure
 
 
@@ -23,6 +23,7 @@ class Op:
     schema: str
     run: Callable[..., Any]
     fake: Callable[..., Any]
+    devices: tuple[str, ...] = ("CPU", "CUDA")
 
     @property
     def name(self) -> str:
@@ -42,14 +43,15 @@ def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
+DECODE = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
+    "Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, float scale, float? softcap) "
+    "-> (Tensor, Tensor)"
+)
+
 OPS = (
-    Op(
-        "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, "
-        "Tensor key_params, Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, float scale, "
-        "float? softcap) -> (Tensor, Tensor)",
-        attention.decode_attention,
-        fake_decode_attention,
-    ),
+    Op("decode_attention" + DECODE, attention.decode_attention, fake_decode_attention),
+    Op("decode_attention_fused" + DECODE, low_bit_cpu.decode_attention_fused, fake_decode_attention, ("CPU",)),
     Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "float scale, float? softcap) -> Tensor",
@@ -101,7 +103,7 @@ def widened_decode_attention(info: Any, in_dims: tuple[int | None, ...], q: Tens
 _library = torch.library.Library("specache", "DEF")
 for _op in OPS:
     _library.define(_op.schema)
-    _library.impl(_op.name, _op.run, "CPU")
-    _library.impl(_op.name, _op.run, "CUDA")
+    for _device in _op.devices:
+        _library.impl(_op.name, _op.run, _device)
     torch.library.register_fake(f"specache::{_op.name}", _op.fake, lib=_library)
 torch.library.register_vmap("specache::decode_attention", widened_decode_attention, lib=_library)

@@ -12,6 +12,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from specache_compile.passes.context import value_of
+
 Made = TypeVar("Made")
 
 # By default Inductor moves a wait up to right behind its prefetch, and the copy hides behind nothing.
@@ -30,7 +32,17 @@ def lower(
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    use_fused_kernels(own)
     return compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
+
+
+def use_fused_kernels(graph_module: GraphModule) -> None:
+    """On a CPU, decode attention becomes its fused C++ kernel: same schema, same numbers, the codes read once."""
+    ops = torch.ops.specache
+    for node in graph_module.graph.find_nodes(op="call_function", target=ops.decode_attention.default):
+        if value_of(node.args[0]).device.type == "cpu":
+            node.target = ops.decode_attention_fused.default
+    graph_module.recompile()
 
 
 def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bool) -> Made:

@@ -91,7 +91,7 @@ class Explanation:
                      headers=("tier", "bytes", "of full cache"), colalign=("left", "right", "right")),
             tabulate([(phase, r.name, ", ".join(f"{k} {v}" for k, v in r.counts.items()), f"{r.seconds * 1e3:.0f}",
                        "; ".join(r.remarks)) for phase, trace in self.traces.items() for r in trace.reports],
-                     headers=("phase", "pass", "what it did", "ms", ""), maxcolwidths=(None, None, 38, None, 28)),
+                     headers=("phase", "pass", "what it did", "ms", ""), maxcolwidths=(None, None, 36, None, 26)),
             tabulate([vars(site) for site in self.sites], headers="keys"),
         ]  # fmt: skip
         if self.left_alone:

@@ -49,7 +49,7 @@ def names(lines: list[str]) -> list[str]:
 
 def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
     order = names(code["decode"])
-    layer = ["work", "work", "work", "offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
+    layer = ["work", "work", "work", "offload", "wait", "decode_attention_fused", "select_topk", "prefetch", "append"]
     rest = ["work"] * 4
     assert order == [*layer, *rest, *layer, *rest, "work"]
 
