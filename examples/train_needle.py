@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from needle import KEY_DIGITS, library_source, sample
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from needle import KEY_DIGITS, library_source, sample
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,7 @@ def train(out: Path, stages: tuple[Stage, ...], seed: int) -> LlamaForCausalLM:
             bar.update()
             bar.set_postfix(length=stage.length, loss=f"{loss.item():.3f}")
             if step % 100 == 0 or step == end:
-                torch.save(
-                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved
-                )
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved)
             if step % 200 == 0 or step == end:
                 share = accuracy(model, held_out, stage.length, 32)
                 bar.write(f"step {step}: {share:.0%} of pass keys at {stage.length} tokens")

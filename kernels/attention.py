@@ -55,21 +55,27 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
     """A mask [B or 1, Hq or 1, Q or 1, n] as an additive float32 bias [B or 1, H or 1, Hq/H or 1, Q or 1, n]."""
-    bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask
+    bias = (
+        torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask
+    )
     if bias.shape[-1] < tokens:
-        raise ValueError(f"the attention mask covers {bias.shape[-1]} tokens, but the cache and the new ones are {tokens}")
+        raise ValueError(
+            f"the attention mask covers {bias.shape[-1]} tokens, but the cache and the new ones are {tokens}"
+        )
     bias = bias[..., :tokens].float()
     return bias.unflatten(1, (heads, -1)) if bias.shape[1] > 1 else bias.unsqueeze(2)
 
 
 def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; a fully masked row gives 0."""
-    peak = torch.stack([part.amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -math.inf) for part in logits])
+    peak = torch.stack(
+        [part.amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -math.inf) for part in logits]
+    )
     peak = peak.amax(0).unsqueeze(-1)
     if sinks is not None:
         peak = torch.maximum(peak, sinks)
     peak = peak.masked_fill(peak == -math.inf, 0.0)
-    total = sum((part - peak).exp().sum(-1, keepdim=True) for part in logits)
+    total = torch.stack([(part - peak).exp().sum(-1, keepdim=True) for part in logits]).sum(0)
     if sinks is not None:
         total = total + (sinks - peak).exp()
     return peak, total.reciprocal().masked_fill(total == 0, 0.0)
@@ -258,7 +264,9 @@ def extend_attention(
         if bias is not None:
             logits = logits + bias[..., start:stop]
         elif start == length:
-            logits = logits.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1), -math.inf)
+            logits = logits.masked_fill(
+                torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1), -math.inf
+            )
         higher = torch.maximum(peak, logits.amax(-1, keepdim=True))
         base = higher.masked_fill(higher == -math.inf, 0.0)
         weights = (logits - base).exp()

@@ -17,9 +17,14 @@ from torch._inductor.codecache import CppCodeCache
 
 from .attention import Partial, decode_attention, low_bit_attention, stored_bits
 
-
 # Inductor turns these off for its own kernels, which it vectorises itself. Sums may be reordered; infinities count.
-FLAGS = ("-ftree-loop-vectorize", "-ffp-contract=fast", "-fassociative-math", "-fno-math-errno", "-mprefer-vector-width=512")
+FLAGS = (
+    "-ftree-loop-vectorize",
+    "-ffp-contract=fast",
+    "-fassociative-math",
+    "-fno-math-errno",
+    "-mprefer-vector-width=512",
+)
 
 
 @functools.cache
@@ -66,4 +71,4 @@ def address(tensor: Tensor | None) -> int | None:
 
 def decode_attention_fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`attention.decode_attention` with the fused low-bit part; the same arguments and results."""
-    return decode_attention(*arguments, low_bit_part=low_bit_attention_fused)
+    return decode_attention(*arguments, low_bit_part=low_bit_attention_fused)  # type: ignore[misc]

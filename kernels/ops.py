@@ -92,7 +92,9 @@ def lanes_of(tensor: Tensor | None, lane_dim: int | None, lanes: int) -> Tensor 
     return tensor.movedim(lane_dim, 2).flatten(2, 3)
 
 
-def widened_decode_attention(info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Any:
+def widened_decode_attention(
+    info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
+) -> Any:
     """The vmap rule of `decode_attention`: a mapped axis becomes the lanes; the selection scores are not mapped."""
     lanes = info.batch_size
     folded = [lanes_of(t, d, lanes) for t, d in zip((q, k, v, mask), in_dims[:4], strict=True)]

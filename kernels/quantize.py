@@ -12,6 +12,8 @@ from torch import Tensor
 
 BITS = (1, 2, 4, 8, 16)
 ZERO_POINTS = ("midpoint", "minimum")
+# Where quantisation saturates: q·s + z and every step towards it must stay finite in float32.
+LARGEST = 2.0**126
 
 
 def value_group(head_dim: int, group_size: int) -> int:
@@ -54,9 +56,8 @@ def scale_and_zero(groups: Tensor, dim: int, bits: int, zero_point: str) -> tupl
     low = groups.masked_fill(~finite, float("inf")).amin(dim, keepdim=True)
     high = groups.masked_fill(~finite, float("-inf")).amax(dim, keepdim=True)
     empty = low > high
-    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-    # Halve first: max - min of finite numbers may itself overflow.
-    spread = (high / 2 - low / 2) * 2
+    low, high = (end.masked_fill(empty, 0.0).clamp(-LARGEST, LARGEST) for end in (low, high))
+    spread = high - low
     if bits == 1 and zero_point == "midpoint":
         return spread / 2, low + spread / 4
     return spread / ((1 << bits) - 1), low

@@ -24,7 +24,8 @@ def append(
 ) -> None:
     """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
 
-    Mutates recent [B, H, W, 2, d], codes [B, H, C, 2, w], key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv].
+    Mutates recent [B, H, W, 2, d], codes [B, H, C, 2, w], key_params [B, H, C/g, 2, d] and value_params
+    [B, H, C, 2, d/gv].
     """
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
     new = torch.stack([k, v], dim=3)

@@ -33,7 +33,8 @@ def lower(
     # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
-    return compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
+    compiled: Any = compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
+    return compiled
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:

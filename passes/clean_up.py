@@ -11,9 +11,9 @@ from .context import Context, PassReport
 def clean_up(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
     """Dead nodes and dead inputs go; `context.inputs` says which arguments the graph still takes.
 
-        keys = cat([past_k, k], -2)
-        out = decode_attention(q, ...)     out = decode_attention(q, ...)
-        return (out, None)                 return (out, None)
+    keys = cat([past_k, k], -2)
+    out = decode_attention(q, ...)     out = decode_attention(q, ...)
+    return (out, None)                 return (out, None)
     """
     nodes, inputs = drop_dead(graph_module, context)
     return graph_module, PassReport("clean_up", {"nodes": nodes, "inputs": inputs})

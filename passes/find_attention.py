@@ -48,7 +48,9 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
         except NoMatch as reason:
             context.left_alone.append(LeftAlone(attention.name, str(reason)))
     drop_inconsistent(context)
-    return graph_module, PassReport("find_attention", {"sites": len(context.sites), "left alone": len(context.left_alone)})
+    return graph_module, PassReport(
+        "find_attention", {"sites": len(context.sites), "left alone": len(context.left_alone)}
+    )
 
 
 def is_attention(node: Node) -> bool:
@@ -82,14 +84,15 @@ def match_site(attention: Node, layer: int, held: frozenset[str]) -> Site:
     if len(query_shape) != 4 or key_shape != value_shape:
         raise NoMatch(f"keys {tuple(key_shape)} and values {tuple(value_shape)} have different shapes")
     for node, past in ((cat_k, past_k), (cat_v, past_v)):
+        if not any(user.op == "output" for user in node.users):
+            raise NoMatch("its keys and values are not kept as they are (a sliding window keeps its newest tokens)")
         if past is not None and past.name not in held:
             raise NoMatch("its past is a plain tensor: the cache was filled by an uncompiled model")
         if past is not None and any(user.users for user in past.users if user is not node):
             raise NoMatch(f"its past {past.name} is read elsewhere too")
-        if not any(user.op == "output" for user in node.users):
-            raise NoMatch("its keys and values are not kept as they are (a sliding window keeps its newest tokens)")
     return Site(
-        layer, attention, q, k, v, cat_k, cat_v, past_k, past_v, scores.mask, scores.sinks, scores.scale, scores.softcap,
+        layer, attention, q, k, v, cat_k, cat_v, past_k, past_v, scores.mask, scores.sinks,
+        scores.scale, scores.softcap,
         heads=int(key_shape[1]), query_heads=int(query_shape[1]), head_dim=int(key_shape[3]),
     )  # fmt: skip
 
@@ -162,7 +165,9 @@ def step_back(node: Node, scores: Scores) -> object:
 def is_maximum(node: Node) -> bool:
     if node.target in ("max", torch.max, "amax", torch.amax):
         return True
-    return any(is_maximum(arg) for arg in node.args[:1] if isinstance(arg, Node) and node.target in (operator.getitem, getattr))
+    return any(
+        is_maximum(arg) for arg in node.args[:1] if isinstance(arg, Node) and node.target in (operator.getitem, getattr)
+    )
 
 
 def sink_parameter(node: Node) -> Node:
@@ -196,7 +201,10 @@ def unrepeated(node: object) -> Node:
 def match_update(node: Node) -> tuple[Node, Node | None, Node]:
     """`cat([past, new], -2)`: the node, the past (None where it is empty), the new pairs."""
     if node.target is not torch.cat:
-        raise NoMatch("its keys or values are no concatenation of a past and new ones (a static, quantised or absent cache): use DynamicCache, the default")
+        raise NoMatch(
+            "its keys or values are no concatenation of a past and new ones (a static, quantised or absent cache): "
+            "use DynamicCache, the default"
+        )
     parts, dim = node.args[0], node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-2, 2):
         raise NoMatch("its cache update is not cat([past, new], -2)")

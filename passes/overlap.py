@@ -19,7 +19,16 @@ COPIES = (
     torch.ops.specache.append.default,
 )
 # What takes long enough to hide a copy behind.
-WORK = ("linear", "matmul", "mm", "bmm", "addmm", "decode_attention", "extend_attention", "scaled_dot_product_attention")
+WORK = (
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "decode_attention",
+    "extend_attention",
+    "scaled_dot_product_attention",
+)
 
 
 def overlap(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:

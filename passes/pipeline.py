@@ -89,5 +89,3 @@ def dump(name: str, trace: Trace, number: int, step: str) -> None:
         target = Path(folder) / f"{name}.{trace.phase}" / f"{number:02d}_{step}.py"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(trace.graphs[step])
-
-

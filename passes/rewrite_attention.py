@@ -16,9 +16,9 @@ DECODE_STATE = ("codes", "key_params", "value_params", "recent", "slots", "slot_
 def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
     """Decode attends over the tiers, extend over the host tier; a prefill's attention is exact already.
 
-        keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., codes_0, ...)
-        values = cat([past_v, v], -2)      out = pair[0]
-        out = sdpa(q, keys, values)
+    keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., codes_0, ...)
+    values = cat([past_v, v], -2)      out = pair[0]
+    out = sdpa(q, keys, values)
     """
     if context.phase == "prefill":
         return graph_module, PassReport("rewrite_attention", {"rewritten": 0})

@@ -39,7 +39,7 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
         append_guess(graph_module, logits)
         context.guesses = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
-    sources = position_sources(graph_module)
+    sources = position_sources(graph_module, ids)
     if not sources:
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane: no position tensor was found",))
     widened = widen(graph_module, ids, logits, sources)
@@ -54,24 +54,36 @@ def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
     outputs = output_node(graph_module).args[0]
     embeddings = [node for node in graph_module.graph.nodes if node.target is F.embedding]
     for node in embeddings:
-        ids, table = node.args[0], node.args[1]
+        ids, table = unshaped(node.args[0]), node.args[1]
         if ids.op != "placeholder" or value_of(ids).dim() != 2:
             continue
         vocabulary = value_of(table).shape[0]
         for position, output in enumerate(outputs):  # type: ignore[arg-type]
             value = value_of(output) if isinstance(output, Node) else None
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[2] == vocabulary:
+            if (
+                isinstance(value, Tensor)
+                and value.is_floating_point()
+                and value.dim() == 3
+                and value.shape[2] == vocabulary
+            ):
                 return ids, position
     return "no logits over the vocabulary come out" if embeddings else "no token ids come in (inputs_embeds?)"
 
 
-def position_sources(graph_module: GraphModule) -> list[Node]:
+def unshaped(node: Node) -> Node:
+    """The node before views of it."""
+    while node.target in ("view", "reshape"):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
     """The integer tensors that positions come from: behind cos and sin, or a computed index of an embedding."""
     sources: dict[Node, None] = {}
     for node in graph_module.graph.nodes:
         if node.target in ("cos", "sin", torch.cos, torch.sin):
             sources.update(dict.fromkeys(integers_behind(node)))
-        if node.target is F.embedding and (node.args[0].op != "placeholder" or "position" in node.args[0].name):
+        if node.target is F.embedding and unshaped(node.args[0]) is not tokens:
             sources[node.args[0]] = None
     return [node for node in sources if value_of(node).shape[-1:] == (1,)]
 
@@ -113,9 +125,8 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     def two_lanes(*inputs: Any) -> tuple[Any, ...]:
         *arguments, guess = inputs
         mapped, plain = run_lanes(graph_module, arguments, token_input, guess)
-        return tuple(m[0] if p is None else p for m, p in zip(mapped, plain, strict=True)) + (
-            mapped[logits][1][:, -1].argmax(-1, keepdim=True),
-        )
+        next_guess = mapped[logits][1][:, -1].argmax(-1, keepdim=True)
+        return (*(m[0] if p is None else p for m, p in zip(mapped, plain, strict=True)), next_guess)
 
     with torch.no_grad(), detect_fake_mode(fakes) or contextlib.nullcontext():
         widened = make_fx(two_lanes)(*fakes, torch.empty_like(fakes[token_input]))
@@ -136,11 +147,13 @@ def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[
         at = source if source.op != "placeholder" else lane
         with graph.inserting_after(at):
             moved = graph.call_function(torch.add, (source, lane))
-        source.replace_all_uses_with(moved, delete_user_cb=lambda user, keep=moved: user is not keep)
+        source.replace_all_uses_with(moved, delete_user_cb=moved.__ne__)
     graph_module.recompile()
 
 
-def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor) -> tuple[list[Any], list[Any]]:
+def run_lanes(
+    graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor
+) -> tuple[list[Any], list[Any]]:
     """vmap the graph over its lanes. Outputs that are no tensors (sliding layers return ints) bypass the vmap.
 
     Returns two lists over the outputs: the mapped tensors [2, ...], and the plain values, None where mapped.
@@ -156,10 +169,13 @@ def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int,
     tokens = torch.stack([arguments[token_input], guess])
     lanes = torch.arange(LANES, device=guess.device)
     mapped = torch.vmap(one_lane, in_dims=(0, 0), out_dims=0)(tokens, lanes)
-    return list(mapped), [ABSENT if value is None and not is_tensor else value for value, is_tensor in zip(plain, tensor_outputs(graph_module), strict=True)]
+    return list(mapped), [
+        ABSENT if value is None and not is_tensor else value
+        for value, is_tensor in zip(plain, tensor_outputs(graph_module), strict=True)
+    ]
 
 
-# Stands for an output that is None while the graph is traced; make_fx cannot return None beside tensors on all versions.
+# Stands for an output that is None while the graph is traced.
 ABSENT = -1
 
 

@@ -1,6 +1,7 @@
 """SpeCache as a torch.compile backend: `torch.compile(model, backend="specache")`."""
 
-from . import kernels as kernels  # registers the ops, which the passes know by name
+import specache_compile.kernels  # noqa: F401  (registers the ops, which the passes know by name)
+
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 from .explain import Explanation, explain
 from .materialize import materialize

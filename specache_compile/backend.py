@@ -98,7 +98,7 @@ class CapturedGraph:
         self.placeholders = graph_module.graph.find_nodes(op="placeholder")
         # Dynamo's own fakes: the inputs it passes are real, and its tracing context has another fake mode.
         self.fakes = [value_of(node) for node in self.placeholders]
-        self.fake_mode = next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
+        self.fake_mode: Any = next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
         self.held = [i for i, fake in enumerate(self.fakes) if isinstance(fake, HeldTensor)]
         self.find_sites()
         self.symbols = SymbolReader(self.fakes)
@@ -159,7 +159,8 @@ class CapturedGraph:
 
     def layer_shapes(self) -> list[LayerShape]:
         return [
-            LayerShape(site.heads, site.head_dim, value_of(site.k).dtype, value_of(site.k).device) for site in self.sites
+            LayerShape(site.heads, site.head_dim, value_of(site.k).dtype, value_of(site.k).device)
+            for site in self.sites
         ]
 
     def specialise(self, session: Session, phase: Phase, ahead: bool = False) -> tuple[Callable[..., Any], Context]:
@@ -176,7 +177,9 @@ class CapturedGraph:
             state = [
                 {
                     field: torch.empty(shape, dtype=dtype, device=device_of(field, layer))
-                    for field, (shape, dtype) in state_shapes(self.options, layer, session.batch, session.capacity).items()
+                    for field, (shape, dtype) in state_shapes(
+                        self.options, layer, session.batch, session.capacity
+                    ).items()
                 }
                 for layer in session.layers
             ]

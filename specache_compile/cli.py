@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", help="the prompt itself")
     source.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
     generate.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add (default: 100)")
-    generate.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    generate.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
+    )
     generate.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
     for command in (explain, generate):
         add_options(command)
@@ -44,8 +46,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """The backend's options, with its defaults."""
     group = command.add_argument_group("backend options")
     group.add_argument("--bits", type=int, choices=BITS, default=Options.bits, help="of the low-bit tier (default: 2)")
-    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, default=Options.group_size, help="g (default: 64)")
-    group.add_argument("--residual-length", type=int, default=Options.residual_length, help="R, 16-bit tokens kept (64)")
+    group.add_argument(
+        "--group-size", type=int, choices=GROUP_SIZES, default=Options.group_size, help="g (default: 64)"
+    )
+    group.add_argument(
+        "--residual-length", type=int, default=Options.residual_length, help="R, 16-bit tokens kept (64)"
+    )
     group.add_argument("--top-k", type=int, default=Options.top_k, help="pairs fetched a layer and head (64); 0: none")
     group.add_argument("--one-lane", action="store_true", help="no speculative token: the output token chooses")
     group.add_argument("--lowering", choices=("inductor", "eager"), default=Options.lowering, help="default: inductor")
@@ -69,7 +75,9 @@ def run_explain(args: argparse.Namespace) -> None:
 
     from .explain import explain
 
-    explained = explain(AutoConfig.from_pretrained(checked(args.model)), args.prompt_length, args.batch_size, options_of(args))
+    explained = explain(
+        AutoConfig.from_pretrained(checked(args.model)), args.prompt_length, args.batch_size, options_of(args)
+    )
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
     if args.graph is None:

@@ -56,6 +56,7 @@ def mixed_caches() -> SpecacheError:
 def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
     reasons = "; ".join(sorted({item.reason for item in left_alone})) or "no attention was found in this graph"
     return SpecacheError(
-        f"this cache is held by the specache backend, but the graph that now uses it could not be rewritten: {reasons}. "
-        "Go on the way the cache was filled, or give a plain copy: specache_compile.materialize(past_key_values)."
+        f"this cache is held by the specache backend, but the graph that now uses it could not be rewritten: "
+        f"{reasons}. Go on the way the cache was filled, or give a plain copy: "
+        "specache_compile.materialize(past_key_values)."
     )

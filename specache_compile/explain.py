@@ -73,7 +73,7 @@ class Explanation:
         return self.batch_size * self.options.top_k * pair * width
 
     def graph(self, phase: str, after: str | None = None) -> GraphModule | str:
-        """The rewritten graph of a phase; with `after`, the readable text as it stood after that pass ("captured": before)."""
+        """The rewritten graph of a phase; with `after`, its text as it stood after that pass ("captured": before)."""
         if phase not in self.traces:
             raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces)}")
         if after is None:

@@ -6,6 +6,7 @@ the cache is next used. Reading them raises.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,7 @@ class Rows:
     indices: Tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rows) and (
-            self.indices is other.indices or torch.equal(self.indices, other.indices)
-        )
+        return isinstance(other, Rows) and (self.indices is other.indices or torch.equal(self.indices, other.indices))
 
 
 Edit = Crop | Rows
@@ -54,7 +53,7 @@ class Handle:
 
 
 class HeldTensor(Tensor):
-    """Keys or values [B, H, n, d] of one layer, without storage. `anchor` is one element that carries dtype and device."""
+    """Keys or values [B, H, n, d] of one layer, without storage. `anchor` carries dtype and device."""
 
     anchor: Tensor
     handle: Handle | None
@@ -74,7 +73,7 @@ class HeldTensor(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> HeldTensor:
         return HeldTensor(inner["anchor"], size)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
@@ -111,7 +110,9 @@ class HeldTensor(Tensor):
         return select_rows(self, dim, torch.arange(self.shape[0], device=self.device).repeat_interleave(repeats))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Replay shape edits as handles; under Dynamo give `cat` its shape; refuse everything else."""
         kwargs = kwargs or {}
         if func is aten.cat.default and is_being_traced(args[0]):
@@ -167,12 +168,12 @@ def select_rows(held: HeldTensor, dim: int | None, indices: Any) -> HeldTensor:
 
 
 def to_same(held: HeldTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> HeldTensor:
-    if dtype not in (None, held.dtype) or device is not None and torch.device(device).type != held.device.type:
+    if dtype not in (None, held.dtype) or (device is not None and torch.device(device).type != held.device.type):
         raise held_read(f"a move or cast of the cache (dtype={dtype}, device={device}; specache offloads by itself)")
     return held
 
 
-EDITS = {
+EDITS: dict[Any, Callable[..., HeldTensor]] = {
     aten.detach.default: keep,
     aten.alias.default: keep,
     aten.index_select.default: select_rows,

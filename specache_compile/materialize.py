@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import DynamicCache
@@ -12,17 +13,20 @@ from .held import HeldTensor
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:
-    """A DynamicCache with real keys and values [B, H, n, d], bit for bit those that were cached; `cache` stays usable."""
-    layers = [layer for layer in cache.layers if isinstance(layer.keys, HeldTensor)]
+    """A DynamicCache with real keys and values [B, H, n, d], bit for bit those that were cached.
+
+    `cache` stays usable; SpecacheError where it is plain already.
+    """
+    every: list[Any] = list(cache.layers)
+    layers = [layer for layer in every if isinstance(layer.keys, HeldTensor)]
     if not layers:
         raise SpecacheError("this cache holds plain tensors already: the specache backend does not hold it")
     session = agreed_session([(i, t.handle) for i, layer in enumerate(layers) for t in (layer.keys, layer.values)])
     plain = DynamicCache()
     plain.layers = []
     held = iter(range(len(layers)))
-    for layer in cache.layers:
-        twin: Any = type(layer).__new__(type(layer))
-        twin.__dict__.update(vars(layer))
+    for layer in every:
+        twin = copy.copy(layer)
         if isinstance(layer.keys, HeldTensor):
             number = next(held)
             twin.keys, twin.values = session.pairs(number)

@@ -22,7 +22,9 @@ class Statistics:
 
     queue: CopyQueue
     tallies: list[Tensor] = field(default_factory=list)
-    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("prefill", "extend", "pre-decode", "decode"), 0))
+    steps: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "extend", "pre-decode", "decode"), 0)
+    )
     seconds: float = 0.0
     python_seconds: float = 0.0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)

@@ -62,7 +62,8 @@ def stats(model: torch.nn.Module) -> Stats:
     latest.queue.settle()
     tier = latest.bytes_by_tier
     device = sum(size for name, size in tier.items() if name != "host")
-    mass, recall, count = (float(x) for x in sum(t.cpu() for t in latest.tallies)) if latest.tallies else (0.0, 0.0, 0.0)
+    tally = torch.stack([t.cpu() for t in latest.tallies]).sum(0) if latest.tallies else torch.zeros(3)
+    mass, recall, count = tally.tolist()
     return Stats(
         prefills=latest.steps["prefill"],
         extends=latest.steps["extend"],

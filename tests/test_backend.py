@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from transformers import DynamicCache, LlamaForCausalLM, QuantizedCache
 
 import specache_compile as sc
+from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from specache_compile.options import parse_options
 from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
 from specache_compile.records import find_record
@@ -71,9 +71,7 @@ def test_passes_are_dumped_before_and_after(
     assert "specache.decode_attention" in (decode / "03_rewrite_attention.py").read_text()
 
 
-def test_passes_leave_structured_traces_for_tlparse(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_leave_structured_traces_for_tlparse(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from specache_compile.passes import pipeline
 
     seen: list[tuple[str, str]] = []

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from conftest import LOSSLESS, greedy, prompt
 from torch._inductor.utils import run_and_get_code
 from transformers import LlamaForCausalLM
 
+from conftest import LOSSLESS, greedy, prompt
 from specache_compile.records import find_record
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}

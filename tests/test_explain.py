@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from conftest import compile_copy, greedy, prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from conftest import compile_copy, greedy, prompt
 from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.records import find_record
 from specache_compile.tiers import bucket, paper_kv_ratio

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from transformers import DynamicCache, LlamaForCausalLM, pipeline
 
 import specache_compile as sc
+from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 
 
 def left_padded(lengths: list[int], seed: int = 3) -> dict[str, torch.Tensor]:
@@ -22,7 +22,9 @@ def left_padded(lengths: list[int], seed: int = 3) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("settings", [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}]
+)
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
 def test_greedy_tokens_equal_for_200_tokens(llama: LlamaForCausalLM, settings: dict, speculate: bool) -> None:
     ids = prompt(75)
@@ -150,7 +152,9 @@ def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
     def logits(model: LlamaForCausalLM) -> torch.Tensor:
         with torch.no_grad():
             cache = model(ids[:, :80], use_cache=True).past_key_values
-            return torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(80, 120)], 1).float()
+            return torch.cat(
+                [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(80, 120)], 1
+            ).float()
 
     exact = logits(copy.deepcopy(llama))
     ours, theirs = logits(compile_copy(half)), logits(half)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compile_copy, greedy, prompt, tiny_llama
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
+from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.held import HeldTensor
 from specache_compile.kernels import copy_queue
 from specache_compile.tiers import bucket
@@ -48,7 +48,9 @@ def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, same
             old, caches = caches, copy.deepcopy(caches)
             step(twin, prompt(1, batch, 5), old[1])
         else:
-            rows = torch.tensor([rng.randrange(batch) for _ in range(batch if action == "reorder" else rng.randrange(1, 4))])
+            rows = torch.tensor(
+                [rng.randrange(batch) for _ in range(batch if action == "reorder" else rng.randrange(1, 4))]
+            )
             for cache in caches:
                 if action == "reorder":
                     cache.reorder_cache(rows)
@@ -114,7 +116,11 @@ def test_two_caches_interleaved_do_not_see_each_other(llama: LlamaForCausalLM) -
     def run(prompts: list[torch.Tensor], interleaved: bool) -> list[list[int]]:
         outs = [step(twin, ids) for ids in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]
-        for number in [i for _ in range(60) for i in range(len(prompts))] if interleaved else [i for i in range(len(prompts)) for _ in range(60)]:
+        for number in (
+            [i for _ in range(60) for i in range(len(prompts))]
+            if interleaved
+            else [i for i in range(len(prompts)) for _ in range(60)]
+        ):
             token = outs[number].logits[:, -1:].argmax(-1)
             tokens[number].append(int(token))
             outs[number] = step(twin, token, outs[number].past_key_values)
@@ -206,13 +212,17 @@ def test_a_failing_copy_is_a_clear_error_and_never_a_hang(
         return run_job(job)
 
     monkeypatch.setattr(copy_queue, "run_job", failing)
-    cache = None
-    with pytest.raises(sc.SpecacheError, match="no host memory left"):
+    caches: list[Any] = [None]
+
+    def many_steps() -> None:
         for _ in range(40):
-            cache = step(twin, prompt(100 if cache is None else 1), cache).past_key_values
-    if cache is not None:
+            caches[0] = step(twin, prompt(1 if caches[0] else 100), caches[0]).past_key_values
+
+    with pytest.raises(sc.SpecacheError, match="no host memory left"):
+        many_steps()
+    if caches[0] is not None:
         with pytest.raises(sc.SpecacheError, match="new cache"):
-            step(twin, prompt(1), cache)
+            step(twin, prompt(1), caches[0])
 
 
 def test_a_missing_wait_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

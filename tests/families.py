@@ -1,0 +1,81 @@
+"""The model families that are tested, each with what is rewritten of it; the README's table is made from this list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+WINDOW = 24  # smaller than every test's prompt, so that sliding layers really slide
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny random model of one family. `rewritten` and `exact` count its attentions; `lanes` are those of decode."""
+
+    name: str
+    config: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    rewritten: int = 2
+    exact: int = 0
+    lanes: int = 2
+    note: str = ""
+
+    def model(self) -> Any:
+        """The model in float32, weights large enough that logits are well apart, never stopping early."""
+        torch.manual_seed(0)
+        settings = {**COMMON, **self.settings}
+        config = getattr(transformers, self.config)(**settings)
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, token, None)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+COMMON = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+SLIDING = "sliding-window layers stay exact"
+
+FAMILIES = (
+    Family("llama 2", "LlamaConfig", {"num_key_value_heads": 4}),
+    Family("llama 3", "LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    Family("llama 3.x", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, note="llama3 rope scaling"),
+    Family("llama, eager attention", "LlamaConfig", {"attn_implementation": "eager"}),
+    Family("mistral", "MistralConfig", {"sliding_window": None}, note="v0.2 and later"),
+    Family("mistral, sliding", "MistralConfig", {"sliding_window": WINDOW}, 0, 2, 1, "v0.1: " + SLIDING),
+    Family("mixtral", "MixtralConfig", {**EXPERTS, "sliding_window": None}),
+    Family("qwen2", "Qwen2Config"),
+    Family("qwen2_moe", "Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 32}),
+    Family("qwen3", "Qwen3Config"),
+    Family("qwen3_moe", "Qwen3MoeConfig", EXPERTS),
+    Family("gemma", "GemmaConfig"),
+    Family("gemma2", "Gemma2Config", ALTERNATE, 1, 1, note="softcap; " + SLIDING),
+    Family("gemma3_text", "Gemma3TextConfig", ALTERNATE, 1, 1, note=SLIDING),
+    Family("phi", "PhiConfig"),
+    Family("phi3", "Phi3Config"),
+    Family("granite", "GraniteConfig"),
+    Family("olmo2", "Olmo2Config"),
+    Family("cohere", "CohereConfig"),
+    Family("cohere2", "Cohere2Config", ALTERNATE, 1, 1, note=SLIDING),
+    Family("starcoder2", "Starcoder2Config", {"sliding_window": None}),
+    Family("stablelm", "StableLmConfig"),
+    Family("smollm3", "SmolLM3Config"),
+    Family("glm4", "Glm4Config"),
+    Family("exaone4", "Exaone4Config", ALTERNATE, 1, 1, note=SLIDING),
+    Family("seed_oss", "SeedOssConfig"),
+    Family("ernie4_5", "Ernie4_5Config"),
+    Family("arcee", "ArceeConfig"),
+    Family("gpt_neox", "GPTNeoXConfig"),
+    Family("opt", "OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    Family("gpt_oss", "GptOssConfig", {**EXPERTS, **ALTERNATE}, 1, 1, note="sinks; " + SLIDING),
+)

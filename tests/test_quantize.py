@@ -1,0 +1,293 @@
+"""Quantisation against the papers' formulas, in float64 and element by element.
+
+The bound that every test of accuracy uses: an element is off by at most half a step, plus what the stored scale
+(times the levels) and zero lose in the tensor's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specache_compile.kernels.quantize import (
+    dequantize_keys,
+    dequantize_values,
+    encode,
+    pack,
+    packed_width,
+    quantize_keys,
+    quantize_values,
+    unpack,
+    value_group,
+)
+
+PACKED_BITS = (1, 2, 4, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = [(1, "midpoint"), (1, "minimum"), (2, "minimum"), (4, "minimum"), (8, "minimum")]
+GROUPS = (32, 64, 128)
+HEAD_DIMS = (16, 64, 80, 96, 128)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+def formula(low: float, high: float, bits: int, zero_point: str) -> tuple[float, float]:
+    """Scale and zero of a group with this minimum and maximum, as the papers write them."""
+    if bits == 1 and zero_point == "midpoint":
+        return (high - low) / 2, (3 * low + high) / 4
+    return (high - low) / (2**bits - 1), low
+
+
+def bound(low: Tensor, high: Tensor, bits: int, zero_point: str, dtype: torch.dtype) -> Tensor:
+    """How far |x - x'| may go: s/2, and the rounding of s and z to `dtype` and of the arithmetic to float32."""
+    scale, zero = formula(low.double(), high.double(), bits, zero_point)
+    stored, computed = torch.finfo(dtype), torch.finfo(torch.float32)
+    loss = stored.eps / 2 * (scale * (2**bits - 1) + zero.abs()) + stored.smallest_normal * stored.eps * 2**bits
+    arithmetic = 8 * computed.eps * torch.maximum(low.abs(), high.abs()).double() + computed.smallest_normal
+    return scale / 2 + loss + arithmetic
+
+
+def round_trip_keys(keys: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
+    codes, params = quantize_keys(keys, group, bits, zero_point)
+    return dequantize_keys(codes, params, bits)
+
+
+def round_trip_values(values: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
+    codes, params = quantize_values(values, group, bits, zero_point)
+    return dequantize_values(codes, params, bits)
+
+
+def pairs(tokens: int, head_dim: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> Tensor:
+    """[2, 3, tokens, head_dim] whose channels and tokens differ in size and offset, as those of real keys do."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 3, tokens, head_dim, generator=generator)
+    x = x * torch.rand(head_dim, generator=generator).mul(4).exp() + 5 * torch.randn(head_dim, generator=generator)
+    return (x * size).to(dtype)
+
+
+# Packing
+
+
+@PROPERTY
+@given(bits=st.sampled_from(PACKED_BITS), width=st.integers(1, 33), seed=st.integers(0, 2**31))
+def test_unpacking_undoes_packing(bits: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (2, 3, width * 8 // bits), generator=generator, dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape[-1] == packed_width(codes.shape[-1], bits) == width
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+def test_byte_j_holds_channels_j_and_j_plus_p_and_so_on(bits: int) -> None:
+    codes = torch.randint(0, 2**bits, (80,), dtype=torch.uint8)
+    width = packed_width(80, bits)
+    expected = [sum(int(codes[j + plane * width]) << (plane * bits) for plane in range(8 // bits)) for j in range(width)]
+    assert pack(codes, bits).tolist() == expected
+
+
+def test_packing_leaves_the_codes_as_they_were() -> None:
+    codes = torch.arange(16, dtype=torch.uint8) % 4
+    before = codes.clone()
+    pack(codes, 2)
+    assert torch.equal(codes, before)
+
+
+@pytest.mark.parametrize(("head_dim", "bits"), [(20, 1), (6, 2), (7, 4)])
+def test_a_head_that_does_not_fill_whole_bytes_is_refused(head_dim: int, bits: int) -> None:
+    with pytest.raises(ValueError, match="whole bytes"):
+        packed_width(head_dim, bits)
+
+
+# Groups
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 17, 40, 256])
+def test_a_value_group_is_the_largest_divisor_of_the_head_that_fits(head_dim: int, group_size: int) -> None:
+    divisors = [size for size in range(1, head_dim + 1) if head_dim % size == 0]
+    assert value_group(head_dim, group_size) == max(size for size in divisors if size <= group_size)
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_keys_share_a_scale_per_channel_over_g_tokens(
+    head_dim: int, group_size: int, bits: int, zero_point: str
+) -> None:
+    keys = pairs(2 * group_size, head_dim, torch.float32)
+    codes, params = quantize_keys(keys, group_size, bits, zero_point)
+    assert codes.shape == (2, 3, 2 * group_size, head_dim * bits // 8)
+    assert params.shape == (2, 3, 2, 2, head_dim)
+    assert params.dtype == keys.dtype
+    groups = keys.double().view(2, 3, 2, group_size, head_dim)
+    scale, zero = formula(groups.amin(3), groups.amax(3), bits, zero_point)
+    torch.testing.assert_close(params.double(), torch.stack([scale, zero], 3), rtol=1e-5, atol=1e-5)
+    levels = ((groups - zero.unsqueeze(3)) / scale.unsqueeze(3)).round().clamp(0, 2**bits - 1)
+    rebuilt = (levels * scale.unsqueeze(3) + zero.unsqueeze(3)).view_as(keys)
+    assert_same_levels(dequantize_keys(codes, params, bits), rebuilt, scale.repeat_interleave(group_size, 2))
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_values_share_a_scale_per_token_over_a_group_of_channels(
+    head_dim: int, group_size: int, bits: int, zero_point: str
+) -> None:
+    values = pairs(11, head_dim, torch.float32)
+    size = value_group(head_dim, group_size)
+    codes, params = quantize_values(values, group_size, bits, zero_point)
+    assert codes.shape == (2, 3, 11, head_dim * bits // 8)
+    assert params.shape == (2, 3, 11, 2, head_dim // size)
+    assert params.dtype == values.dtype
+    groups = values.double().view(2, 3, 11, head_dim // size, size)
+    scale, zero = formula(groups.amin(4), groups.amax(4), bits, zero_point)
+    torch.testing.assert_close(params.double(), torch.stack([scale, zero], 3), rtol=1e-5, atol=1e-5)
+    levels = ((groups - zero.unsqueeze(4)) / scale.unsqueeze(4)).round().clamp(0, 2**bits - 1)
+    rebuilt = (levels * scale.unsqueeze(4) + zero.unsqueeze(4)).view_as(values)
+    assert_same_levels(dequantize_values(codes, params, bits), rebuilt, scale.repeat_interleave(size, 3))
+
+
+def assert_same_levels(actual: Tensor, expected: Tensor, step: Tensor) -> None:
+    """Equal up to float32; an element that lies half way between two levels may take either."""
+    difference = (actual.double() - expected).abs()
+    slop = 1e-5 * expected.abs().amax()
+    other_level = difference > slop
+    assert (difference <= step + slop).all()
+    assert other_level.double().mean() < 1e-3
+
+
+# Accuracy
+
+
+@PROPERTY
+@given(
+    elements=st.lists(st.floats(-60000.0, 60000.0, width=16), min_size=2, max_size=64),
+    dtype=st.sampled_from(DTYPES),
+    form=st.sampled_from(FORMATS),
+)
+def test_an_element_is_off_by_half_a_step_and_the_rounding_of_what_is_stored(
+    elements: list[float], dtype: torch.dtype, form: tuple[int, str]
+) -> None:
+    bits, zero_point = form
+    group = torch.tensor(elements).to(dtype)
+    codes, scale, zero = encode(group, 0, bits, zero_point, dtype)
+    assert scale.dtype == zero.dtype == dtype
+    assert int(codes.max()) < 2**bits
+    rebuilt = codes.double() * scale.double() + zero.double()
+    assert ((rebuilt - group.double()).abs() <= bound(group.amin(), group.amax(), bits, zero_point, dtype)).all()
+
+
+@PROPERTY
+@given(
+    seed=st.integers(0, 2**31),
+    size=st.sampled_from([1e-6, 1e-2, 1.0, 100.0]),
+    dtype=st.sampled_from(DTYPES),
+    form=st.sampled_from(FORMATS),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    group_size=st.sampled_from(GROUPS),
+)
+def test_keys_and_values_come_back_within_the_bound(
+    seed: int, size: float, dtype: torch.dtype, form: tuple[int, str], head_dim: int, group_size: int
+) -> None:
+    x = pairs(group_size, head_dim, dtype, seed, size)
+    bits, zero_point = form
+    off = (round_trip_keys(x, group_size, bits, zero_point).double() - x.double()).abs()
+    assert (off <= bound(x.amin(2, True), x.amax(2, True), bits, zero_point, dtype)).all()
+    off = (round_trip_values(x, group_size, bits, zero_point).double() - x.double()).abs()
+    groups = x.unflatten(3, (-1, value_group(head_dim, group_size)))
+    limit = bound(groups.amin(4, True), groups.amax(4, True), bits, zero_point, dtype)
+    assert (off.view_as(groups) <= limit).all()
+
+
+def test_the_midpoints_of_the_two_halves_are_the_papers_one_bit_levels() -> None:
+    group = torch.tensor([-2.0, -1.0, 3.0, 6.0])
+    codes, scale, zero = encode(group, 0, 1, "midpoint", torch.float32)
+    assert (float(scale), float(zero)) == ((6 + 2) / 2, (3 * -2 + 6) / 4)
+    assert codes.tolist() == [0, 0, 1, 1]
+    assert (codes * scale + zero).tolist() == [0.0, 0.0, 4.0, 4.0]
+
+
+def test_one_bit_with_kivis_zero_point_gives_the_extremes() -> None:
+    group = torch.tensor([-2.0, -1.0, 3.0, 6.0])
+    codes, scale, zero = encode(group, 0, 1, "minimum", torch.float32)
+    assert (codes * scale + zero).tolist() == [-2.0, -2.0, 6.0, 6.0]
+
+
+def test_above_one_bit_the_zero_point_is_the_minimum_whatever_is_asked() -> None:
+    x = pairs(64, 64, torch.float32)
+    for bits in (2, 4, 8):
+        assert torch.equal(round_trip_keys(x, 64, bits, "midpoint"), round_trip_keys(x, 64, bits, "minimum"))
+
+
+# Edges
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("constant", [0.0, -0.1, 3.3, 1e-7, -6e4])
+def test_a_constant_group_gives_back_its_constant(
+    constant: float, dtype: torch.dtype, bits: int, zero_point: str
+) -> None:
+    x = torch.full((1, 2, 32, 80), constant, dtype=dtype)
+    assert torch.equal(round_trip_keys(x, 32, bits, zero_point), x.float())
+    assert torch.equal(round_trip_values(x, 32, bits, zero_point), x.float())
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_infinity_takes_an_end_of_its_group_and_spoils_nothing_else(
+    dtype: torch.dtype, bits: int, zero_point: str
+) -> None:
+    clean = pairs(32, 64, dtype)
+    broken = clean.clone()
+    broken[0, 0, 3, 5], broken[0, 1, 4, 6], broken[1, 2, 5, 7] = math.inf, -math.inf, math.nan
+    finite = broken.isfinite()
+    for round_trip, dim, groups in (
+        (round_trip_keys, 2, broken),
+        (round_trip_values, 4, broken.unflatten(3, (-1, 32))),
+    ):
+        low = groups.float().masked_fill(~groups.isfinite(), math.inf).amin(dim, True)
+        high = groups.float().masked_fill(~groups.isfinite(), -math.inf).amax(dim, True)
+        rebuilt = round_trip(broken, 32, bits, zero_point)
+        assert rebuilt.isfinite().all()
+        limit = bound(low, high, bits, zero_point, dtype).expand_as(groups).reshape_as(broken)
+        assert ((rebuilt.double() - broken.double()).abs() <= limit)[finite].all()
+        grouped = rebuilt.view_as(groups)
+        for place, end in (((0, 0, 3, 5), grouped.amax), ((0, 1, 4, 6), grouped.amin), ((1, 2, 5, 7), grouped.amin)):
+            assert rebuilt[place] == end(dim, True).expand_as(groups).reshape_as(broken)[place]
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+def test_a_group_with_nothing_finite_gives_something_finite(bits: int) -> None:
+    x = torch.full((1, 1, 32, 32), math.nan)
+    x[..., ::2] = math.inf
+    assert round_trip_keys(x, 32, bits, "midpoint").isfinite().all()
+    assert round_trip_values(x, 32, bits, "midpoint").isfinite().all()
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("low", [-1.0, 0.0, 0.5])
+def test_numbers_as_large_as_the_dtype_has_stay_finite(
+    low: float, dtype: torch.dtype, bits: int, zero_point: str
+) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.empty(1, 1, 32, 32, dtype=dtype).fill_(largest)
+    x[:, :, ::2, ::2] = low * largest
+    x[:, :, ::3, ::3] = 0.0
+    for round_trip in (round_trip_keys, round_trip_values):
+        rebuilt = round_trip(x, 32, bits, zero_point)
+        assert rebuilt.isfinite().all()
+        assert (rebuilt.abs().double() <= largest * (1 + 2**bits * torch.finfo(dtype).eps)).all()
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+def test_the_largest_float16_numbers_keep_the_bound(bits: int) -> None:
+    x = torch.linspace(-65504, 65504, 32 * 32, dtype=torch.float64).view(1, 1, 32, 32).half()
+    off = (round_trip_keys(x, 32, bits, "midpoint").double() - x.double()).abs()
+    assert (off <= bound(x.amin(2, True), x.amax(2, True), bits, "midpoint", torch.float16)).all()
