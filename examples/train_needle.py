@@ -145,13 +145,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/needle-llama"), help="folder of the resumable state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's steps (0.01 for a dry run)")
+    parser.add_argument("--samples", type=int, default=100, help="pass keys asked at each length afterwards")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     stages = tuple(Stage(s.length, max(1, round(s.steps * args.scale))) for s in STAGES)
     start = time.time()
     model = train(args.work, stages, args.seed).eval()
     held_out = library_source(held_out=True)
-    report = {str(length): accuracy(model, held_out, length, 100) for length in (256, 512, 1024, 2048)}
+    report = {str(length): accuracy(model, held_out, length, args.samples) for length in (256, 512, 1024, 2048)}
     model.save_pretrained(args.out)
     (args.out / "training.json").write_text(
         json.dumps({"full_cache_accuracy": report, "seed": args.seed, "stages": [vars(s) for s in stages]}, indent=2)

@@ -173,9 +173,10 @@ def decode_attention(
     slot_index [B, H, k] (-1: empty). `low_bit_part` computes the low-bit tier's share.
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
-    over the query group, for the tokens that will be in the low-bit tier after this step; -1 elsewhere.
+    over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere.
     """
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    candidates = min(next_low_bit, length)  # with R = 0 the new token is to be low-bit, but is not on the host yet
     heads, lanes = k.shape[1:3]
     query = q.float().unflatten(1, (heads, -1)) * scale  # [B, H, G, lanes, d]
     bias = None if mask is None else grouped_bias(mask, heads, length + 1)
@@ -212,18 +213,18 @@ def decode_attention(
     share = total.reciprocal().masked_fill(total == 0, 0.0)
 
     def attention_of_last_lane(logits: Tensor) -> Tensor:
-        last = (logits[:, :, :, -1], peak[:, :, :, -1].masked_fill(peak[:, :, :, -1] == -math.inf, 0.0))
-        return ((last[0] - last[1]).exp_() * share[:, :, :, -1]).sum(2)
+        base = peak[:, :, :, -1].masked_fill(peak[:, :, :, -1] == -math.inf, 0.0)
+        return ((logits[:, :, :, -1] - base).exp_() * share[:, :, :, -1]).sum(2)
 
     scores = torch.full(codes.shape[:3], -1.0, device=q.device)
     if low_bit:
         whole = attention_of_last_lane(packed.logits)
         whole.scatter_add_(-1, position, attention_of_last_lane(in_slots))
         scores[:, :, :low_bit] = whole
-    scores[:, :, low_bit:next_low_bit] = attention_of_last_lane(in_window[..., : next_low_bit - low_bit])
+    scores[:, :, low_bit:candidates] = attention_of_last_lane(in_window[..., : candidates - low_bit])
     if bias is not None:
-        seen = (bias[..., -1, :next_low_bit] > SEEN).amax(2)
-        scores[:, :, :next_low_bit].masked_fill_(~seen, -1.0)
+        seen = (bias[..., -1, :candidates] > SEEN).any(2)
+        scores[:, :, :candidates].masked_fill_(~seen, -1.0)
     return (out * share).flatten(1, 2).to(q.dtype).contiguous(), scores
 
 

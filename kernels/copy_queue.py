@@ -42,7 +42,11 @@ class CopyQueue:
         _queues[self.number] = self
 
     def submit_prefetch(self, slots: Tensor, job: Callable[[], int]) -> None:
-        """Run `job` (it returns the bytes it moved) behind all earlier copies; `wait_for(slots)` waits for it."""
+        """Run `job` (it returns the bytes it moved) behind all earlier copies; `wait_for(slots)` waits for it.
+
+        Raises what an earlier prefetch into the same slots raised, if nobody has waited for that one.
+        """
+        self.wait_for(slots)
         self._prefetches[slots.data_ptr()] = _worker.submit(run_job, job)
 
     def submit_offload(self, job: Callable[[], int]) -> None:

@@ -42,7 +42,9 @@ def measure(
     present.scatter_add_(2, slot_index.long().clamp(0), fetched.int())
     present = present > 0
     best = attention[:, :, :low_bit].topk(min(slot_index.shape[-1], low_bit), dim=-1).indices
-    recall = present.gather(2, best).float().mean(-1) if best.shape[-1] else torch.ones_like(attention[:, :, 0])
+    # A masked token among them (there may be fewer that are seen than k) is nothing that one could miss.
+    covered = present | (attention == 0)
+    recall = covered.gather(2, best).float().mean(-1) if best.shape[-1] else torch.ones_like(attention[:, :, 0])
     present[:, :, low_bit:] = True
     mass = (attention * present).sum(-1) / attention.sum(-1)
-    tally += torch.stack([mass.sum(), recall.sum(), torch.tensor(float(mass.numel()))]).to(tally)
+    tally += torch.stack([mass.sum(), recall.sum(), mass.new_tensor(mass.numel())]).to(tally)

@@ -85,20 +85,28 @@ OPS = (
 )
 
 
-def lanes_of(tensor: Tensor | None, lane_dim: int | None, lanes: int) -> Tensor | None:
-    """Fold a mapped lane axis into the token axis: [lanes, B, H, 1, x] → [B, H, lanes, x]; others pass through."""
-    if tensor is None or lane_dim is None:
-        return tensor
+def lanes_of(tensor: Tensor, lane_dim: int) -> Tensor:
+    """Fold a mapped lane axis into the token axis: [lanes, B, H, 1, x] → [B, H, lanes, x]."""
     return tensor.movedim(lane_dim, 2).flatten(2, 3)
 
 
 def widened_decode_attention(
     info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
 ) -> Any:
-    """The vmap rule of `decode_attention`: a mapped axis becomes the lanes; the selection scores are not mapped."""
-    lanes = info.batch_size
-    folded = [lanes_of(t, d, lanes) for t, d in zip((q, k, v, mask), in_dims[:4], strict=True)]
-    out, scores = torch.ops.specache.decode_attention(*folded, *rest)
+    """The vmap rule of `decode_attention`: a mapped axis becomes the lanes; the selection scores are not mapped.
+
+    A query, key or value that is not mapped is the same in every lane; a mask may have one row for all. All lanes
+    share the tiers.
+    """
+    if any(dim is not None for dim in in_dims[4:]):
+        raise NotImplementedError("decode_attention: vmap maps q, k, v and mask; all lanes share the sinks and tiers")
+    folded = [
+        x.expand(-1, -1, info.batch_size, -1) if dim is None else lanes_of(x, dim)
+        for x, dim in zip((q, k, v), in_dims[:3], strict=True)
+    ]
+    if mask is not None and in_dims[3] is not None:
+        mask = lanes_of(mask, in_dims[3])
+    out, scores = torch.ops.specache.decode_attention(*folded, mask, *rest)
     return (out.movedim(2, 0).unsqueeze(3), scores), (0, None)
 
 

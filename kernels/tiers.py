@@ -108,7 +108,7 @@ def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor) -> i
     order = stays.to(torch.int8).argsort(dim=-1, stable=True)
     slot = order[row, head, rank]
     token = wanted[row, head, want]
-    pairs = host[row, head, token.long()]
+    pairs = host[row.to(host.device), head.to(host.device), token.long().to(host.device)]
     slots[row, head, slot] = pairs.to(slots.device)
     slot_index[row, head, slot] = token
     return pairs.nbytes

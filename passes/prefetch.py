@@ -30,7 +30,8 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
             state_input(graph_module, context, site.layer, field) for field in ("host", "slots", "slot_index", "wanted")
         )
         call: Node = site.attention.args[0]  # type: ignore[assignment]
-        with graph.inserting_after(site.q):
+        behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(behind):
             graph.call_function(torch.ops.specache.wait.default, (site.q, cursor, slots, slot_index))
         if context.hit_rate and context.phase == "decode":
             tally = state_input(graph_module, context, site.layer, "tally")

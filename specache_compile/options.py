@@ -42,10 +42,11 @@ class Options:
         one_of("group_size", self.group_size, GROUP_SIZES)
         one_of("zero_point", self.zero_point, ZERO_POINTS)
         one_of("lowering", self.lowering, LOWERINGS)
-        for name in ("residual_length", "top_k"):
+        # At least one: a token is selected for fetching while it is still in the window, and new ones are not yet there.
+        for name, least in (("residual_length", 1), ("top_k", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise OptionError(f"option {name}={value!r}: give a whole number of tokens, 0 or more")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"option {name}={value!r}: give a whole number of tokens, {least} or more")
         for name in ("speculate", "hit_rate"):
             one_of(name, getattr(self, name), (True, False))
         if isinstance(self.disable_passes, str):

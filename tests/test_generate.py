@@ -38,6 +38,12 @@ def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausal
     assert torch.equal(greedy(compiled, ids, 80), greedy(llama, ids, 80))
 
 
+@pytest.mark.parametrize(("residual", "group"), [(1, 32), (7, 64), (128, 32), (64, 128)])
+def test_windows_of_any_size(llama: LlamaForCausalLM, residual: int, group: int) -> None:
+    twin = compile_copy(llama, residual_length=residual, group_size=group)
+    assert torch.equal(greedy(twin, prompt(150), 150), greedy(llama, prompt(150), 150))
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_batches(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, batch: int) -> None:
     ids = prompt(50, batch)

@@ -86,7 +86,9 @@ def test_unpacking_undoes_packing(bits: int, width: int, seed: int) -> None:
 def test_byte_j_holds_channels_j_and_j_plus_p_and_so_on(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (80,), dtype=torch.uint8)
     width = packed_width(80, bits)
-    expected = [sum(int(codes[j + plane * width]) << (plane * bits) for plane in range(8 // bits)) for j in range(width)]
+    expected = [
+        sum(int(codes[j + plane * width]) << (plane * bits) for plane in range(8 // bits)) for j in range(width)
+    ]
     assert pack(codes, bits).tolist() == expected
 
 

@@ -1,0 +1,184 @@
+"""Decode step time on the CPU: specache beside uncompiled Hugging Face and plain Inductor, in one run.
+
+A random-weight Llama of about 100 million parameters (12 layers, width 768, 12 query heads, 4 KV heads of 64 channels)
+decodes one sequence at several context lengths. The contexts are real prefills; each figure is a median. Steps that
+compile are in the warm-up.
+
+    python benchmarks/cpu_decode.py                                 1k, 4k and 16k, into benchmarks/results/
+    python benchmarks/cpu_decode.py --contexts 512 --layers 2       a smoke test
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tabulate import tabulate
+from tqdm import tqdm
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import specache_compile as sc
+
+SPECACHE: dict[str, dict[str, Any]] = {
+    "specache 2-bit": {"bits": 2},
+    "specache 1-bit": {"bits": 1},
+    "specache 2-bit, one lane": {"bits": 2, "speculate": False},
+    "specache 2-bit, k = 0": {"bits": 2, "top_k": 0},
+    "specache 16 bits, k = 0": {"bits": 16, "top_k": 0},
+}
+CHUNK = 2048
+
+
+def build(layers: int, dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=768, intermediate_size=2560, num_hidden_layers=layers, num_attention_heads=12,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=32768, bos_token_id=None, eos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+class Method:
+    """One way to decode: a model, and a cache that already holds the context."""
+
+    def __init__(self, name: str, model: Any, cache: DynamicCache) -> None:
+        self.name, self.model, self.cache = name, model, cache
+        self.token = torch.zeros(1, 1, dtype=torch.int64)
+
+    def step(self) -> float:
+        """One decode step; seconds."""
+        position = torch.tensor([[self.cache.get_seq_length()]])
+        start = time.perf_counter()
+        out = self.model(self.token, past_key_values=self.cache, position_ids=position, use_cache=True)
+        seconds = time.perf_counter() - start
+        self.token = out.logits[:, -1:].argmax(-1)
+        return seconds
+
+
+def filled(model: Any, ids: torch.Tensor) -> DynamicCache:
+    """A cache that `model` has filled with the whole context, in chunks; plain or held, as the model makes it."""
+    cache = DynamicCache()
+    for start in range(0, ids.shape[1], CHUNK):
+        model(ids[:, start : start + CHUNK], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def prepare(name: str, model: LlamaForCausalLM, ids: torch.Tensor, plain: DynamicCache) -> Method:
+    """A method with its own copy of the context; weights are shared."""
+    if name == "uncompiled":
+        return Method(name, model, copy.deepcopy(plain))
+    twin = copy.copy(model)
+    twin.__dict__ = dict(model.__dict__)
+    if name == "Inductor":
+        twin.compile(dynamic=True)
+        return Method(name, twin, copy.deepcopy(plain))
+    twin.compile(backend="specache", options=SPECACHE[name])
+    return Method(name, twin, filled(twin, ids))
+
+
+def measure(method: Method, steps: int, warm_up: int, bar: tqdm) -> dict[str, Any]:
+    """The median step of a method, and for specache the share of the steps spent in our Python."""
+    for _ in range(warm_up):
+        method.step()
+    before = statistics_of(method)
+    times = []
+    for _ in range(steps):
+        times.append(method.step())
+        bar.update()
+    row: dict[str, Any] = {"method": method.name, "ms": 1e3 * statistics.median(times), "steps": steps}
+    if before is not None:
+        seconds, python = (now - then for now, then in zip(statistics_of(method), before, strict=True))
+        row |= {"python_share": python / seconds, "kv_ratio": sc.stats(method.model).kv_ratio}
+    return row
+
+
+def statistics_of(method: Method) -> Any:
+    """Seconds in all and in our Python so far, of this method's own cache; None for a plain one."""
+    if method.name not in SPECACHE:
+        return None
+    latest = sc.stats(method.model)
+    return latest.seconds, latest.python_seconds
+
+
+def run_context(context: int, model: LlamaForCausalLM, args: argparse.Namespace, bar: tqdm) -> list[dict[str, Any]]:
+    ids = torch.randint(0, 8192, (1, context), generator=torch.Generator().manual_seed(1))
+    bar.set_postfix_str(f"filling {context} tokens")
+    plain = filled(model, ids)
+    rows = []
+    for name in args.methods:
+        torch._dynamo.reset()  # graphs of other methods would cost this one their guards
+        bar.set_postfix_str(f"{name} at {context} tokens")
+        row = measure(prepare(name, model, ids, plain), args.steps, args.warm_up, bar)
+        rows.append({"context": context, **row})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds a step, and the ratio to Inductor at the same context."""
+    inductor = {row["context"]: row["ms"] for row in rows if row["method"] == "Inductor"}
+    lines = [
+        (
+            f"{row['context']:,}", row["method"], f"{row['ms']:.1f}",
+            f"{row['ms'] / inductor[row['context']]:.2f}" if row["context"] in inductor else "",
+            f"{row['python_share']:.1%}" if "python_share" in row else "",
+            f"{row['kv_ratio']:.3f}" if "kv_ratio" in row else "",
+        )
+        for row in rows
+    ]  # fmt: skip
+    headers = ("context", "", "ms a step", "of Inductor's", "our Python", "device KV")
+    return tabulate(lines, headers, colalign=("right", "left", *["right"] * 4), disable_numparse=True)
+
+
+def provenance(args: argparse.Namespace, parameters: int) -> dict[str, Any]:
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    processor = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
+    return {
+        "command": "python benchmarks/cpu_decode.py " + " ".join(args.command),
+        "date": datetime.date.today().isoformat(), "parameters": parameters, "layers": args.layers, "dtype": args.dtype,
+        "processor": processor or platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["uncompiled", "Inductor", *SPECACHE]
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="tokens (1024 4096 16384)")
+    parser.add_argument("--layers", type=int, default=12, help="12 layers are 100 M parameters")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps a method and context (default: 30)")
+    parser.add_argument("--warm-up", type=int, default=6, help="steps before them (default: 6)")
+    parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu_decode.json")
+    args = parser.parse_args(arguments)
+    args.command = list(sys.argv[1:] if arguments is None else arguments)
+    model = build(args.layers, getattr(torch, args.dtype))
+    rows: list[dict[str, Any]] = []
+    try:
+        with torch.no_grad(), tqdm(total=len(args.contexts) * len(args.methods) * args.steps, file=sys.stderr) as bar:
+            for context in args.contexts:
+                rows += run_context(context, model, args, bar)
+    except KeyboardInterrupt:
+        print("interrupted: the contexts below are finished", file=sys.stderr)
+    if rows:
+        parameters = sum(p.numel() for p in model.parameters())
+        print(table(rows))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        report = {"provenance": provenance(args, parameters), "rows": rows}
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"\n{parameters / 1e6:.0f} M parameters, {args.dtype}; data: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

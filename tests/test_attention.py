@@ -1,0 +1,485 @@
+"""Attention over the tiers against a float64 reference that puts the cache back in position order.
+
+The tiers are made of random numbers, not by our quantiser; every place that must not be read holds NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.attention import BLOCK
+from specache_compile.kernels.ops import OPS
+
+# Every implementation of the op's contract is judged by the same tests.
+DECODE_OPS = [op.name for op in OPS if op.name.startswith("decode_attention") and "CPU" in op.devices]
+# float32 sums of some hundred terms of size 1; the reference has none of that error.
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@pytest.fixture(params=DECODE_OPS)
+def op(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes of one decode step: `length` cached tokens, the newest R..R+g-1 of them in the recent tier."""
+
+    length: int = 200
+    lanes: int = 2
+    batch: int = 2
+    heads: int = 2
+    ratio: int = 2
+    head_dim: int = 16
+    bits: int = 2
+    group: int = 32
+    residual: int = 32
+    top_k: int = 24
+    filled: int = 20
+    mask: str = "none"
+    softcap: float | None = None
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def low_bit(self, length: int) -> int:
+        return self.group * max(0, (length - self.residual) // self.group)
+
+
+@dataclass
+class Step:
+    """One decode step's tensors, as the op takes them and as the reference does: in position order, in float64."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    sinks: Tensor | None
+    cursor: Tensor
+    state: dict[str, Tensor]
+    keys: Tensor
+    values: Tensor
+
+    def run(self, op: str) -> tuple[Tensor, Tensor]:
+        scale = self.case.head_dim**-0.5
+        given = (self.q, self.k, self.v, self.mask, self.sinks, self.cursor, *self.state.values())
+        return getattr(torch.ops.specache, op)(*given, scale, self.case.softcap)
+
+
+def make_step(case: Case, seed: int = 0) -> Step:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    rows, d, n, bits = (case.batch, case.heads), case.head_dim, case.length, case.bits
+    low_bit = case.low_bit(n)
+    cursor = torch.tensor([n, low_bit, case.low_bit(n + 1), 0])
+    truth = normal(*rows, n, 2, d)
+    keys, values = truth.double().unbind(3)
+
+    capacity = 256 * (n // 256 + 1)
+    window = case.residual + case.group
+    size = next(size for size in range(min(d, case.group), 0, -1) if d % size == 0)
+    recent = torch.full((*rows, window, 2, d), math.nan, dtype=case.dtype)
+    for token in range(low_bit, n):
+        recent[:, :, token % window] = truth[:, :, token]
+    if bits == 16:
+        codes = torch.full((*rows, capacity, 2, d), math.nan, dtype=case.dtype)
+        codes[:, :, :low_bit] = normal(*rows, low_bit, 2, d)
+        key_params, value_params = codes.new_empty((*rows, 0, 2, d)), codes.new_empty((*rows, 0, 2, d // size))
+        stored_keys, stored_values = codes[:, :, :low_bit].double().unbind(3)
+    else:
+        shape = (*rows, capacity, 2, d * bits // 8)
+        codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        key_params = torch.full((*rows, capacity // case.group, 2, d), math.nan, dtype=case.dtype)
+        value_params = torch.full((*rows, capacity, 2, d // size), math.nan, dtype=case.dtype)
+        key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 2, d) / 2**bits
+        value_params[:, :, :low_bit] = normal(*rows, low_bit, 2, d // size) / 2**bits
+        levels = read_levels(codes[:, :, :low_bit], bits, d)
+        group_of = torch.arange(low_bit) // case.group
+        scale, zero = key_params.double()[:, :, group_of].unbind(3)
+        stored_keys = levels[:, :, :, 0] * scale + zero
+        scale, zero = value_params.double()[:, :, :low_bit][..., torch.arange(d) // size].unbind(3)
+        stored_values = levels[:, :, :, 1] * scale + zero
+
+    slots = torch.full((*rows, case.top_k, 2, d), math.nan, dtype=case.dtype)
+    slot_index = torch.full((*rows, case.top_k), -1, dtype=torch.int32)
+    for b in range(case.batch):
+        for h in range(case.heads):
+            fetched = torch.randperm(low_bit, generator=generator)[: case.filled]
+            places = torch.randperm(case.top_k, generator=generator)[: len(fetched)]
+            slot_index[b, h, places] = fetched.int()
+            slots[b, h, places] = truth[b, h, fetched]
+            stored_keys[b, h, fetched], stored_values[b, h, fetched] = keys[b, h, fetched], values[b, h, fetched]
+    keys[:, :, :low_bit], values[:, :, :low_bit] = stored_keys, stored_values
+
+    return Step(
+        case,
+        q=normal(case.batch, case.heads * case.ratio, case.lanes, d),
+        k=normal(*rows, case.lanes, d),
+        v=normal(*rows, case.lanes, d),
+        mask=make_mask(case.mask, case.batch, case.heads * case.ratio, case.lanes, n, 1, generator),
+        sinks=normal(case.heads * case.ratio) if case.sinks else None,
+        cursor=cursor,
+        state={
+            "codes": codes,
+            "key_params": key_params,
+            "value_params": value_params,
+            "recent": recent,
+            "slots": slots,
+            "slot_index": slot_index,
+        },
+        keys=keys,
+        values=values,
+    )
+
+
+def read_levels(codes: Tensor, bits: int, head_dim: int) -> Tensor:
+    """Codes as float64 [..., d]: channel c stands in byte c mod P, at bit `bits` * (c div P)."""
+    channel, width = torch.arange(head_dim), head_dim * bits // 8
+    return (codes[..., channel % width].long() // 2 ** (bits * (channel // width)) % 2**bits).double()
+
+
+def make_mask(
+    kind: str, batch: int, heads: int, queries: int, past: int, new: int, generator: torch.Generator
+) -> Tensor | None:
+    """[B|1, Hq|1, Q|1, past + new]; "padding" kinds hide the first tokens of each row, more in later rows."""
+    columns = past + new
+    padding = torch.arange(columns) >= (torch.arange(batch) * max(past // 3, 1)).view(-1, 1, 1, 1)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if kind == "none":
+        return None
+    if kind == "padding":
+        return padding
+    if kind == "padding each lane":
+        return padding.expand(batch, 1, queries, columns).contiguous()
+    if kind == "longer than the cache":
+        return torch.cat([padding, torch.zeros(batch, 1, 1, 7, dtype=torch.bool)], -1)
+    if kind == "random":
+        seen = torch.rand(batch, heads, queries, columns, generator=generator) < 0.5
+        seen[..., past:] = True
+        return seen
+    if kind == "position bias":
+        slope = torch.linspace(0.05, 0.001, heads).view(1, heads, 1, 1)
+        return slope * (torch.arange(columns) - past)
+    if kind == "nothing is seen":
+        return torch.zeros(batch, 1, 1, columns, dtype=torch.bool)
+    dtype = dtypes[kind.removeprefix("additive ")]
+    return torch.zeros(padding.shape, dtype=dtype).masked_fill(~padding, torch.finfo(dtype).min)
+
+
+def reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    causal: Tensor,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Textbook attention in float64: output [B, Hq, Q, d] and probabilities [B, Hq, Q, n]; `causal` bool [Q, n]."""
+    ratio = q.shape[1] // keys.shape[1]
+    keys, values = keys.double().repeat_interleave(ratio, 1), values.double().repeat_interleave(ratio, 1)
+    logits = q.double() @ keys.transpose(2, 3) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    if mask is not None:
+        bias = mask.double().log() if mask.dtype == torch.bool else mask.double()
+        logits = logits + bias
+    logits = logits.masked_fill(~causal, -math.inf)
+    sink = logits.new_full((*logits.shape[:3], 1), -math.inf)
+    if sinks is not None:
+        sink = sinks.double().view(1, -1, 1, 1).expand_as(sink)
+    probabilities = torch.cat([logits, sink], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
+    return probabilities @ values, probabilities
+
+
+def expected_of(step: Step) -> tuple[Tensor, Tensor]:
+    """The reference's output, and its selection scores."""
+    case, n = step.case, step.case.length
+    mask = step.mask
+    if mask is not None:  # both lanes' new pairs share the mask's last column
+        mask = torch.cat([mask[..., :n], mask[..., n : n + 1].expand(*mask.shape[:-1], case.lanes)], -1)
+    causal = torch.ones(case.lanes, n + case.lanes, dtype=torch.bool).tril(n)
+    keys, values = torch.cat([step.keys, step.k.double()], 2), torch.cat([step.values, step.v.double()], 2)
+    out, probabilities = reference(step.q, keys, values, mask, causal, step.sinks, case.softcap)
+    scores = probabilities[:, :, -1].unflatten(1, (case.heads, case.ratio)).sum(2)
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        hidden = hidden.expand(case.batch, case.heads * case.ratio, case.lanes, -1)[:, :, -1]
+        scores = scores.masked_fill(hidden.unflatten(1, (case.heads, case.ratio)).all(2), -1.0)
+    selection = torch.full(step.state["codes"].shape[:3], -1.0, dtype=torch.float64)
+    candidates = min(case.low_bit(n + 1), n)
+    selection[:, :, :candidates] = scores[:, :, :candidates]
+    return out, selection
+
+
+def check(op: str, case: Case, seed: int = 0) -> None:
+    step = make_step(case, seed)
+    out, scores = step.run(op)
+    expected, expected_scores = expected_of(step)
+    assert out.dtype == case.dtype
+    torch.testing.assert_close(out.double(), expected, **CLOSE)
+    torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)
+    assert torch.equal(scores == -1, expected_scores == -1)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
+def test_output_and_scores_are_the_references(op: str, head_dim: int, bits: int) -> None:
+    check(op, Case(head_dim=head_dim, bits=bits))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [1, 2, 16])
+def test_any_group_size(op: str, bits: int, group: int) -> None:
+    check(op, Case(length=350, group=group, bits=bits, head_dim=64))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("ratio", [1, 2, 4, 7])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_grouped_query_heads_share_a_kv_head(op: str, heads: int, ratio: int, lanes: int) -> None:
+    check(op, Case(heads=heads, ratio=ratio, lanes=lanes))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "padding",
+        "padding each lane",
+        "random",
+        "position bias",
+        "longer than the cache",
+        "additive float32",
+        "additive bfloat16",
+        "additive float16",
+    ],
+)
+@pytest.mark.parametrize("bits", [2, 16])
+def test_masks_hide_and_bias(op: str, bits: int, mask: str) -> None:
+    check(op, Case(mask=mask, bits=bits, batch=3))
+
+
+@pytest.mark.parametrize("mask", ["none", "padding"])
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, True), (2.0, False), (2.0, True)])
+def test_softcap_and_sinks(op: str, softcap: float | None, sinks: bool, lanes: int, mask: str) -> None:
+    check(op, Case(softcap=softcap, sinks=sinks, lanes=lanes, mask=mask))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("length", [1, 31, 63, 64, 65, 95, 96, 127, 128])
+def test_every_fill_of_the_recent_ring(op: str, length: int, lanes: int) -> None:
+    """W is 64 here: from an empty low-bit tier, over the step that fills a group, to a ring that has wrapped."""
+    check(op, Case(length=length, lanes=lanes))
+
+
+@pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 100])
+@pytest.mark.parametrize("residual", [0, 20, 45])
+def test_any_residual_length(op: str, residual: int, length: int) -> None:
+    """With R = 0 the new token goes straight to the low-bit tier, but its pair is not on the host yet: no candidate."""
+    check(op, Case(length=length, residual=residual))
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
+@pytest.mark.parametrize("low_bit", [BLOCK - 32, BLOCK, BLOCK + 32, 2 * BLOCK + 96])
+def test_contexts_longer_than_a_block(op: str, low_bit: int, mask: str) -> None:
+    check(op, Case(length=low_bit + 40, mask=mask, batch=2, heads=1, filled=24))
+
+
+@pytest.mark.parametrize("filled", [0, 1, 24])
+@pytest.mark.parametrize("mask", ["none", "padding"])
+def test_slots_empty_to_full(op: str, mask: str, filled: int) -> None:
+    check(op, Case(filled=filled, mask=mask))
+
+
+def test_no_slots_at_all(op: str) -> None:
+    check(op, Case(top_k=0, filled=0))
+
+
+def test_more_slots_than_tokens(op: str) -> None:
+    check(op, Case(length=64, top_k=80, filled=80))
+
+
+def test_a_slot_of_a_token_still_in_the_recent_tier_is_not_read(op: str) -> None:
+    """A pre-decode may choose tokens that leave the window only with the decode step behind it."""
+    step = make_step(Case(length=200, filled=20))
+    out, scores = step.run(op)
+    empty = step.state["slot_index"] == -1
+    step.state["slot_index"][empty] = step.case.low_bit(200) + 3
+    again, scores_again = step.run(op)
+    assert torch.equal(out, again)
+    assert torch.equal(scores, scores_again)
+
+
+def test_a_row_that_sees_nothing_gives_zero(op: str) -> None:
+    out, scores = make_step(Case(mask="nothing is seen")).run(op)
+    assert (out == 0).all()
+    assert (scores == -1).all()
+
+
+def test_with_every_pair_fetched_the_codes_do_not_matter(op: str) -> None:
+    step = make_step(Case(length=160, top_k=128, filled=128))
+    out, _ = step.run(op)
+    step.state["codes"].fill_(255)
+    assert torch.equal(step.run(op)[0], out)
+
+
+def test_lane_0_does_not_depend_on_lane_1(op: str) -> None:
+    step = make_step(Case())
+    both, _ = step.run(op)
+    alone = replace(step, q=step.q[:, :, :1], k=step.k[:, :, :1], v=step.v[:, :, :1])
+    torch.testing.assert_close(both[:, :, :1], alone.run(op)[0], **CLOSE)
+
+
+def test_large_logits_do_not_overflow(op: str) -> None:
+    step = make_step(Case(filled=4))
+    step.q *= 3e3
+    out, scores = step.run(op)
+    expected, expected_scores = expected_of(step)
+    # Logits of some thousand have a float32 error of some 1e-3, and that is the weights' relative error.
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(scores.double(), expected_scores, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [1, 2, 16])
+def test_half_precision_inputs_cost_one_rounding_of_the_output(op: str, bits: int, dtype: torch.dtype) -> None:
+    """The sums are float32 and the reference has the same rounded inputs: half an ulp of the output's dtype is left."""
+    step = make_step(Case(dtype=dtype, bits=bits, mask="padding", sinks=True, head_dim=64))
+    out, scores = step.run(op)
+    expected, expected_scores = expected_of(step)
+    assert (out.dtype, scores.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps / 2 + 1e-4, atol=2e-5)
+    torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)
+
+
+def test_a_mask_shorter_than_the_cache_is_refused(op: str) -> None:
+    step = make_step(Case())
+    step.mask = torch.ones(2, 1, 1, 200, dtype=torch.bool)
+    with pytest.raises(ValueError, match="covers 200 tokens, but the cache and the new ones are 201"):
+        step.run(op)
+
+
+# Extend: exact attention over the host tier
+
+
+def check_extend(
+    length: int,
+    tokens: int,
+    mask: str = "none",
+    batch: int = 2,
+    heads: int = 2,
+    ratio: int = 2,
+    head_dim: int = 16,
+    softcap: float | None = None,
+    sinks: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    host = torch.full((batch, heads, 256 * (length // 256 + 1), 2, head_dim), math.nan, dtype=dtype)
+    host[:, :, :length] = normal(batch, heads, length, 2, head_dim)
+    q = normal(batch, heads * ratio, tokens, head_dim)
+    k, v = normal(batch, heads, tokens, head_dim), normal(batch, heads, tokens, head_dim)
+    sink = normal(heads * ratio) if sinks else None
+    causal = torch.ones(tokens, length + tokens, dtype=torch.bool).tril(length)
+    given = make_mask(mask, batch, heads * ratio, tokens, length, tokens, generator)
+    if given is not None:  # Hugging Face's masks are causal themselves
+        causal_too = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
+        given = causal_too[..., : length + tokens]
+    cursor = torch.tensor([length, 0, 0, 0])
+    out = torch.ops.specache.extend_attention(q, k, v, given, sink, cursor, host, head_dim**-0.5, softcap)
+
+    keys, values = torch.cat([host[:, :, :length, 0], k], 2), torch.cat([host[:, :, :length, 1], v], 2)
+    expected, _ = reference(q, keys, values, given, causal, sink, softcap)
+    assert out.dtype == dtype
+    rounding = {"rtol": torch.finfo(dtype).eps / 2 + 1e-4, "atol": 2e-5}
+    torch.testing.assert_close(out.double(), expected, **rounding)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+@pytest.mark.parametrize("length", [0, 1, 100])
+def test_extend_without_a_mask_is_causal(length: int, tokens: int) -> None:
+    check_extend(length, tokens)
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5])
+@pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
+def test_extend_over_several_blocks_of_the_host_tier(mask: str, length: int) -> None:
+    check_extend(length, 9, mask)
+
+
+@pytest.mark.parametrize(
+    "mask", ["padding", "random", "position bias", "additive float32", "additive bfloat16", "additive float16"]
+)
+def test_extend_masks_hide_and_bias(mask: str) -> None:
+    check_extend(100, 12, mask, batch=3)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_extend_heads(ratio: int, head_dim: int) -> None:
+    check_extend(70, 5, ratio=ratio, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("mask", ["none", "padding"])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, True), (2.0, False), (2.0, True)])
+def test_extend_softcap_and_sinks(softcap: float | None, sinks: bool, mask: str) -> None:
+    check_extend(70, 5, mask, softcap=softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_extend_in_half_precision_costs_one_rounding_of_the_output(dtype: torch.dtype) -> None:
+    check_extend(100, 12, "padding", sinks=True, dtype=dtype)
+
+
+def test_extend_rows_that_see_nothing_give_zero() -> None:
+    """Left padding makes such rows: padded queries of a chunk see no key."""
+    check_extend(100, 4, "nothing is seen")
+    check_extend(0, 4, "nothing is seen")
+
+
+# Measure: the hit rate against the true attention
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("top_k", [0, 5, 24, 200])
+@pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
+def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(mask: str, top_k: int, sinks: bool) -> None:
+    case = Case(length=150, top_k=top_k, filled=top_k // 2, mask=mask, sinks=sinks)
+    step = make_step(case)
+    n, low_bit = case.length, case.low_bit(case.length)
+    host = torch.full((case.batch, case.heads, 256, 2, case.head_dim), math.nan)
+    host[:, :, :n] = torch.randn(host[:, :, :n].shape, generator=torch.Generator().manual_seed(1))
+    tally = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
+    slot_index = step.state["slot_index"]
+    given = (step.q, step.k, step.mask, step.sinks, step.cursor, host, slot_index, tally)
+    torch.ops.specache.measure(*given, case.head_dim**-0.5, None)
+
+    keys = torch.cat([host[:, :, :n, 0], step.k[:, :, :1]], 2)
+    everything = torch.ones(1, n + 1, dtype=torch.bool)
+    _, true = reference(step.q[:, :, :1], keys, torch.zeros_like(keys), step.mask, everything, step.sinks, None)
+    mass = recall = 0.0
+    for b in range(case.batch):
+        for h in range(case.heads):
+            attention = true[b, h * case.ratio : (h + 1) * case.ratio, 0].sum(0).tolist()
+            fetched = set(slot_index[b, h].tolist()) - {-1}
+            mass += sum(attention[t] for t in range(n + 1) if t in fetched or t >= low_bit) / sum(attention)
+            best = sorted((t for t in range(low_bit) if attention[t] > 0), key=lambda t: -attention[t])[:top_k]
+            # Where fewer are seen than k, the rest of k cannot be missed.
+            size = min(top_k, low_bit)
+            recall += 1 - len(set(best) - fetched) / size if size else 1.0
+    heads = case.batch * case.heads
+    expected = torch.tensor([10 + mass, 20 + recall, 30 + heads], dtype=torch.float64)
+    torch.testing.assert_close(tally, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,271 @@
+"""What holds for every `specache::` op: its schema, its fake, what it mutates. An op without inputs here fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from specache_compile.kernels.ops import OPS, Op
+
+BY_NAME = {op.name: op for op in OPS}
+WINDOW, GROUP, CAPACITY, TOP_K = 64, 32, 256, 12
+# The cursor's last place: no queue, every copy is done before its op returns.
+NO_QUEUE = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the generators vary: shapes, dtype, the optional arguments, and the length of the cache."""
+
+    name: str
+    length: int = 127  # the step behind it moves a group from the recent tier to the low-bit tier
+    batch: int = 2
+    heads: int = 2
+    ratio: int = 2
+    lanes: int = 2
+    head_dim: int = 16
+    bits: int = 2
+    dtype: torch.dtype = torch.float32
+    mask: str | None = None
+    sinks: bool = False
+    softcap: float | None = None
+
+
+CASES = (
+    Case("plain"),
+    Case("bfloat16, bool mask, sinks", dtype=torch.bfloat16, mask="bool", sinks=True, batch=3, lanes=1),
+    Case("additive mask, softcap", mask="additive", softcap=5.0, heads=1, ratio=4, bits=1, head_dim=80),
+    Case("16 bits, one row", dtype=torch.bfloat16, bits=16, batch=1, ratio=1, head_dim=32, softcap=5.0, mask="bool"),
+    Case("nothing in the low-bit tier", length=20, sinks=True, mask="additive", dtype=torch.bfloat16),
+)
+
+
+def low_bit_length(length: int) -> int:
+    return GROUP * max(0, (length - (WINDOW - GROUP)) // GROUP)
+
+
+class Inputs:
+    """Random tensors of one case by name, each a tensor of its own."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        rows, d = (case.batch, case.heads), case.head_dim
+        n, low_bit = case.length, low_bit_length(case.length)
+        query_heads = case.heads * case.ratio
+        self.cursor = torch.tensor([n, low_bit, low_bit_length(n + 1), NO_QUEUE])
+        self.q = self.normal(case.batch, query_heads, case.lanes, d)
+        self.k, self.v = self.normal(*rows, case.lanes, d), self.normal(*rows, case.lanes, d)
+        self.new_k, self.new_v = self.normal(*rows, 1, d), self.normal(*rows, 1, d)
+        self.sinks = self.normal(query_heads) if case.sinks else None
+        quantized = case.bits < 16
+        self.codes = (
+            torch.randint(0, 256, (*rows, CAPACITY, 2, d * case.bits // 8), dtype=torch.uint8)
+            if quantized
+            else self.normal(*rows, CAPACITY, 2, d)
+        )
+        self.key_params = self.normal(*rows, CAPACITY // GROUP if quantized else 0, 2, d)
+        self.value_params = self.normal(*rows, CAPACITY if quantized else 0, 2, d // 16)
+        self.recent = self.normal(*rows, WINDOW, 2, d)
+        self.slots = self.normal(*rows, TOP_K, 2, d)
+        self.host = self.normal(*rows, CAPACITY, 2, d)
+        self.slot_index = torch.arange(TOP_K, dtype=torch.int32).expand(*rows, -1).clone()
+        self.slot_index[..., ::3] = -1
+        self.wanted = torch.arange(TOP_K - 1, -1, -1, dtype=torch.int32).expand(*rows, -1) * 2 % 31
+        self.wanted = self.wanted.contiguous()
+        self.scores = torch.rand(*rows, CAPACITY) - 0.2
+        self.tally = torch.ones(3, dtype=torch.float64)
+        self.scale = d**-0.5
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape).to(self.case.dtype)
+
+    def mask(self, new: int) -> Tensor | None:
+        """[B, 1, 1, n + new], the first tokens hidden, fewer in later rows."""
+        columns = torch.arange(self.case.length + new)
+        seen = columns >= torch.arange(self.case.batch, 0, -1).view(-1, 1, 1, 1)
+        if self.case.mask == "additive":
+            return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return seen if self.case.mask == "bool" else None
+
+
+def decode_inputs(i: Inputs) -> tuple[Any, ...]:
+    state = (i.codes, i.key_params, i.value_params, i.recent, i.slots, i.slot_index)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, i.scale, i.case.softcap)
+
+
+GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
+    "decode_attention": decode_inputs,
+    "decode_attention_fused": decode_inputs,
+    "extend_attention": lambda i: (
+        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
+    ),
+    "append": lambda i: (
+        i.new_k, i.new_v, i.cursor, i.recent, i.codes, i.key_params, i.value_params, "midpoint",
+    ),
+    "offload": lambda i: (i.new_k, i.new_v, i.cursor, i.host),
+    "select_topk": lambda i: (i.scores, i.wanted),
+    "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index),
+    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index),
+    "measure": lambda i: (
+        i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.tally, i.scale, i.case.softcap,
+    ),
+}  # fmt: skip
+
+# An op that declares what it guards, so that nothing that reads it moves in front, but writes nothing itself.
+GUARDS = {"wait"}
+
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def overload(op: Op) -> torch._ops.OpOverload:
+    return getattr(torch.ops.specache, op.name).default
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    yield from (x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+def clones(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tree_map_only(Tensor, Tensor.clone, arguments)
+
+
+def test_every_op_has_inputs_here() -> None:
+    assert set(GENERATORS) == set(BY_NAME)
+
+
+@every_case
+@every_op
+def test_opcheck(op: Op, case: Case) -> None:
+    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)))
+
+
+@every_case
+@every_op
+def test_the_fake_has_the_shapes_dtypes_and_strides_of_the_real_results(op: Op, case: Case) -> None:
+    arguments = GENERATORS[op.name](Inputs(case))
+    with FakeTensorMode() as mode:
+        fakes = overload(op)(*tree_map_only(Tensor, mode.from_tensor, arguments))
+    reals = overload(op)(*arguments)
+    layout = [(real.shape, real.dtype, real.stride(), real.device) for real in tensors(reals)]
+    assert [(fake.shape, fake.dtype, fake.stride(), fake.device) for fake in tensors(fakes)] == layout
+    assert len(layout) == len(overload(op)._schema.returns)
+
+
+@every_op
+def test_an_op_writes_what_it_declares_and_nothing_else(op: Op) -> None:
+    written: set[str] = set()
+    declared: set[str] = set()
+    for case in CASES:
+        arguments = GENERATORS[op.name](Inputs(case))
+        before = clones(arguments)
+        overload(op)(*arguments)
+        for argument, old, new in zip(overload(op)._schema.arguments, before, arguments, strict=True):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                declared.add(argument.name)
+            if isinstance(new, Tensor) and not same(old, new):
+                written.add(argument.name)
+    assert written == (set() if op.name in GUARDS else declared)
+
+
+def same(old: Tensor, new: Tensor) -> bool:
+    return torch.equal(old.contiguous().view(torch.uint8), new.contiguous().view(torch.uint8))
+
+
+@every_op
+def test_results_are_memory_of_their_own(op: Op) -> None:
+    arguments = GENERATORS[op.name](Inputs(CASES[0]))
+    given = {x.untyped_storage().data_ptr() for x in tensors(arguments)}
+    results = [x.untyped_storage().data_ptr() for x in tensors(overload(op)(*arguments))]
+    assert given.isdisjoint(results)
+    assert len(set(results)) == len(results)
+
+
+@every_op
+def test_inputs_may_be_views(op: Op) -> None:
+    """q, k and v come out of a transpose, and a mask out of an expand; numbers and layout of the results stay."""
+    arguments = GENERATORS[op.name](Inputs(CASES[0]))
+    declared = overload(op)._schema.arguments
+    views = tuple(
+        value.transpose(1, 2).contiguous().transpose(1, 2) if argument.name in ("q", "k", "v") else value
+        for argument, value in zip(declared, clones(arguments), strict=True)
+    )
+    expected, results = list(tensors(overload(op)(*arguments))), list(tensors(overload(op)(*views)))
+    for a, b in zip(expected, results, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b)
+    for a, b in zip(arguments, views, strict=True):
+        assert not isinstance(a, Tensor) or torch.equal(a, b)
+
+
+# The vmap rule: a mapped axis is a lane
+
+
+def lane_inputs(mask: str, lanes: int) -> tuple[list[Any], tuple[Tensor | None, int | None]]:
+    """Arguments with the lanes folded; and the same mask as vmap takes it, its lane axis in front, or unmapped."""
+    i = Inputs(Case("lanes", lanes=lanes, mask="bool"))
+    arguments = list(decode_inputs(i))
+    if mask == "none":
+        arguments[3] = None
+        return arguments, (None, None)
+    if mask == "unmapped":
+        return arguments, (arguments[3], None)
+    each = torch.rand(lanes, i.case.batch, 1, 1, i.case.length + 1) < 0.7
+    each[..., -1] = True
+    arguments[3] = each.squeeze(3).movedim(0, 2)
+    return arguments, (each, 0)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+@pytest.mark.parametrize("mask", ["none", "unmapped", "mapped"])
+def test_vmap_over_lanes_is_one_op_over_folded_lanes(mask: str, lanes: int) -> None:
+    folded, (lane_mask, mask_dim) = lane_inputs(mask, lanes)
+    op = torch.ops.specache.decode_attention
+    out, scores = op(*folded)
+    q, k, v = (x.unsqueeze(3).movedim(2, 0) for x in folded[:3])  # [lanes, B, H, 1, d]
+    rest = folded[4:]
+
+    def one_lane(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, scores = op(q, k, v, mask, *rest)
+        assert out.shape == q.shape
+        return out, scores
+
+    mapped, same_scores = torch.vmap(one_lane, (0, 0, 0, mask_dim), (0, None))(q, k, v, lane_mask)
+    torch.testing.assert_close(mapped, out.unsqueeze(3).movedim(2, 0))
+    torch.testing.assert_close(same_scores, scores)
+
+
+def test_vmap_takes_the_lane_axis_wherever_it_is() -> None:
+    folded, (lane_mask, _) = lane_inputs("mapped", 2)
+    op = torch.ops.specache.decode_attention
+    assert lane_mask is not None
+    q, k, v = (x.unsqueeze(3) for x in folded[:3])  # lanes are axis 2 of q, and put last for k, in front for v
+    in_dims = (2, 4, 0, 1)
+    moved = (q, k.movedim(2, 4), v.movedim(2, 0), lane_mask.movedim(0, 1))
+    mapped, _ = torch.vmap(lambda *lane: op(*lane, *folded[4:]), in_dims, (0, None))(*moved)
+    torch.testing.assert_close(mapped, op(*folded)[0].unsqueeze(3).movedim(2, 0))
+
+
+def test_vmap_gives_a_query_key_or_value_that_is_not_mapped_to_every_lane() -> None:
+    folded, _ = lane_inputs("none", 2)
+    op = torch.ops.specache.decode_attention
+    folded[2] = folded[2][:, :, :1].expand(-1, -1, 2, -1)
+    q, k, v = (x.unsqueeze(3).movedim(2, 0) for x in folded[:3])
+    mapped, _ = torch.vmap(lambda q, k: op(q, k, v[0], *folded[3:]), (0, 0), (0, None))(q, k)
+    torch.testing.assert_close(mapped, op(*folded)[0].unsqueeze(3).movedim(2, 0))
+
+
+def test_vmap_over_the_tiers_is_refused() -> None:
+    folded, _ = lane_inputs("none", 2)
+    op = torch.ops.specache.decode_attention
+    slots = torch.stack([folded[10], folded[10]])
+    with pytest.raises(NotImplementedError, match="all lanes share the sinks and tiers"):
+        torch.vmap(lambda slots: op(*folded[:10], slots, *folded[11:]), 0, (0, None))(slots)

@@ -1,0 +1,325 @@
+"""Each pass on a hand-built graph of a few nodes: the text that comes out, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+import specache_compile  # noqa: F401  (registers the ops)
+from specache_compile.options import Options
+from specache_compile.passes.clean_up import clean_up
+from specache_compile.passes.context import Context, Input, output_node
+from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.overlap import COPIES, WAITS, critical_path, dependencies, overlap
+from specache_compile.passes.own_cache import own_cache
+from specache_compile.passes.prefetch import prefetch
+from specache_compile.passes.rewrite_attention import rewrite_attention
+from specache_compile.passes.store import store
+from specache_compile.tiers import LayerShape, state_shapes
+
+BATCH, HEADS, PAST, DIM = 1, 2, 40, 8
+
+
+class GraphBuilder:
+    """A graph of torch calls over fakes, as Dynamo would hand it over."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.mode = FakeTensorMode()
+        self.inputs: list[str] = []
+
+    def value(self, *shape: int) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(shape)
+
+    def input(self, name: str, *shape: int) -> Node:
+        body = next((node for node in self.graph.nodes if node.op != "placeholder"), self.graph._root)
+        with self.graph.inserting_before(body):
+            node = self.graph.placeholder(name)
+        node.meta["example_value"] = self.value(*shape)
+        self.inputs.append(name)
+        return node
+
+    def call(self, target: Any, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["example_value"] = self.value(*shape)
+        return node
+
+    def finish(self, *outputs: Any) -> GraphModule:
+        self.graph.output(tuple(outputs))
+        return GraphModule(torch.nn.Module(), self.graph)
+
+
+def attention(
+    builder: GraphBuilder, layer: int, tokens: int, past: int, update: str = "cat"
+) -> tuple[Node, Node, Node]:
+    """q, k and v come in; the cache update and SDPA follow; returns out, keys, values."""
+    q = builder.input(f"q{layer}", BATCH, 2 * HEADS, tokens, DIM)
+    new = [builder.input(f"{name}{layer}", BATCH, HEADS, tokens, DIM) for name in "kv"]
+    cached = []
+    for name, pair in zip("kv", new, strict=True):
+        if past:
+            before = builder.input(f"past_{name}{layer}", BATCH, HEADS, past, DIM)
+        else:
+            before = builder.call(torch.tensor, (0,), [])
+        if update == "cat":
+            cached.append(builder.call(torch.cat, (BATCH, HEADS, past + tokens, DIM), [before, pair], dim=-2))
+        else:
+            cached.append(builder.call(torch.add, (BATCH, HEADS, past + tokens, DIM), before, pair))
+    out = builder.call(
+        F.scaled_dot_product_attention, (BATCH, 2 * HEADS, tokens, DIM), q, *cached,
+        attn_mask=None, dropout_p=0.0, scale=0.25, is_causal=not past, enable_gqa=True,
+    )  # fmt: skip
+    return out, cached[0], cached[1]
+
+
+def context_for(builder: GraphBuilder, phase: Any, layers: int = 1) -> Context:
+    options = Options(bits=1, group_size=32, top_k=4)
+    layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
+    with builder.mode:
+        state = [
+            {f: torch.empty(s, dtype=d) for f, (s, d) in state_shapes(options, layer, BATCH, 256).items()}
+            for _ in range(layers)
+        ]
+        cursor = torch.empty(4, dtype=torch.int64)
+    held = frozenset(name for name in builder.inputs if name.startswith("past"))
+    inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
+    return Context(phase, 4, False, "midpoint", False, state, cursor, held, inputs)
+
+
+def decode_graph(layers: int = 1) -> tuple[GraphModule, Context]:
+    builder = GraphBuilder()
+    outputs: list[Node] = []
+    for layer in range(layers):
+        out, keys, values = attention(builder, layer, 1, PAST)
+        outputs += [builder.call(torch.matmul, (BATCH, 2 * HEADS, 1, DIM), out, out), keys, values]
+    return builder.finish(*outputs), context_for(builder, "decode", layers)
+
+
+def text(graph_module: GraphModule) -> str:
+    """One line a node: name, target, arguments; state shortened."""
+    lines = []
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            target = node.target
+            name = str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
+            lines.append(f"{node.name} = {name}({', '.join(map(str, node.args))})")
+        elif node.op == "output":
+            lines.append(f"return {node.args[0]}")
+    return "\n".join(lines) + "\n"
+
+
+def run(graph_module: GraphModule, context: Context, *passes: Any) -> GraphModule:
+    for step in passes:
+        graph_module, _ = step(graph_module, context)
+        graph_module.graph.lint()
+    return graph_module
+
+
+class TestSnapshots(expecttest.TestCase):
+    def test_captured(self) -> None:
+        graph_module, _ = decode_graph()
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+cat = cat([past_k0, k0])
+cat_1 = cat([past_v0, v0])
+scaled_dot_product_attention = scaled_dot_product_attention(q0, cat, cat_1)
+matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
+return (matmul, cat, cat_1)
+""",
+        )
+
+    def test_own_cache(self) -> None:
+        graph_module, context = decode_graph()
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache)),
+            """\
+cat = cat([past_k0, k0])
+cat_1 = cat([past_v0, v0])
+scaled_dot_product_attention = scaled_dot_product_attention(q0, cat, cat_1)
+matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
+return (matmul, None, None)
+""",
+        )
+        assert context.held_outputs == {1: 0, 2: 0}
+
+    def test_rewrite_attention(self) -> None:
+        graph_module, context = decode_graph()
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache, rewrite_attention)),
+            """\
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, recent_0, slots_0, slot_index_0, 0.25, None)
+getitem = getitem(decode_attention_default, 0)
+matmul = matmul(getitem, getitem)
+return (matmul, None, None)
+""",  # noqa: E501
+        )
+        assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 6
+
+    def test_store(self) -> None:
+        graph_module, context = decode_graph()
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store)),
+            """\
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, recent_0, slots_0, slot_index_0, 0.25, None)
+getitem = getitem(decode_attention_default, 0)
+matmul = matmul(getitem, getitem)
+append_default = specache.append.default(k0, v0, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
+offload_default = specache.offload.default(k0, v0, cursor, host_0)
+return (matmul, None, None)
+""",  # noqa: E501
+        )
+
+    def test_prefetch_and_overlap(self) -> None:
+        graph_module, context = decode_graph(layers=2)
+        passes = (find_attention, own_cache, rewrite_attention, store, prefetch)
+        graph_module = run(graph_module, context, *passes, overlap)
+        names = [n.name for n in graph_module.graph.nodes if n.op == "call_function" and "getitem" not in n.name]
+        self.assertExpectedInline(
+            "\n".join(names),
+            """\
+offload_default
+offload_default_1
+wait_default
+decode_attention_default
+select_topk_default
+prefetch_default
+append_default
+matmul
+wait_default_1
+decode_attention_default_1
+select_topk_default_1
+prefetch_default_1
+append_default_1
+matmul_1""",
+        )
+
+    def test_a_prefill_keeps_its_attention_and_stores(self) -> None:
+        builder = GraphBuilder()
+        out, keys, values = attention(builder, 0, 40, 0)
+        graph_module = builder.finish(out, keys, values)
+        context = context_for(builder, "prefill")
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store, clean_up)),
+            """\
+scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
+append_default = specache.append.default(k0, v0, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
+offload_default = specache.offload.default(k0, v0, cursor, host_0)
+return (scaled_dot_product_attention, None, None)
+""",
+        )
+
+
+def refusal(update: str = "cat", held: bool = True, **changes: Any) -> str:
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST, update)
+    for name, value in changes.items():
+        out.kwargs = {**out.kwargs, name: value}
+    outputs = (out, keys, values)
+    graph_module = builder.finish(*outputs)
+    context = context_for(builder, "decode")
+    if not held:
+        context.held = frozenset()
+    before = text(graph_module)
+    run(graph_module, context, find_attention)
+    assert text(graph_module) == before, "finding must not change the graph"
+    assert context.sites == []
+    return context.left_alone[0].reason
+
+
+def test_find_attention_refuses_what_it_cannot_carry_over() -> None:
+    assert "no concatenation" in refusal(update="add")
+    assert "uncompiled model" in refusal(held=False)
+    assert "dropout" in refusal(dropout_p=0.1)
+
+
+def test_find_attention_refuses_a_past_that_is_read_elsewhere() -> None:
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    past = keys.args[0][0]
+    other = builder.call(torch.neg, (BATCH, HEADS, PAST, DIM), past)
+    graph_module = builder.finish(out, keys, values, other)
+    context = context_for(builder, "decode")
+    run(graph_module, context, find_attention)
+    assert "read elsewhere" in context.left_alone[0].reason
+
+
+def test_find_attention_leaves_a_sliding_window_alone() -> None:
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    kept = [builder.call(torch.narrow, (BATCH, HEADS, 8, DIM), pair, 2, PAST - 7, 8) for pair in (keys, values)]
+    graph_module = builder.finish(out, *kept)
+    context = context_for(builder, "decode")
+    run(graph_module, context, find_attention)
+    assert "sliding window" in context.left_alone[0].reason
+
+
+@pytest.mark.parametrize("step", [own_cache, rewrite_attention, store, prefetch, overlap])
+def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
+    builder = GraphBuilder()
+    x = builder.input("x", 3)
+    graph_module = builder.finish(builder.call(torch.neg, (3,), x))
+    before = text(graph_module)
+    assert text(run(graph_module, context_for(builder, "decode"), step)) == before
+
+
+def rewritten(layers: int = 3) -> tuple[GraphModule, Context]:
+    graph_module, context = decode_graph(layers)
+    return run(graph_module, context, find_attention, own_cache, rewrite_attention, store, prefetch), context
+
+
+def test_overlap_keeps_every_dependency() -> None:
+    graph_module, context = rewritten()
+    dag = dependencies(list(graph_module.graph.nodes))
+    run(graph_module, context, overlap)
+    place = {node: i for i, node in enumerate(graph_module.graph.nodes)}
+    assert all(place[a] < place[b] for a, b in dag.edges)
+
+
+def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> None:
+    graph_module, context = rewritten()
+    run(graph_module, context, overlap)
+    order = list(graph_module.graph.nodes)
+    for site in context.sites:
+        call = site.attention.args[0]
+        slots = call.args[10]
+        waits = [order.index(n) for n in order if n.target in WAITS and n.args[2] is slots]
+        fetches = [
+            order.index(n) for n in order if n.target is torch.ops.specache.prefetch.default and n.args[3] is slots
+        ]
+        assert len(waits) == len(fetches) == 1
+        assert waits[0] < order.index(call) < fetches[0]
+
+
+def test_overlap_reports_the_work_that_hides_the_least_hidden_fetch() -> None:
+    graph_module, context = rewritten(layers=3)
+    _, report = overlap(graph_module, context)
+    # 3 attentions and 3 products; a fetch has all of a step but its own attention to hide behind.
+    assert report.counts["work behind the least hidden fetch"] == 5
+
+
+def test_the_critical_path_is_the_longest_chain_of_work() -> None:
+    graph_module, _ = rewritten(layers=1)
+    assert [node.name for node in critical_path(graph_module)] == ["decode_attention_default", "matmul"]
+
+
+def test_clean_up_drops_dead_nodes_and_inputs_but_nothing_that_writes() -> None:
+    builder = GraphBuilder()
+    x, unused = builder.input("x", 3), builder.input("unused", 3)
+    builder.call(torch.neg, (3,), unused)
+    graph_module = builder.finish(builder.call(torch.neg, (3,), x))
+    context = context_for(builder, "decode")
+    run(graph_module, context, clean_up)
+    assert context.inputs == [Input("argument", argument=0)]
+    graph_module, context = rewritten(layers=1)
+    copies = [n.target for n in graph_module.graph.nodes if n.target in (*COPIES, *WAITS)]
+    run(graph_module, context, clean_up)
+    assert [n.target for n in graph_module.graph.nodes if n.target in (*COPIES, *WAITS)] == copies
+    assert output_node(graph_module).args[0][1:] == (None, None)
