@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from conftest import LOSSLESS, greedy, prompt
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt
 from specache_compile.records import find_record
 
 pytestmark = pytest.mark.gpu
