@@ -88,6 +88,11 @@ class Context:
     # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False
 
+    @property
+    def needs_guess(self) -> bool:
+        """Whether the graph takes the speculative token as an input."""
+        return Input("guess") in self.inputs
+
 
 Pass = Callable[[GraphModule, Context], tuple[GraphModule, PassReport]]
 

@@ -190,10 +190,13 @@ class CapturedGraph:
         graph_module, trace = run_pipeline(graph_module, context, passes, self.name)
         self.traces.append(trace)
         self.modules[phase] = graph_module
-        sources = {"cursor": lambda s: cursor, "argument": lambda s: self.fakes[s.argument]}
-        sources["state"] = lambda s: state[s.layer][s.field]
-        sources["guess"] = lambda s: self.guess_fake(session)
-        inputs = [sources[source.source](source) for source in context.inputs]
+        fakes = {
+            "argument": lambda source: self.fakes[source.argument],
+            "cursor": lambda source: cursor,
+            "state": lambda source: state[source.layer][source.field],
+            "guess": lambda source: self.guess_fake(session),
+        }
+        inputs = [fakes[source.source](source) for source in context.inputs]
         return lower(graph_module, inputs, self.options.lowering, self.options.inductor, self.mode), context
 
     def guess_fake(self, session: Session) -> Tensor:
@@ -224,7 +227,8 @@ class CapturedGraph:
         session.point(tokens)
         *before, phase = self.phases()
         inside = 0.0
-        if before and not session.primed:
+        guess_is_missing = session.guess is None and self.specialise(session, phase)[1].needs_guess
+        if before and (not session.primed or guess_is_missing):
             _, seconds = self.run(session, "pre-decode", arguments)
             inside += seconds
             session.statistics.steps["pre-decode"] += 1
@@ -243,8 +247,7 @@ class CapturedGraph:
         start = time.perf_counter()
         outputs = list(lowered(*inputs))
         seconds = time.perf_counter() - start
-        if context.guesses:
-            session.guess = outputs.pop()
+        session.guess = outputs.pop() if context.guesses else None
         return (outputs, context), seconds
 
     def session_for(self, arguments: Sequence[Any]) -> Session:

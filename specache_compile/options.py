@@ -42,7 +42,7 @@ class Options:
         one_of("group_size", self.group_size, GROUP_SIZES)
         one_of("zero_point", self.zero_point, ZERO_POINTS)
         one_of("lowering", self.lowering, LOWERINGS)
-        # R is at least one: a token is selected for fetching while it is in the window, and the newest is not yet there.
+        # R is at least one: a token is selected for fetching while it is in the window, where the newest is not yet.
         for name, least in (("residual_length", 1), ("top_k", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -36,6 +36,8 @@ class Session:
         self.batch = batch
         self.length = 0
         self.version = 0
+        # The edited view that the tiers were last brought to, while no step has followed: it may be used again.
+        self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
         self.primed = False
         self.capacity = 0
@@ -81,6 +83,7 @@ class Session:
         """`tokens` more are cached; views of the cache taken before are stale from here on."""
         self.length += tokens
         self.version += 1
+        self.view = None
         self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.batch, self.length)
 
     def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
@@ -100,6 +103,8 @@ class Session:
         """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
         if self.queue.error is not None:
             raise copy_failed(self.queue.error) from self.queue.error
+        if self.view is not None and self.view == (version, edits):
+            return
         if version != self.version:
             raise stale_cache()
         for edit in edits:
@@ -109,6 +114,7 @@ class Session:
             else:
                 self.select(edit.indices)
             self.version += 1
+        self.view = (version, edits) if edits else None
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens; the recent tier is filled again from the host tier where it must be."""

@@ -236,11 +236,16 @@ def test_a_missing_wait_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mon
     assert not torch.equal(greedy(compile_copy(llama, top_k=8, speculate=False), ids, 60), expected)
 
 
-def test_an_interrupted_step_can_be_taken_again(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cropped", [0, 7], ids=["", "after a crop"])
+def test_an_interrupted_step_can_be_taken_again(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, cropped: int
+) -> None:
     twin = compile_copy(llama)
     tokens = prompt(101)
     expected = step(llama, tokens[:, 100:], step(llama, tokens[:, :100]).past_key_values).logits
-    cache = step(twin, tokens[:, :100]).past_key_values
+    cache = step(twin, torch.cat([tokens[:, :100], prompt(cropped, seed=8)], 1)).past_key_values
+    if cropped:
+        cache.crop(-cropped)
     step(twin, tokens[:, 100:], copy.deepcopy(cache))
     graph = next(g for g in sc.records.find_record(twin).graphs if g.phase == "decode")
     run = type(graph).run
@@ -254,6 +259,24 @@ def test_an_interrupted_step_can_be_taken_again(llama: LlamaForCausalLM, monkeyp
         with pytest.raises(KeyboardInterrupt):
             step(twin, tokens[:, 100:], cache)
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_token_ids_after_vectors_on_one_cache(llama: LlamaForCausalLM) -> None:
+    """The step on vectors runs one lane and makes no guess; the next step on ids needs one, and makes it first."""
+    twin = compile_copy(llama)
+    vectors = llama.get_input_embeddings().weight.detach()[prompt(1, seed=4)]
+
+    def run(model: LlamaForCausalLM) -> list[torch.Tensor]:
+        with torch.no_grad():
+            out = model(prompt(60), use_cache=True)
+            logits = []
+            for number in range(6):
+                given = {"inputs_embeds": vectors} if number % 2 else {"input_ids": prompt(1, seed=number)}
+                out = model(**given, past_key_values=out.past_key_values)
+                logits.append(out.logits)
+        return logits
+
+    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
 
 
 class TestHeldTensors:
