@@ -72,8 +72,7 @@ def encode(groups: Tensor, dim: int, bits: int, zero_point: str, dtype: torch.dt
     groups = groups.float()
     limit = torch.finfo(dtype).max
     scale, zero = (t.clamp(-limit, limit).to(dtype) for t in scale_and_zero(groups, dim, bits, zero_point))
-    step = scale.float()
-    levels = (groups - zero.float()) / step.masked_fill(step == 0, 1.0)
+    levels = (groups - zero.float()) / scale.float()  # a scale of 0: not finite, and any code will do
     codes = levels.nan_to_num(nan=0.0).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
     return codes, scale, zero
 

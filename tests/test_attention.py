@@ -332,6 +332,15 @@ def test_with_every_pair_fetched_the_codes_do_not_matter(op: str) -> None:
     assert torch.equal(step.run(op)[0], out)
 
 
+def test_a_sink_far_above_every_logit_takes_the_attention(op: str) -> None:
+    step = make_step(Case(sinks=True))
+    assert step.sinks is not None
+    step.sinks.fill_(200.0)
+    out, scores = step.run(op)
+    assert (out == 0).all()
+    assert (scores[:, :, : step.case.low_bit(step.case.length)] == 0).all()
+
+
 def test_lane_0_does_not_depend_on_lane_1(op: str) -> None:
     step = make_step(Case())
     both, _ = step.run(op)
@@ -454,11 +463,15 @@ def test_extend_rows_that_see_nothing_give_zero() -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("top_k", [0, 5, 24, 200])
+@pytest.mark.parametrize(("top_k", "filled"), [(0, 0), (5, 2), (24, 12), (200, 30)])
 @pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
-def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(mask: str, top_k: int, sinks: bool) -> None:
-    case = Case(length=150, top_k=top_k, filled=top_k // 2, mask=mask, sinks=sinks)
+def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
+    mask: str, top_k: int, filled: int, sinks: bool
+) -> None:
+    case = Case(length=150, top_k=top_k, filled=filled, mask=mask, sinks=sinks)
     step = make_step(case)
+    if step.sinks is not None:
+        step.sinks[0] = 60.0
     n, low_bit = case.length, case.low_bit(case.length)
     host = torch.full((case.batch, case.heads, 256, 2, case.head_dim), math.nan)
     host[:, :, :n] = torch.randn(host[:, :, :n].shape, generator=torch.Generator().manual_seed(1))

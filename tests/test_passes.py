@@ -251,6 +251,20 @@ def test_find_attention_refuses_a_past_that_is_read_elsewhere() -> None:
     assert "read elsewhere" in context.left_alone[0].reason
 
 
+def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
+    """Two lanes, or a pre-decode beside the decode, would write twice."""
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    table = builder.input("table", 3)
+    view = builder.graph.call_function(torch.ops.aten.view.default, (table, [3, 1]))
+    view.meta["example_value"] = table.meta["example_value"].view(3, 1)
+    builder.call(torch.Tensor.add_, (3, 1), view, 1)
+    context = context_for(builder, "decode")
+    run(builder.finish(out, keys, values), context, find_attention)
+    assert context.sites == []
+    assert "writes to its inputs in place" in context.left_alone[0].reason
+
+
 def test_find_attention_leaves_a_sliding_window_alone() -> None:
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
