@@ -13,7 +13,8 @@ WINDOW = 24  # smaller than every test's prompt, so that sliding layers really s
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny random model of one family. `rewritten` and `exact` count its attentions; `lanes` are those of decode."""
+    """A tiny random model of one family. `rewritten` and `exact` count its attentions; `lanes` are those of decode;
+    `reason` is in the warning about the exact ones."""
 
     name: str
     config: str
@@ -22,26 +23,37 @@ class Family:
     exact: int = 0
     lanes: int = 2
     note: str = ""
+    reason: str = "sliding window"
 
     def model(self) -> Any:
-        """The model in float32, weights large enough that logits are well apart, never stopping early."""
+        """The model in float32, never stopping early; weights large enough that logits are well apart, biases and
+        norms random too."""
         torch.manual_seed(0)
         settings = {**COMMON, **self.settings}
         config = getattr(transformers, self.config)(**settings)
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, token, None)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for vector in (parameter for parameter in model.parameters() if parameter.dim() == 1):
+                vector += 0.2 * torch.randn_like(vector)
+        return model
 
 
 COMMON = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 10 for i in range(8)],
+    "long_factor": [4.0 + i for i in range(8)], "original_max_position_embeddings": 128, "factor": 8.0,
+}  # fmt: skip
+GRANITE = {"attention_multiplier": 0.15, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.5}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 SLIDING = "sliding-window layers stay exact"
@@ -59,17 +71,27 @@ FAMILIES = (
     Family("qwen3", "Qwen3Config"),
     Family("qwen3_moe", "Qwen3MoeConfig", EXPERTS),
     Family("gemma", "GemmaConfig"),
-    Family("gemma2", "Gemma2Config", ALTERNATE, 1, 1, note="softcap; " + SLIDING),
+    Family("gemma2", "Gemma2Config", {**ALTERNATE, "attn_logit_softcapping": 2.0}, 1, 1, note="softcap; " + SLIDING),
     Family("gemma3_text", "Gemma3TextConfig", ALTERNATE, 1, 1, note=SLIDING),
     Family("phi", "PhiConfig"),
     Family("phi3", "Phi3Config"),
-    Family("granite", "GraniteConfig"),
+    Family(
+        "phi3, longrope",
+        "Phi3Config",
+        {"rope_parameters": LONG_ROPE},
+        0,
+        2,
+        1,
+        "its rotary table is written in place: left exact",
+        "writes to its inputs",
+    ),
+    Family("granite", "GraniteConfig", GRANITE),
     Family("olmo2", "Olmo2Config"),
-    Family("cohere", "CohereConfig"),
-    Family("cohere2", "Cohere2Config", ALTERNATE, 1, 1, note=SLIDING),
+    Family("cohere", "CohereConfig", {"logit_scale": 1.0}),
+    Family("cohere2", "Cohere2Config", {**ALTERNATE, "logit_scale": 1.0}, 1, 1, note=SLIDING),
     Family("starcoder2", "Starcoder2Config", {"sliding_window": None}),
     Family("stablelm", "StableLmConfig"),
-    Family("smollm3", "SmolLM3Config"),
+    Family("smollm3", "SmolLM3Config", {"no_rope_layers": [1, 0]}, note="one layer without positions"),
     Family("glm4", "Glm4Config"),
     Family("exaone4", "Exaone4Config", ALTERNATE, 1, 1, note=SLIDING),
     Family("seed_oss", "SeedOssConfig"),
