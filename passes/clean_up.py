@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from .context import Context, PassReport
+
+OPERATORS = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
+}  # fmt: skip
 
 
 def clean_up(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -37,9 +44,16 @@ def drop_dead(graph_module: GraphModule, context: Context) -> tuple[int, int]:
 
 
 def is_impure(node: Node) -> bool:
-    """Placeholders, the output, and whatever declares to write its arguments."""
-    if node.op in ("placeholder", "output"):
-        return True
+    """Placeholders, the output, and whatever writes to its arguments."""
+    return node.op in ("placeholder", "output") or writes(node) or (node.op == "call_function" and node.is_impure())
+
+
+def writes(node: Node) -> bool:
+    """Whether a call changes a tensor that it is given: by its schema, its name (`scatter_`), or an argument."""
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable)
-    return node.op == "call_function" and node.is_impure()
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named_so = name.endswith("_") and not name.endswith("__")
+    return named_so or node.target in OPERATORS or bool(node.kwargs.get("inplace")) or "out" in node.kwargs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
+from .clean_up import writes
 from .context import Context, LeftAlone, PassReport, Site, output_node, value_of
 
 
@@ -46,10 +46,8 @@ def write_to_an_input(graph_module: GraphModule) -> Node | None:
     """An in-place write to a graph input or a view of one (a rotary table that grows, say), or None."""
     inputs = {memory_of(node) for node in graph_module.graph.find_nodes(op="placeholder")} - {None}
     for node in graph_module.graph.nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        writes = node.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
-        target = node.args[0] if node.args and node.op in ("call_function", "call_method") else None
-        if writes and isinstance(target, Node) and memory_of(target) in inputs:
+        target = node.kwargs.get("out", node.args[0]) if writes(node) else None
+        if isinstance(target, Node) and memory_of(target) in inputs:
             return node
     return None
 

@@ -55,6 +55,10 @@ LONG_ROPE = {
 }  # fmt: skip
 GRANITE = {"attention_multiplier": 0.15, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.5}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPED_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 0, "n_shared_experts": 1,
+}  # fmt: skip
 ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 SLIDING = "sliding-window layers stay exact"
 
@@ -93,6 +97,8 @@ FAMILIES = (
     Family("stablelm", "StableLmConfig"),
     Family("smollm3", "SmolLM3Config", {"no_rope_layers": [1, 0]}, note="one layer without positions"),
     Family("glm4", "Glm4Config"),
+    Family("glm4_moe", "Glm4MoeConfig", GROUPED_EXPERTS, note="its router scatters in place"),
+    Family("dots1", "Dots1Config", GROUPED_EXPERTS, note="its router scatters in place"),
     Family("exaone4", "Exaone4Config", ALTERNATE, 1, 1, note=SLIDING),
     Family("seed_oss", "SeedOssConfig"),
     Family("ernie4_5", "Ernie4_5Config"),
