@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
-from .clean_up import writes
 from .context import Context, LeftAlone, PassReport, Site, output_node, value_of
+from .in_place import unknown_write
 
 
 def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -25,14 +24,15 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     matmul, scale, softcap, mask, sinks, softmax, matmul. An attention that a tier op would not carry over whole, or
     whose cache update is not a plain concatenation, is left as it is, with the reason.
     """
-    written = write_to_an_input(graph_module)
+    foreign = unknown_write(graph_module)
     for attention in graph_module.graph.nodes:
         if not is_attention(attention):
             continue
         try:
-            if written is not None:
-                raise NoMatch(f"the graph writes to its inputs in place ({written.name}), and lanes would write twice")
-            context.sites.append(match_site(attention, len(context.sites), context.held))
+            site = match_site(attention, len(context.sites), context.held)
+            if foreign is not None:
+                raise NoMatch(f"the graph writes to its inputs in place ({foreign.name}), and lanes would write twice")
+            context.sites.append(site)
         except NoMatch as reason:
             context.left_alone.append(LeftAlone(attention.name, str(reason)))
     if not context.sites and not context.left_alone:
@@ -40,22 +40,6 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     return graph_module, PassReport(
         "find_attention", {"sites": len(context.sites), "left alone": len(context.left_alone)}
     )
-
-
-def write_to_an_input(graph_module: GraphModule) -> Node | None:
-    """An in-place write to a graph input or a view of one (a rotary table that grows, say), or None."""
-    inputs = {memory_of(node) for node in graph_module.graph.find_nodes(op="placeholder")} - {None}
-    for node in graph_module.graph.nodes:
-        target = node.kwargs.get("out", node.args[0]) if writes(node) else None
-        if isinstance(target, Node) and memory_of(target) in inputs:
-            return node
-    return None
-
-
-def memory_of(node: Node) -> int | None:
-    """What two nodes share where one is a view of the other."""
-    value = value_of(node)
-    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
 
 
 @dataclass(frozen=True)

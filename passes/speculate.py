@@ -14,6 +14,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .context import Context, Input, PassReport, output_node, value_of
+from .exact_lanes import show_first_lane
+from .in_place import take_writes
 
 LANES = 2
 
@@ -119,14 +121,23 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     """The two-lane graph: the same inputs and a guess [B, 1]; the same outputs (lane 0's) and the next guess."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     token_input = placeholders.index(ids)
-    add_lane_to_positions(graph_module, placeholders[-1], sources)
+    lane = add_lane_to_positions(graph_module, placeholders[-1], sources)
+    show_first_lane(graph_module, lane)
+    written = take_writes(graph_module)
+    output = output_node(graph_module)
+    outputs: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+    output.args = ((*outputs, *written.values()),)
+    graph_module.recompile()
+    present = [position for position, value in enumerate(outputs) if value is not None]
     fakes = [value_of(node) for node in placeholders]
 
     def two_lanes(*inputs: Any) -> tuple[Any, ...]:
         *arguments, guess = inputs
-        mapped, plain = run_lanes(graph_module, arguments, token_input, guess)
-        next_guess = mapped[logits][1][:, -1].argmax(-1, keepdim=True)
-        return (*(m[0] if p is None else p for m, p in zip(mapped, plain, strict=True)), next_guess)
+        lanes = run_lanes(graph_module, arguments, token_input, guess)
+        for node, value in zip(written, lanes[len(outputs) :], strict=True):
+            arguments[placeholders.index(node)].copy_(value[0])
+        next_guess = lanes[logits][1][:, -1].argmax(-1, keepdim=True)
+        return (*(first_lane(lanes[position]) for position in present), next_guess)
 
     with torch.no_grad(), detect_fake_mode(fakes) or contextlib.nullcontext():
         widened = make_fx(two_lanes)(*fakes, torch.empty_like(fakes[token_input]))
@@ -134,12 +145,19 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     for node, name in zip(widened.graph.find_nodes(op="placeholder"), names, strict=True):
         node.target = name
         node._rename(name)
-    restore_absent_outputs(graph_module, widened)
+    # The outputs that were taken from the graph are None again, as they were before tracing.
+    *traced, next_guess = output_node(widened).args[0]  # type: ignore[misc]
+    there = dict(zip(present, traced, strict=True))
+    output_node(widened).args = ((*(there.get(position) for position in range(len(outputs))), next_guess),)
     widened.recompile()
     return widened
 
 
-def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[Node]) -> None:
+def first_lane(value: Any) -> Any:
+    return value[0] if isinstance(value, Tensor) else value
+
+
+def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[Node]) -> Node:
     graph = graph_module.graph
     with graph.inserting_after(after):
         lane = graph.placeholder("lane")
@@ -148,51 +166,24 @@ def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[
         with graph.inserting_after(at):
             moved = graph.call_function(torch.add, (source, lane))
         source.replace_all_uses_with(moved, delete_user_cb=moved.__ne__)
-    graph_module.recompile()
+    return lane
 
 
-def run_lanes(
-    graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor
-) -> tuple[list[Any], list[Any]]:
-    """vmap the graph over its lanes. Outputs that are no tensors (sliding layers return ints) bypass the vmap.
-
-    Returns two lists over the outputs: the mapped tensors [2, ...], and the plain values, None where mapped.
-    """
-    plain: list[Any] = []
+def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor) -> list[Any]:
+    """The graph's outputs, vmapped over its lanes: tensors [2, ...]; what is no tensor (sliding layers return ints)
+    bypasses the vmap."""
+    plain: dict[int, Any] = {}
 
     def one_lane(ids: Tensor, lane: Tensor) -> list[Tensor]:
         given = [*arguments[:token_input], ids, *arguments[token_input + 1 :], lane]
         outputs = Interpreter(graph_module).run(*given)
-        plain[:] = [None if isinstance(value, Tensor) else value for value in outputs]
-        return [value if isinstance(value, Tensor) else lane for value in outputs]
+        plain.update({position: value for position, value in enumerate(outputs) if not isinstance(value, Tensor)})
+        return [value for value in outputs if isinstance(value, Tensor)]
 
     tokens = torch.stack([arguments[token_input], guess])
-    lanes = torch.arange(LANES, device=guess.device)
-    mapped = torch.vmap(one_lane, in_dims=(0, 0), out_dims=0)(tokens, lanes)
-    return list(mapped), [
-        ABSENT if value is None and not is_tensor else value
-        for value, is_tensor in zip(plain, tensor_outputs(graph_module), strict=True)
-    ]
-
-
-# Stands for an output that is None while the graph is traced.
-ABSENT = -1
-
-
-def tensor_outputs(graph_module: GraphModule) -> list[bool]:
-    outputs = output_node(graph_module).args[0]
-    return [isinstance(out, Node) and isinstance(value_of(out), Tensor) for out in outputs]  # type: ignore[union-attr]
-
-
-def restore_absent_outputs(graph_module: GraphModule, widened: GraphModule) -> None:
-    """Held outputs are None again, as they were before tracing."""
-    before = output_node(graph_module).args[0]
-    output = output_node(widened)
-    after = list(output.args[0])  # type: ignore[arg-type]
-    for position, value in enumerate(before):  # type: ignore[arg-type]
-        if value is None:
-            after[position] = None
-    output.args = (tuple(after),)
+    mapped = iter(torch.vmap(one_lane)(tokens, torch.arange(LANES, device=guess.device)))
+    count = len(output_node(graph_module).args[0])  # type: ignore[arg-type]
+    return [plain[position] if position in plain else next(mapped) for position in range(count)]
 
 
 def follow_sites(graph_module: GraphModule, context: Context) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .context import Context, PassReport, cursor_input, output_node, state_input
+from .in_place import take_writes
 
 
 def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -18,6 +19,7 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
     The nodes stand at the end of the graph; `overlap` moves them to where they start earliest.
     """
     if context.phase == "pre-decode":
+        take_writes(graph_module)
         return graph_module, PassReport("store", {"stored": 0})
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context) if context.sites else None

@@ -59,9 +59,10 @@ def compile_graph(
     if graph.sites:
         graph.compile_ahead()
         return graph
-    if graph.held:
-        raise unmatched_held(graph.left_alone)
-    return lower(graph_module, list(example_inputs), options.lowering, options.inductor, mode)
+    kept = graph.drop_unread_held()
+    inputs = [example_inputs[i] for i in kept]
+    lowered = lower(graph_module, inputs, options.lowering, options.inductor, mode)
+    return (lambda *arguments: lowered(*(arguments[i] for i in kept))) if graph.held else lowered
 
 
 def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:
@@ -128,6 +129,18 @@ class CapturedGraph:
             self.phase = "decode" if isinstance(tokens, int) and tokens == 1 else "extend"
         index = {node: i for i, node in enumerate(self.placeholders)}
         self.pasts = [(index[s.past_k], index[s.past_v]) for s in self.sites if s.past_k is not None]
+
+    def drop_unread_held(self) -> list[int]:
+        """Drop held inputs that a graph without sites takes only for their length (a graph break makes such graphs);
+        returns the inputs that remain. One that is read is an error."""
+        graph = self.graph_module.graph
+        for node in (self.placeholders[i] for i in self.held):
+            if any(user.users or user.op == "output" for user in node.users):
+                raise unmatched_held(self.left_alone)
+            for dead in (*node.users, node):
+                graph.erase_node(dead)
+        self.graph_module.recompile()
+        return [i for i in range(len(self.placeholders)) if i not in self.held]
 
     def new_context(self, phase: Phase, state: list[dict[str, Any]], cursor: Any = None) -> Context:
         return Context(

@@ -53,6 +53,8 @@ LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 10 for i in range(8)],
     "long_factor": [4.0 + i for i in range(8)], "original_max_position_embeddings": 128, "factor": 8.0,
 }  # fmt: skip
+# Its frequencies change past the model's length (144 tokens below): only a test that compares caches may go there.
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 GRANITE = {"attention_multiplier": 0.15, "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.5}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPED_EXPERTS = {
@@ -66,6 +68,13 @@ FAMILIES = (
     Family("llama 2", "LlamaConfig", {"num_key_value_heads": 4}),
     Family("llama 3", "LlamaConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
     Family("llama 3.x", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, note="llama3 rope scaling"),
+    Family(
+        "llama, dynamic rope",
+        "LlamaConfig",
+        {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 144},
+        lanes=1,
+        note="its rotary table is a graph break",
+    ),
     Family("llama, eager attention", "LlamaConfig", {"attn_implementation": "eager"}),
     Family("mistral", "MistralConfig", {"sliding_window": None}, note="v0.2 and later"),
     Family("mistral, sliding", "MistralConfig", {"sliding_window": WINDOW}, 0, 2, 1, "v0.1: " + SLIDING),
@@ -79,16 +88,7 @@ FAMILIES = (
     Family("gemma3_text", "Gemma3TextConfig", ALTERNATE, 1, 1, note=SLIDING),
     Family("phi", "PhiConfig"),
     Family("phi3", "Phi3Config"),
-    Family(
-        "phi3, longrope",
-        "Phi3Config",
-        {"rope_parameters": LONG_ROPE},
-        0,
-        2,
-        1,
-        "its rotary table is written in place: left exact",
-        "writes to its inputs",
-    ),
+    Family("phi3, longrope", "Phi3Config", {"rope_parameters": LONG_ROPE}, note="128k versions"),
     Family("granite", "GraniteConfig", GRANITE),
     Family("olmo2", "Olmo2Config"),
     Family("cohere", "CohereConfig", {"logit_scale": 1.0}),

@@ -1,0 +1,86 @@
+"""The attentions that stay exact, in a widened graph: lane 1 must see lane 0's new pair there too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .attention_forms import NoMatch, is_attention, match_form
+from .find_attention import match_update
+
+
+def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
+    """Let the speculative lane of each exact attention see what lane 0 leaves in the cache; returns how many there are.
+
+        keys = cat([past_k, k], -2)        keys = cat([past_k, k], -2)
+        out = sdpa(q, keys, values)        out = sdpa(q, keys, values)
+        return (out, keys[:, :, -w:])      both = attend_behind_first_lane(out, lane, q, keys[:, :, -w:], k, ...)
+                                           return (both, keys[:, :, -w:])
+
+    Under vmap each lane has only its own new key: lane 1 would miss the token just before it. Lane 0 keeps what
+    Hugging Face's own attention gives.
+    """
+    graph, shown = graph_module.graph, 0
+    for attention in list(graph.nodes):
+        if not is_attention(attention):
+            continue
+        try:
+            form = match_form(attention)
+            keys, values = match_update(form.keys), match_update(form.values)
+        except NoMatch:
+            continue  # lane 1 may guess worse for it; lane 0 is right all the same
+        pairs = (kept_of(keys.node), keys.new, kept_of(values.node), values.new)
+        with graph.inserting_after(attention):
+            both = graph.call_function(
+                attend_behind_first_lane,
+                (attention, lane, form.q, *pairs, form.mask, form.sinks, form.scale, form.softcap),
+            )
+        attention.replace_all_uses_with(both, delete_user_cb=lambda user, keep=both: user is not keep)
+        shown += 1
+    return shown
+
+
+def kept_of(update: Node) -> Node:
+    """What the cache keeps of an update: its newest tokens, or all of it."""
+    return next((user for user in update.users if any(after.op == "output" for after in user.users)), update)
+
+
+class FirstLane(torch.autograd.Function):
+    """Under vmap, every lane gets lane 0's tensor."""
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep: inference only."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tensor, None]:
+        return (tensor if in_dims[0] is None else tensor.select(in_dims[0], 0)), None
+
+
+def attend_behind_first_lane(
+    out: Tensor, lane: Tensor, q: Tensor, kept_k: Tensor, k: Tensor, kept_v: Tensor, v: Tensor,
+    mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """`out` in lane 0; in lane 1 the attention over lane 0's kept pairs and its own. Shapes as in `Form`, T = 1."""
+    group = q.shape[1] // k.shape[1]
+    keys = torch.cat([FirstLane.apply(kept_k), k], -2).repeat_interleave(group, 1)
+    values = torch.cat([FirstLane.apply(kept_v), v], -2).repeat_interleave(group, 1)
+    tokens = keys.shape[-2]
+    logits = (q @ keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if mask is not None:
+        seen = torch.cat([mask, mask[..., -1:]], -1)[..., -tokens:]
+        logits = torch.where(seen, logits, -math.inf) if seen.dtype == torch.bool else logits + seen
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+    weights = logits.softmax(-1)[..., :tokens]
+    return torch.where(lane == 0, out, (weights.to(v.dtype) @ values).to(out.dtype))
