@@ -173,7 +173,8 @@ def decode_attention(
     slot_index [B, H, k] (-1: empty). `low_bit_part` computes the low-bit tier's share.
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
-    over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere.
+    over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
+    everywhere where there are no slots to select for.
     """
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
     candidates = min(next_low_bit, length)  # with R = 0 the new token is to be low-bit, but is not on the host yet
@@ -217,6 +218,8 @@ def decode_attention(
         return ((logits[:, :, :, -1] - base).exp_() * share[:, :, :, -1]).sum(2)
 
     scores = torch.full(codes.shape[:3], -1.0, device=q.device)
+    if not slots.shape[2]:
+        return (out * share).flatten(1, 2).to(q.dtype).contiguous(), scores
     if low_bit:
         whole = attention_of_last_lane(packed.logits)
         whole.scatter_add_(-1, position, attention_of_last_lane(in_slots))

@@ -27,44 +27,42 @@ _queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictiona
 class CopyQueue:
     """A session's copies in flight, and what they have cost so far.
 
-    `to_device` and `to_host` count bytes; `waited` counts seconds that a step stood still for a copy; `error` is
+    `waited` counts seconds that a step stood still for a copy; `error` is
     the first failed copy's, after which the tiers can no longer be trusted.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.to_device = 0
-        self.to_host = 0
         self.waited = 0.0
         self.error: BaseException | None = None
-        self._prefetches: dict[int, Future[int]] = {}
-        self._offloads: deque[Future[int]] = deque()
+        self._prefetches: dict[int, Future[None]] = {}
+        self._offloads: deque[Future[None]] = deque()
         _queues[self.number] = self
 
-    def submit_prefetch(self, slots: Tensor, job: Callable[[], int]) -> None:
-        """Run `job` (it returns the bytes it moved) behind all earlier copies; `wait_for(slots)` waits for it.
+    def submit_prefetch(self, slots: Tensor, job: Callable[[], None]) -> None:
+        """Run `job` behind all earlier copies; `wait_for(slots)` waits for it.
 
         Raises what an earlier prefetch into the same slots raised, if nobody has waited for that one.
         """
         self.wait_for(slots)
         self._prefetches[slots.data_ptr()] = _worker.submit(run_job, job)
 
-    def submit_offload(self, job: Callable[[], int]) -> None:
+    def submit_offload(self, job: Callable[[], None]) -> None:
         """Run `job` behind all earlier copies. Raises what an offload that has ended meanwhile raised."""
         while self._offloads and self._offloads[0].done():
-            self.to_host += self._result(self._offloads.popleft())
+            self._result(self._offloads.popleft())
         self._offloads.append(_worker.submit(run_job, job))
 
     def wait_for(self, slots: Tensor) -> None:
         """Block until the prefetch into `slots` is done; raises what it raised. No prefetch under way: no wait."""
         future = self._prefetches.pop(slots.data_ptr(), None)
         if future is not None:
-            self.to_device += self._result(future)
+            self._result(future)
 
     def wait_for_offloads(self) -> None:
         """Block until every offload handed in so far is in the host tier; raises what one raised."""
         while self._offloads:
-            self.to_host += self._result(self._offloads.popleft())
+            self._result(self._offloads.popleft())
 
     def drain(self) -> None:
         """Block until no copy of this session is under way; raises the first error, after all have ended."""
@@ -81,20 +79,19 @@ class CopyQueue:
             self.error = self.error or future.exception()
         if self.error is None:
             self.wait_for_offloads()
-            self.to_device += sum(future.result() for future in self._prefetches.values())
         self._prefetches.clear()
         self._offloads.clear()
 
-    def _result(self, future: Future[int]) -> int:
+    def _result(self, future: Future[None]) -> None:
         start = time.perf_counter()
         self.error = self.error or future.exception()
         self.waited += time.perf_counter() - start
-        return future.result()
+        future.result()
 
 
-def run_job(job: Callable[[], int]) -> int:
+def run_job(job: Callable[[], None]) -> None:
     """What the worker runs for every copy; tests put a delay or a fault here."""
-    return job()
+    job()
 
 
 def queue_of(cursor: Tensor) -> CopyQueue | None:

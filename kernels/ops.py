@@ -5,6 +5,7 @@ Every op names exactly the state tensors that it mutates; order between ops is t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,16 @@ from .measure import measure
 
 @dataclass(frozen=True)
 class Op:
-    """One op: its schema, what it does, and its shapes under FakeTensorMode and on the meta device."""
+    """One op: its schema, the PyTorch code that defines it, and its shapes under FakeTensorMode and on the meta device.
+
+    cuda: "module:function" of the CUDA implementation, loaded on first use (triton is on Linux only); None: there is
+    none, the op is for CPUs.
+    """
 
     schema: str
     run: Callable[..., Any]
     fake: Callable[..., Any]
-    devices: tuple[str, ...] = ("CPU", "CUDA")
+    cuda: str | None
 
     @property
     def name(self) -> str:
@@ -50,37 +55,53 @@ DECODE = (
 )
 
 OPS = (
-    Op("decode_attention" + DECODE, attention.decode_attention, fake_decode_attention),
-    Op("decode_attention_fused" + DECODE, low_bit_cpu.decode_attention_fused, fake_decode_attention, ("CPU",)),
+    Op("decode_attention" + DECODE, attention.decode_attention, fake_decode_attention, "triton_decode:decode_attention"),
+    Op("decode_attention_fused" + DECODE, low_bit_cpu.decode_attention_fused, fake_decode_attention, None),
     Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "float scale, float? softcap) -> Tensor",
         attention.extend_attention,
         fake_extend_attention,
+        "triton_extend:extend_attention",
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, Tensor(c!) key_params, "
         "Tensor(d!) value_params, str zero_point) -> ()",
         tiers.append,
         fake_nothing,
+        "triton_append:append",
     ),
-    Op("offload(Tensor k, Tensor v, Tensor cursor, Tensor(a!) host) -> ()", tiers.offload, fake_nothing),
-    Op("select_topk(Tensor scores, Tensor(a!) wanted) -> ()", tiers.select_topk, fake_nothing),
     Op(
-        "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
+        "offload(Tensor k, Tensor v, Tensor cursor, Tensor(a!) host) -> ()",
+        tiers.offload,
+        fake_nothing,
+        "copy_stream:offload",
+    ),
+    Op(
+        "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",
+        tiers.select_topk,
+        fake_nothing,
+        "triton_select:select_topk",
+    ),
+    Op(
+        "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
+        "Tensor(c!) fetched) -> ()",
         tiers.prefetch,
         fake_nothing,
+        "copy_stream:prefetch",
     ),
     Op(
         "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
         tiers.wait,
         fake_nothing,
+        "copy_stream:wait",
     ),
     Op(
         "measure(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, Tensor slot_index, "
         "Tensor(a!) tally, float scale, float? softcap) -> ()",
         measure,
         fake_nothing,
+        "copy_stream:measure",
     ),
 )
 
@@ -110,10 +131,21 @@ def widened_decode_attention(
     return (out.movedim(2, 0).unsqueeze(3), scores), (0, None)
 
 
+def loaded_on_first_use(place: str) -> Callable[..., Any]:
+    """A function that imports `place`, "module:function", when it is first called."""
+    module, name = place.split(":")
+
+    def call(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(f".{module}", __package__), name)(*arguments)
+
+    return call
+
+
 _library = torch.library.Library("specache", "DEF")
 for _op in OPS:
     _library.define(_op.schema)
-    for _device in _op.devices:
-        _library.impl(_op.name, _op.run, _device)
+    _library.impl(_op.name, _op.run, "CPU")
+    if _op.cuda is not None:
+        _library.impl(_op.name, loaded_on_first_use(_op.cuda), "CUDA")
     torch.library.register_fake(f"specache::{_op.name}", _op.fake, lib=_library)
 torch.library.register_vmap("specache::decode_attention", widened_decode_attention, lib=_library)

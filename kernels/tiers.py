@@ -61,9 +61,8 @@ def offload(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
     start = int(cursor[LENGTH])
     pairs = torch.stack([k, v], dim=3)  # the job's own memory: k and v may be reused before it runs
 
-    def job() -> int:
+    def job() -> None:
         host[:, :, start : start + pairs.shape[2]] = pairs
-        return pairs.nbytes
 
     queue = queue_of(cursor)
     if queue is None:
@@ -80,14 +79,17 @@ def select_topk(scores: Tensor, wanted: Tensor) -> None:
     wanted[..., :count] = index.masked_fill(best < 0, EMPTY)
 
 
-def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor) -> None:
+def prefetch(
+    wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+) -> None:
     """Bring the wanted [B, H, k] pairs from the host tier into `slots` [B, H, k, 2, d], only those not there yet.
 
-    The copy may end after the op: `wait` before the slots are read. Mutates slots and slot_index [B, H, k].
+    The copy may end after the op: `wait` before the slots are read. Mutates slots, slot_index [B, H, k], and fetched
+    int64 [1], which counts the bytes that travelled.
     """
 
-    def job() -> int:
-        return refill(wanted, host, slots, slot_index)
+    def job() -> None:
+        refill(wanted, host, slots, slot_index, fetched)
 
     queue = queue_of(cursor)
     if queue is None:
@@ -96,8 +98,8 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
         queue.submit_prefetch(slots, job)
 
 
-def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor) -> int:
-    """The copy behind `prefetch`: pairs that stay keep their place; returns the bytes that travelled."""
+def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+    """The copy behind `prefetch`: pairs that stay keep their place."""
     same = wanted.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, wanted, slot]
     stays = same.any(-2) & (slot_index >= 0)
     missing = (wanted >= 0) & ~same.any(-1)
@@ -111,7 +113,7 @@ def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor) -> i
     pairs = host[row.to(host.device), head.to(host.device), token.long().to(host.device)]
     slots[row, head, slot] = pairs.to(slots.device)
     slot_index[row, head, slot] = token
-    return pairs.nbytes
+    fetched += pairs.nbytes
 
 
 def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> None:

@@ -16,7 +16,7 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         pair = decode_attention(q, ...)    specache.wait(q, cursor, slots_0, slot_index_0)
         out = pair[0]                      pair = decode_attention(q, ...)
                                            specache.select_topk(pair[1], wanted_0)
-                                           specache.prefetch(wanted_0, cursor, host_0, slots_0, slot_index_0)
+                                           specache.prefetch(wanted_0, cursor, host_0, slots_0, ...)
 
     A wait names the query it stands behind: an edge that no scheduler can undo. Selection and fetch stand at the
     end of the graph, waits right behind their query; `overlap` moves both to where they hide most.
@@ -26,8 +26,9 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context)
     for site in context.sites:
-        host, slots, slot_index, wanted = (
-            state_input(graph_module, context, site.layer, field) for field in ("host", "slots", "slot_index", "wanted")
+        host, slots, slot_index, wanted, fetched = (
+            state_input(graph_module, context, site.layer, field)
+            for field in ("host", "slots", "slot_index", "wanted", "fetched")
         )
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
@@ -43,5 +44,5 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         with graph.inserting_before(output_node(graph_module)):
             scores = graph.call_function(operator.getitem, (call, 1))
             graph.call_function(torch.ops.specache.select_topk.default, (scores, wanted))
-            graph.call_function(torch.ops.specache.prefetch.default, (wanted, cursor, host, slots, slot_index))
+            graph.call_function(torch.ops.specache.prefetch.default, (wanted, cursor, host, slots, slot_index, fetched))
     return graph_module, PassReport("prefetch", {"prefetched": len(context.sites)})

@@ -25,6 +25,7 @@ TIER_OF = {
     "slots": "slots",
     "slot_index": "slots",
     "wanted": "slots",
+    "fetched": "measure",
     "tally": "measure",
 }
 FIELDS = tuple(TIER_OF)
@@ -73,6 +74,7 @@ def state_shapes(
         "slots": ((*rows, options.top_k, 2, d), dtype),
         "slot_index": ((*rows, options.top_k), torch.int32),
         "wanted": ((*rows, options.top_k), torch.int32),
+        "fetched": ((1,), torch.int64),
         "tally": ((3,), torch.float64),
     }
 

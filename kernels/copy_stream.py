@@ -1,0 +1,212 @@
+"""The copy stream of a CUDA device: fetches and offloads beside compute. All of the project's stream code is here.
+
+    main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
+    copy stream                  └── gather_0, gather_1 ... ──┘
+
+What the copy stream touches is state of a session, or staging that this module owns; never an Inductor temporary.
+Nothing here blocks the host in a decode step. While a CUDA graph is being captured, the fork is part of the graph and
+`join` ends it: events from outside a capture cannot be waited for within.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import measure as hit_rate
+from . import tiers
+from .copy_queue import CURSOR_SIZE, LENGTH
+
+# More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
+WRITE_THROUGH = 64
+
+# The end of the last fetch into each layer's slots, by their address.
+_fetches: dict[int, torch.cuda.Event] = {}
+# What the host knows of the cursors on devices, by address: reading one would stop the host.
+_lengths: dict[int, int] = {}
+
+
+@functools.cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The one copy stream of a device."""
+    return torch.cuda.Stream(device)
+
+
+def adopt(state: Mapping[str, Tensor]) -> None:
+    """Tell the allocator that the copy stream uses these state tensors, so that their memory is not reused too soon."""
+    for field in ("slots", "slot_index", "wanted", "fetched"):
+        state[field].record_stream(stream_of(state[field].device))
+    weakref.finalize(state["slots"], _fetches.pop, state["slots"].data_ptr(), None)
+
+
+def publish(cursor: Tensor, length: int) -> None:
+    """Note the length that a device cursor holds from the next kernel on."""
+    if cursor.data_ptr() not in _lengths:
+        weakref.finalize(cursor, _lengths.pop, cursor.data_ptr(), None)
+    _lengths[cursor.data_ptr()] = length
+
+
+def length_of(cursor: Tensor) -> int:
+    """The number of cached tokens; stops the host only for a cursor that nobody published."""
+    known = _lengths.get(cursor.data_ptr()) if cursor.is_cuda else None
+    return int(cursor[LENGTH]) if known is None else known
+
+
+def join(device: torch.device) -> None:
+    """Let the main stream wait for all copies handed in so far."""
+    torch.cuda.current_stream(device).wait_stream(stream_of(device))
+
+
+def prefetch(
+    wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+) -> None:
+    """As `tiers.prefetch`, on the copy stream, behind what the main stream has been given so far."""
+    from .triton_copy import gather
+
+    if not host.is_pinned():  # the GPU cannot read it: the host copies, and everything waits
+        tiers.refill(wanted, host, slots, slot_index, fetched)
+        return
+    copy = stream_of(slots.device)
+    copy.wait_stream(torch.cuda.current_stream(slots.device))
+    with torch.cuda.stream(copy):
+        gather(wanted, host, slots, slot_index, fetched)
+    if not torch.cuda.is_current_stream_capturing():
+        _fetches[slots.data_ptr()] = copy.record_event()
+
+
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> None:
+    """As `tiers.wait`: what the main stream is given from here on runs behind the fetch; the host goes on."""
+    fetch = _fetches.pop(slots.data_ptr(), None)
+    if fetch is not None and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(slots.device).wait_event(fetch)
+
+
+def copy_rows(source: Tensor, target: Tensor) -> None:
+    """Copy [B, H, n, 2, d] to the same shape across PCIe: each row and head is contiguous, the whole is not."""
+    for row in range(source.shape[0]):
+        for head in range(source.shape[1]):
+            target[row, head].copy_(source[row, head], non_blocking=True)
+
+
+class Staging:
+    """Two buffers on one device, through which the pairs of a long prefill go to the host, layer after layer.
+
+    At most two layers' 16-bit pairs are on the device beside the activations; a third waits for the first one's copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.copied: list[torch.cuda.Event | None] = [None, None]
+        self.next = 0
+
+    def send(self, k: Tensor, v: Tensor, start: int, host: Tensor) -> None:
+        """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on."""
+        main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
+        number, self.next = self.next, 1 - self.next
+        copied = self.copied[number]
+        if copied is not None:
+            main.wait_event(copied)
+        pairs = self.buffer(number, 2 * k.nbytes).view(k.dtype).view(*k.shape[:3], 2, k.shape[3])
+        torch.stack([k, v], dim=3, out=pairs)
+        copy.wait_stream(main)
+        stop = start + k.shape[2]
+        with torch.cuda.stream(copy):
+            copy_rows(pairs, host[:, :, start:stop])
+        self.copied[number] = copy.record_event()
+
+    def buffer(self, number: int, size: int) -> Tensor:
+        if self.buffers[number].numel() < size:
+            self.buffers[number] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.buffers[number].record_stream(stream_of(self.device))
+        return self.buffers[number][:size]
+
+
+@functools.cache
+def staging_of(device: torch.device) -> Staging:
+    return Staging(device)
+
+
+def release_staging() -> None:
+    """Give the staging back: the allocator takes it when its last copy has ended."""
+    staging_of.cache_clear()
+
+
+def offload(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
+    """As `tiers.offload`: a few pairs are written through at once, many go through staging on the copy stream."""
+    from .triton_copy import write_through
+
+    if not host.is_pinned():
+        start = length_of(cursor)
+        host[:, :, start : start + k.shape[2]] = torch.stack([k, v], dim=3).to(host.device)
+    elif k.shape[2] <= WRITE_THROUGH:
+        write_through(k, v, cursor, host)
+    else:
+        staging_of(k.device).send(k, v, length_of(cursor), host)
+
+
+def host_blocks(host: Tensor, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """The host tier's first `length` pairs [B, H, ≤ size, 2, d] on `device`, with each block's first token.
+
+    From pinned memory the next block travels while the caller attends to this one.
+    """
+    starts = range(0, length, size)
+    if device.type != "cuda" or not host.is_pinned():
+        for first in starts:
+            yield first, host[:, :, first : min(first + size, length)].to(device)
+        return
+    main, copy = torch.cuda.current_stream(device), stream_of(device)
+    shape = (*host.shape[:2], min(size, length), *host.shape[3:])
+    buffers = [torch.empty(shape, dtype=host.dtype, device=device) for _ in range(2)]
+    for buffer in buffers:
+        buffer.record_stream(copy)
+
+    def load(number: int) -> tuple[Tensor, Any]:
+        source = host[:, :, starts[number] : min(starts[number] + size, length)]
+        block = buffers[number % 2][:, :, : source.shape[2]]
+        copy.wait_stream(main)  # whoever attended to the buffer's last block has been launched
+        with torch.cuda.stream(copy):
+            copy_rows(source, block)
+        return block, copy.record_event()
+
+    following = load(0) if len(starts) else None
+    for number, first in enumerate(starts):
+        assert following is not None
+        block, loaded = following
+        following = load(number + 1) if number + 1 < len(starts) else None
+        main.wait_event(loaded)
+        yield first, block
+
+
+def measure(q: Tensor, *rest: Any) -> None:
+    """As `measure.measure`, behind all copies to the host."""
+    join(q.device)
+    hit_rate.measure(q, *rest)
+
+
+class StreamCopies:
+    """What a session on a CUDA device has in place of a `CopyQueue`: its copies run on the device's copy stream."""
+
+    number = 0
+    # A copy on a stream cannot fail by itself, and no step stands still on the host for one.
+    error: BaseException | None = None
+    waited = 0.0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def drain(self) -> None:
+        """Block until no copy is under way, and none that a launched step has yet to start."""
+        torch.cuda.synchronize(self.device)
+
+    settle = drain
+
+
+def new_cursor(device: torch.device) -> Tensor:
+    """A cursor where the ops read it: beside the model on CUDA, on the host elsewhere."""
+    return torch.zeros(CURSOR_SIZE, dtype=torch.int64, device=device if device.type == "cuda" else "cpu")

@@ -1,0 +1,78 @@
+"""Memory of the host tier: pinned where a GPU reads it, within a budget, and given back when its cache dies."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+import warnings
+
+import psutil
+import torch
+from torch import Tensor
+
+# Registered piece by piece: one call for many gigabytes holds the driver's lock for seconds.
+BLOCK = 1 << 30
+# cudaHostRegisterPortable | cudaHostRegisterMapped
+REGISTER_FLAGS = 3
+
+
+class PinnedMap(mmap.mmap):
+    """Anonymous memory that is registered with CUDA until it is freed."""
+
+    blocks: tuple[tuple[int, int], ...] = ()
+
+    def __del__(self) -> None:
+        if self.blocks and not sys.is_finalizing():
+            torch.cuda.synchronize()  # no kernel may still read it
+            unregister(self.blocks)
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Zeros on the host. `pinned`: readable by the GPU; where that fails, ordinary memory and one warning."""
+    size = math.prod(shape) * dtype.itemsize
+    if not pinned or size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    memory = PinnedMap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    memory.blocks = register(tensor.data_ptr(), size)
+    if not tensor.is_pinned():
+        warnings.warn(
+            f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops the "
+            "step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
+            stacklevel=2,
+        )
+    return tensor
+
+
+def register(address: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Pin the range block by block; all of it or, where the driver refuses a block, nothing."""
+    blocks: list[tuple[int, int]] = []
+    for start in range(address, address + size, BLOCK):
+        length = min(BLOCK, address + size - start)
+        if int(torch.cuda.cudart().cudaHostRegister(start, length, REGISTER_FLAGS)) != 0:
+            unregister(tuple(blocks))
+            clear_error()
+            return ()
+        blocks.append((start, length))
+    return tuple(blocks)
+
+
+def unregister(blocks: tuple[tuple[int, int], ...]) -> None:
+    for start, _ in blocks:
+        torch.cuda.cudart().cudaHostUnregister(start)
+
+
+def clear_error() -> None:
+    """CUDA reports a refused registration once more, at the next launch; take that report here."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        warnings.warn(f"CUDA refused to pin memory: {error}", stacklevel=2)
+
+
+def budget(held: int, asked: int | None) -> int:
+    """Bytes that a host tier, of which `held` are there already, may have: what was `asked`, or half of what is free."""
+    return (psutil.virtual_memory().available + held) // 2 if asked is None else asked

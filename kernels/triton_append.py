@@ -1,0 +1,206 @@
+"""Triton: the new pairs into the recent tier, and full groups from there into the low-bit tier.
+
+The CUDA implementation of `tiers.append`. Bytes: a group is read once in 16 bits, and written as codes, scales and
+zeros; bound by copy bandwidth. Lengths are read on the device, so that a decode step can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention import stored_bits
+from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+
+# Tokens of a ring write per program: 16 rows of K and V keep a warp's loads 16 bytes wide.
+RING_BLOCK = 16
+# Tokens of an unquantised group per program.
+COPY_BLOCK = 32
+# As in `quantize.LARGEST`: q·s + z and every step towards it stays finite.
+LARGEST = tl.constexpr(2.0**126)
+# x + ROUND - ROUND rounds |x| < 2**22 to the nearest integer, ties to even, as `torch.round` does.
+ROUND = tl.constexpr(12582912.0)
+AT_LENGTH, AT_LOW_BIT, AT_NEXT = tl.constexpr(LENGTH), tl.constexpr(LOW_BIT), tl.constexpr(NEXT_LOW_BIT)
+
+
+@triton.jit
+def finite_range(x, seen, axis: tl.constexpr):
+    """Smallest and largest finite element along `axis`, 0 where there is none; both kept as a size of 1."""
+    finite = seen & (tl.abs(x) < float("inf"))  # false for NaN
+    low = tl.min(tl.where(finite, x, float("inf")), axis, keep_dims=True)
+    high = tl.max(tl.where(finite, x, float("-inf")), axis, keep_dims=True)
+    empty = low > high
+    low = tl.where(empty, 0.0, tl.minimum(tl.maximum(low, -LARGEST), LARGEST))
+    high = tl.where(empty, 0.0, tl.minimum(tl.maximum(high, -LARGEST), LARGEST))
+    return low, high
+
+
+@triton.jit
+def scale_and_zero(low, high, limit, bits: tl.constexpr, midpoint: tl.constexpr):
+    """Equations 2 to 4, clamped to what the model's dtype can hold."""
+    spread = high - low
+    if midpoint:
+        scale, zero = spread * 0.5, low + spread * 0.25
+    else:
+        scale, zero = tl.div_rn(spread, tl.zeros_like(spread) + ((1 << bits) - 1)), low
+    return tl.minimum(scale, limit), tl.minimum(tl.maximum(zero, -limit), limit)
+
+
+@triton.jit
+def encode(x, scale, zero, bits: tl.constexpr):
+    """Codes as int32, rounded against the stored scale and zero; NaN becomes the smallest level."""
+    levels = tl.div_rn(x - zero, tl.zeros_like(x) + scale)
+    levels = tl.where(levels == levels, levels, 0.0)
+    levels = tl.minimum(tl.maximum(levels, 0.0), (1 << bits) - 1)
+    return ((levels + ROUND) - ROUND).to(tl.int32)
+
+
+@triton.jit
+def load_pairs(
+    new, recent, bh, head_base, tokens, channels, which: tl.constexpr, length, window, stride, d, mask
+):  # fmt: skip
+    """Keys or values of `tokens`, in float32: from the ring where they are cached, from the new ones otherwise."""
+    cached = tokens < length
+    ring = recent + ((bh * window + tokens % window) * 2 + which) * d + channels
+    fresh = new + head_base + (tokens - length) * stride + channels
+    old = tl.load(ring, mask & cached, 0.0).to(tl.float32)
+    return tl.where(cached, old, tl.load(fresh, mask & (tokens >= length), 0.0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["heads"])
+def quantize_groups(
+    k, v, cursor, recent, codes, key_params, value_params, heads,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, limit,
+    d: tl.constexpr, capacity, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
+    bits: tl.constexpr, midpoint: tl.constexpr, PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
+):  # fmt: skip
+    """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window."""
+    bh = tl.program_id(0).to(tl.int64)
+    length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
+    start = low_bit + tl.program_id(1) * group
+    if start + group > tl.load(cursor + AT_NEXT):
+        return
+    tokens = start + tl.arange(0, group)
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    planes: tl.constexpr = 8 // bits
+    width: tl.constexpr = d * bits // 8
+    byte = tl.arange(0, PLANE)
+    inside = byte < width
+    row = (bh * capacity + tokens) * 2 * width
+
+    # Keys: per channel over the group's tokens; plane p holds the channels p·width + byte.
+    packed = tl.zeros([group, PLANE], tl.int32)
+    params = key_params + (bh * (capacity // group) + start // group) * 2 * d
+    for plane in tl.static_range(planes):
+        channel = plane * width + byte
+        x = load_pairs(
+            k, recent, bh, k_base, tokens[:, None], channel[None, :], 0, length, window, k_token, d, inside[None, :]
+        )
+        low, high = finite_range(x, inside[None, :], 0)
+        scale, zero = scale_and_zero(low, high, limit, bits, midpoint)
+        scale, zero = scale.to(key_params.dtype.element_ty), zero.to(key_params.dtype.element_ty)
+        tl.store(params + channel[None, :], scale, inside[None, :])
+        tl.store(params + d + channel[None, :], zero, inside[None, :])
+        packed |= encode(x, scale.to(tl.float32), zero.to(tl.float32), bits) << (plane * bits)
+    tl.store(codes + row[:, None] + byte[None, :], packed.to(tl.uint8), inside[None, :])
+
+    # Values: per token over groups of channels, which need not fall together with planes: scales first, then codes.
+    value_groups: tl.constexpr = d // value_group
+    scales = value_params + (bh * capacity + tokens) * 2 * value_groups
+    within = tl.arange(0, VALUE_GROUP)
+    real = within[None, :] < value_group
+    for part in tl.static_range(value_groups):
+        x = load_pairs(
+            v, recent, bh, v_base, tokens[:, None], (part * value_group + within)[None, :], 1, length, window,
+            v_token, d, real,
+        )  # fmt: skip
+        low, high = finite_range(x, real, 1)
+        scale, zero = scale_and_zero(low, high, limit, bits, midpoint)
+        tl.store(scales[:, None] + part, scale.to(value_params.dtype.element_ty))
+        tl.store(scales[:, None] + value_groups + part, zero.to(value_params.dtype.element_ty))
+    tl.debug_barrier()  # the codes are rounded against the scales that were just stored
+    packed = tl.zeros([group, PLANE], tl.int32)
+    for plane in tl.static_range(planes):
+        channel = plane * width + byte
+        x = load_pairs(
+            v, recent, bh, v_base, tokens[:, None], channel[None, :], 1, length, window, v_token, d, inside[None, :]
+        )
+        at = scales[:, None] + (channel // value_group)[None, :]
+        scale = tl.load(at, inside[None, :], 1.0).to(tl.float32)
+        zero = tl.load(at + value_groups, inside[None, :], 0.0).to(tl.float32)
+        packed |= encode(x, scale, zero, bits) << (plane * bits)
+    tl.store(codes + row[:, None] + width + byte[None, :], packed.to(tl.uint8), inside[None, :])
+
+
+@triton.jit(do_not_specialize=["heads"])
+def copy_groups(
+    k, v, cursor, recent, codes, heads, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    d: tl.constexpr, capacity, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_groups` for a low-bit tier of 16 bits: the group as it is."""
+    bh = tl.program_id(0).to(tl.int64)
+    length = tl.load(cursor + AT_LENGTH)
+    start = tl.load(cursor + AT_LOW_BIT) + tl.program_id(1) * group
+    if start + group > tl.load(cursor + AT_NEXT):
+        return
+    tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, CHANNELS)[None, :]
+    inside = channel < d
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    row = codes + (bh * capacity + tokens) * 2 * d + channel
+    key = load_pairs(k, recent, bh, k_base, tokens, channel, 0, length, window, k_token, d, inside)
+    value = load_pairs(v, recent, bh, v_base, tokens, channel, 1, length, window, v_token, d, inside)
+    tl.store(row, key.to(codes.dtype.element_ty), inside)
+    tl.store(row + d, value.to(codes.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["heads", "count"])
+def write_recent(
+    k, v, cursor, recent, heads, count, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The new tokens that stay in the window, to their places in the ring (token t at t mod W)."""
+    bh = tl.program_id(0).to(tl.int64)
+    length = tl.load(cursor + AT_LENGTH)
+    first = tl.maximum(length, tl.load(cursor + AT_NEXT))
+    tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    channel = tl.arange(0, CHANNELS)[None, :]
+    inside = (channel < d) & (tokens < length + count)
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    place = recent + ((bh * window + tokens % window) * 2) * d + channel
+    tl.store(place, tl.load(k + k_base + (tokens - length) * k_token + channel, inside), inside)
+    tl.store(place + d, tl.load(v + v_base + (tokens - length) * v_token + channel, inside), inside)
+
+
+def append(
+    k: Tensor, v: Tensor, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor, value_params: Tensor,
+    zero_point: str,
+) -> None:  # fmt: skip
+    """As `tiers.append`, the lengths read on the device: at most T // g + 1 groups can leave the window at once."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    batch, heads, count, d = k.shape
+    capacity, window = codes.shape[2], recent.shape[2]
+    bits = stored_bits(codes, d)
+    strides = (*k.stride()[:3], *v.stride()[:3])
+    channels = triton.next_power_of_2(d)
+    if bits == 16:
+        # Nothing is quantised, so any step that divides every group size will do.
+        copy_groups[batch * heads, triton.cdiv(count + window, COPY_BLOCK)](
+            k, v, cursor, recent, codes, heads, *strides, d, capacity, window, COPY_BLOCK, channels
+        )
+    else:
+        group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
+        quantize_groups[batch * heads, count // group + 1](
+            k, v, cursor, recent, codes, key_params, value_params, heads, *strides, torch.finfo(k.dtype).max,
+            d, capacity, window, group, value_group, bits, zero_point == "midpoint" and bits == 1,
+            triton.next_power_of_2(d * bits // 8), triton.next_power_of_2(value_group),
+            num_warps=8 if group * d >= 128 * 128 else 4,
+        )  # fmt: skip
+    blocks = triton.cdiv(min(count, window), RING_BLOCK)
+    write_recent[batch * heads, blocks](
+        k, v, cursor, recent, heads, count, *strides, d, window, RING_BLOCK, channels
+    )  # fmt: skip

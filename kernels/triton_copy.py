@@ -1,0 +1,103 @@
+"""Triton: pairs between the device and pinned host memory, read and written in place over PCIe.
+
+The CUDA implementations of `tiers.prefetch`'s copy and of `tiers.offload`'s for a decode step. The gather's indices
+never leave the device, so that the step can be captured. A host pair (K and V) is one contiguous read of 2·d elements
+(512 B at d 128); a program has all k of its rows in flight, and B·H programs saturate the link.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .copy_queue import LENGTH
+
+AT_LENGTH = tl.constexpr(LENGTH)
+# Slots that are compared with all wanted tokens at once.
+CHUNK = 32
+# Elements of a gather tile: 64 rows of 2·128 channels, 64 registers of each of 256 threads.
+GATHER = 16384
+
+
+@triton.jit
+def fetch_missing(
+    wanted, host, slots, slot_index, traffic, capacity, top_k, row_bytes,
+    pair: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: one KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th free slot."""
+    bh = tl.program_id(0).to(tl.int64)
+    number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
+    want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
+    present = tl.zeros([WANTED], tl.int32)
+    for start in range(0, top_k, CHUNK):
+        slot = start + within
+        index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
+        present |= tl.max((want[:, None] == index[None, :]).to(tl.int32), 1)
+    missing = (want >= 0) & (present == 0)
+    rank = tl.cumsum(missing.to(tl.int32), 0) - 1
+    place = tl.zeros([WANTED], tl.int32)
+    free_before = tl.zeros([], tl.int32)
+    for start in range(0, top_k, CHUNK):
+        slot = start + within
+        index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
+        stays = tl.max(((want[:, None] == index[None, :]) & (want[:, None] >= 0)).to(tl.int32), 0)
+        free = (slot < top_k) & (stays == 0)
+        order = free_before + tl.cumsum(free.to(tl.int32), 0) - 1
+        taken = missing[:, None] & free[None, :] & (order[None, :] == rank[:, None])
+        place += tl.sum(tl.where(taken, slot[None, :], 0), 1)
+        free_before += tl.sum(free.to(tl.int32), 0)
+        tl.store(slot_index + bh * top_k + slot, -1, free)
+    tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
+    tl.store(slot_index + bh * top_k + place, want, missing)
+    source = host + (bh * capacity + want) * pair
+    target = slots + (bh * top_k + place) * pair
+    for start in range(0, pair, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        there = missing[:, None] & (column < pair)[None, :]
+        row = tl.load(source[:, None] + column[None, :], there)
+        tl.store(target[:, None] + column[None, :], row, there)
+    tl.atomic_add(traffic, tl.sum(missing.to(tl.int64), 0) * row_bytes)
+
+
+@triton.jit
+def write_host(
+    k, v, cursor, host, heads, count, capacity, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    d: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK new pairs of one head, to their tokens' places."""
+    bh = tl.program_id(0).to(tl.int64)
+    new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.arange(0, CHANNELS)
+    inside = (new < count)[:, None] & (channel < d)[None, :]
+    batch, head = bh // heads, bh % heads
+    key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside)
+    value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside)
+    place = host + (bh * capacity + tl.load(cursor + AT_LENGTH) + new)[:, None] * (2 * d) + channel[None, :]
+    tl.store(place, key, inside)
+    tl.store(place + d, value, inside)
+
+
+def gather(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor) -> None:
+    """As `tiers.refill`, on the current stream; `host` [B, H, C, 2, d] in memory that the GPU can read."""
+    batch, heads, top_k = wanted.shape
+    if top_k == 0:
+        return
+    pair = 2 * host.shape[-1]
+    rows = triton.next_power_of_2(top_k)
+    columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
+    fetch_missing[(batch * heads,)](
+        wanted, host, slots, slot_index, traffic, host.shape[2], top_k, pair * host.element_size(),
+        pair, rows, min(CHUNK, rows), columns, num_warps=8,
+    )  # fmt: skip
+
+
+def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
+    """The new pairs k, v [B, H, T, d] straight into the host tier [B, H, C, 2, d], on the current stream."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    batch, heads, count, d = k.shape
+    block = min(16, triton.next_power_of_2(count))
+    write_host[batch * heads, triton.cdiv(count, block)](
+        k, v, cursor, host, heads, count, host.shape[2], *k.stride()[:3], *v.stride()[:3],
+        d, block, triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
+    )  # fmt: skip

@@ -1,0 +1,347 @@
+"""Triton: decode attention over the four tiers for all lanes, split over the cache, with the selection scores.
+
+The CUDA implementation of `attention.decode_attention`, in three launches:
+
+    attend_tiers   (B·H, splits + 1)   each split its share of the low-bit tier, the last one slots, recent and new
+    merge_splits   (B·Hq·lanes)        log-sum-exp over the splits and the sink
+    score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
+
+Bytes a token and head: 2·d·bits/8 of codes, 4·d/g + 4·d/gv of scales, 2·G written and read again for the scores.
+The codes are packed in planes (`quantize`), so that a product with unpacked codes is a sum over planes of products
+with `(bytes >> shift) & mask`; scales and zeros are taken out of the element loop (KERNELS: one group is one tile).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention import SEEN, stored_bits
+from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+
+AT_LENGTH, AT_LOW_BIT, AT_NEXT = tl.constexpr(LENGTH), tl.constexpr(LOW_BIT), tl.constexpr(NEXT_LOW_BIT)
+# An additive mask below this hides its token.
+HIDDEN = tl.constexpr(SEEN)
+# What a mask is, as a kernel sees it.
+NO_MASK, BOOL_MASK, ADDITIVE_MASK = range(3)
+# The smallest tile side that a tensor core product takes.
+SMALLEST = 16
+# Pairs in 16 bits per tile.
+EXACT_BLOCK = 32
+SLOT_BLOCK = tl.constexpr(64)
+SCORE_BLOCK = 1024
+# Programs that a multiprocessor holds at once; more splits than that only add partial results to merge.
+PROGRAMS_PER_SM = 4
+MOST_SPLITS = 128
+
+
+@triton.jit
+def biased(logits, mask, at, seen, MASK: tl.constexpr):
+    """Logits under the mask's columns `at`; what is not `seen` is -inf."""
+    if MASK == 1:
+        seen = seen & (tl.load(mask + at, seen, 0) != 0)
+    if MASK == 2:
+        logits += tl.load(mask + at, seen, 0.0).to(tl.float32)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def capped(logits, softcap, CAP: tl.constexpr):
+    if CAP:  # tanh(x) = 2σ(2x) - 1
+        logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
+    return logits
+
+
+@triton.jit
+def grown(logits, peak, total):
+    """One step of the running softmax: weights, the shrinking of what was summed before, and the new peak and total."""
+    higher = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(logits - base[:, None])
+    shrink = tl.exp(peak - base)
+    return weights, shrink, higher, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def attend_tiers(
+    q, k, v, mask, cursor, codes, key_params, value_params, recent, slots, slot_index,
+    logits_out, out, peaks, totals, scale, softcap, heads, capacity, splits,
+    q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_lane, m_token,
+    d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, window: tl.constexpr,
+    top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PLANE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: all lanes and query heads of one KV head, over its share of the tiers."""
+    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, head = bh // heads, bh % heads
+    length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
+    row = tl.arange(0, ROWS)
+    real = row < queries * lanes
+    lane = row % lanes
+    query_head = head * queries + row // lanes
+    q_row = q + batch * q_batch + query_head * q_head + lane * q_lane
+    mask_row = batch * m_batch + query_head * m_head + lane * m_lane
+    logits_row = logits_out + (batch * heads * queries + query_head) * capacity
+    last_lane = real & (lane == lanes - 1)
+    kind = q.dtype.element_ty
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    at = (bh * (splits + 1) + split) * ROWS + row
+
+    if split < splits:
+        tiles = (low_bit // group).to(tl.int32)
+        share = tl.cdiv(tiles, splits)
+        planes: tl.constexpr = 1 if bits == 16 else 8 // bits
+        width: tl.constexpr = d // planes
+        byte = tl.arange(0, PLANE)
+        inside = byte < width
+        within = tl.arange(0, group)
+        levels: tl.constexpr = (1 << bits) - 1
+        q_planes = ()
+        sums = ()
+        for plane in tl.static_range(planes):
+            channel = plane * width + byte
+            q_planes = q_planes + (tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0),)
+            sums = sums + (tl.zeros([ROWS, PLANE], tl.float32),)
+        for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
+            tokens = tile * group + within
+            codes_row = codes + (bh * capacity + tokens)[:, None] * (2 * width) + byte[None, :]
+            key_codes = tl.load(codes_row, inside[None, :], 0)
+            logits = tl.zeros([ROWS, group], tl.float32)
+            if bits == 16:
+                logits = tl.dot(q_planes[0], tl.trans(key_codes), logits, input_precision=PRECISION)
+            else:
+                offset = tl.zeros([ROWS], tl.float32)
+                params = key_params + (bh * (capacity // group) + tile) * (2 * d) + byte
+                for plane in tl.static_range(planes):
+                    key_scale = tl.load(params + plane * width, inside, 0.0).to(tl.float32)
+                    key_zero = tl.load(params + d + plane * width, inside, 0.0).to(tl.float32)
+                    part = q_planes[plane].to(tl.float32)
+                    offset += tl.sum(part * key_zero[None, :], 1)
+                    unpacked = ((key_codes >> (plane * bits)) & levels).to(kind)
+                    scaled = (part * key_scale[None, :]).to(kind)
+                    logits = tl.dot(scaled, tl.trans(unpacked), logits, input_precision=PRECISION)
+                logits += offset[:, None]
+            logits = capped(logits * scale, softcap, CAP)
+
+            fetched = tl.zeros([group], tl.int32)
+            for start in range(0, top_k, SLOT_BLOCK):
+                slot = start + tl.arange(0, SLOT_BLOCK)
+                index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -1)
+                fetched |= tl.max((index[:, None] == tokens[None, :]).to(tl.int32), 0)
+            seen = real[:, None] & (fetched == 0)[None, :]
+            logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+            if top_k > 0:
+                tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & (fetched == 0)[None, :])
+            weights, shrink, peak, total = grown(logits, peak, total)
+
+            value_codes = tl.load(codes_row + width, inside[None, :], 0)
+            added = ()
+            if bits == 16:
+                added = (tl.dot(weights.to(kind), value_codes, sums[0] * shrink[:, None], input_precision=PRECISION),)
+            else:
+                groups: tl.constexpr = d // value_group
+                scales = value_params + (bh * capacity + tokens) * (2 * groups)
+                for plane in tl.static_range(planes):
+                    unpacked = (value_codes >> (plane * bits)) & levels
+                    kept = sums[plane] * shrink[:, None]
+                    if value_group % width == 0:  # one scale a token for the whole plane, or for several
+                        if plane * width % value_group == 0:
+                            value_scale = tl.load(scales + plane * width // value_group).to(tl.float32)
+                            value_zero = tl.load(scales + groups + plane * width // value_group).to(tl.float32)
+                            scaled_weights = (weights * value_scale[None, :]).to(kind)
+                            constant = tl.sum(weights * value_zero[None, :], 1)
+                        more = tl.dot(scaled_weights, unpacked.to(kind), kept, input_precision=PRECISION)
+                        added = added + (more + constant[:, None],)
+                    else:
+                        where = scales[:, None] + ((plane * width + byte) // value_group)[None, :]
+                        value_scale = tl.load(where, inside[None, :], 0.0).to(tl.float32)
+                        value_zero = tl.load(where + groups, inside[None, :], 0.0).to(tl.float32)
+                        values = (unpacked.to(tl.float32) * value_scale + value_zero).to(kind)
+                        added = added + (tl.dot(weights.to(kind), values, kept, input_precision=PRECISION),)
+            sums = added
+        for plane in tl.static_range(planes):
+            place = out + at[:, None] * d + (plane * width + byte)[None, :]
+            tl.store(place, sums[plane], real[:, None] & inside[None, :])
+    else:
+        channel = tl.arange(0, CHANNELS)
+        inside = channel < d
+        query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
+        within = tl.arange(0, EXACT)
+        sums = tl.zeros([ROWS, CHANNELS], tl.float32)
+        slot_blocks: tl.constexpr = (top_k + EXACT - 1) // EXACT
+        candidates = tl.minimum(tl.load(cursor + AT_NEXT), length)
+        recent_blocks = tl.cdiv((length - low_bit).to(tl.int32), EXACT)
+        for block in range(0, slot_blocks + recent_blocks + 1):
+            # Slots, then the recent ring, then the new pairs of the lanes: where a pair lies, and its token's number.
+            place = block * EXACT + within
+            if block < slot_blocks:
+                index = tl.load(slot_index + bh * top_k + place, place < top_k, -1).to(tl.int64)
+                there = (index >= 0) & (index < low_bit)
+                tokens = index
+                keys_at = slots + (bh * top_k + place) * (2 * d)
+                values_at = keys_at + d
+                scored = there
+            elif block < slot_blocks + recent_blocks:
+                tokens = low_bit + (place - slot_blocks * EXACT)
+                there = tokens < length
+                keys_at = recent + (bh * window + tokens % window) * (2 * d)
+                values_at = keys_at + d
+                scored = tokens < candidates
+            else:
+                there = within < lanes
+                tokens = length + tl.zeros_like(within)
+                keys_at = k + batch * k_batch + head * k_head + (within * k_lane).to(tl.int64)
+                values_at = v + batch * v_batch + head * v_head + (within * v_lane).to(tl.int64)
+                scored = within < 0
+            loaded = there[:, None] & inside[None, :]
+            keys = tl.load(keys_at[:, None] + channel[None, :], loaded, 0.0)
+            values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
+            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+            logits = capped(logits * scale, softcap, CAP)
+            causal = (block < slot_blocks + recent_blocks) | (within[None, :] <= lane[:, None])
+            seen = real[:, None] & there[None, :] & causal
+            logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+            if top_k > 0:
+                tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & scored[None, :])
+            weights, shrink, peak, total = grown(logits, peak, total)
+            sums = tl.dot(weights.to(kind), values, sums * shrink[:, None], input_precision=PRECISION)
+        tl.store(out + at[:, None] * d + channel[None, :], sums, real[:, None] & inside[None, :])
+    tl.store(peaks + at, peak)
+    tl.store(totals + at, total)
+
+
+@triton.jit
+def merge_splits(
+    partial, peaks, totals, sinks, out, lse, parts, query_heads,
+    d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One program: one query head and lane. Writes its output and its log-sum-exp."""
+    number = tl.program_id(0).to(tl.int64)
+    bh, row = number // (queries * lanes), number % (queries * lanes)
+    part, channel = tl.arange(0, PARTS), tl.arange(0, CHANNELS)
+    at = (bh * parts + part) * ROWS + row
+    peak = tl.load(peaks + at, part < parts, float("-inf"))
+    highest = tl.max(peak, 0)
+    head = (bh * queries + row // lanes) % query_heads
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    shrink = tl.exp(peak - base)
+    total = tl.sum(tl.load(totals + at, part < parts, 0.0) * shrink, 0)
+    if SINKS:
+        total += tl.exp(sink - base)
+    there = (part < parts)[:, None] & (channel < d)[None, :]
+    summed = tl.sum(tl.load(partial + at[:, None] * d + channel[None, :], there, 0.0) * shrink[:, None], 0)
+    result = tl.where(total > 0, summed / total, 0.0)
+    tl.store(out + number * d + channel, result.to(out.dtype.element_ty), channel < d)
+    if row % lanes == lanes - 1:
+        tl.store(lse + number // lanes, tl.where(total > 0, base + tl.log(total), float("inf")))
+
+
+@triton.jit
+def score_tokens(
+    logits, lse, mask, cursor, scores, heads, capacity, m_batch, m_head, m_lane, m_token,
+    lanes: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of tokens of one KV head."""
+    bh = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    candidates = tl.minimum(tl.load(cursor + AT_NEXT), tl.load(cursor + AT_LENGTH))
+    there = tokens < candidates
+    score = tl.zeros([BLOCK], tl.float32)
+    seen = there
+    if MASK != 0:
+        seen = tokens < 0
+    for query in tl.static_range(queries):
+        number = bh * queries + query
+        logit = tl.load(logits + number * capacity + tokens, there, float("-inf")).to(tl.float32)
+        score += tl.exp(logit - tl.load(lse + number))
+        at = (bh // heads) * m_batch + ((bh % heads) * queries + query) * m_head + (lanes - 1) * m_lane
+        if MASK == 1:
+            seen |= tl.load(mask + at + tokens * m_token, there, 0) != 0
+        if MASK == 2:
+            seen |= tl.load(mask + at + tokens * m_token, there, float("-inf")) > HIDDEN
+    tl.store(scores + bh * capacity + tokens, tl.where(there & seen, score, -1.0), tokens < capacity)
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
+    key_params: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
+    scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `attention.decode_attention`; all lengths are read on the device, so that the step can be captured."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    batch, query_heads, lanes, d = q.shape
+    heads, capacity, top_k = k.shape[1], codes.shape[2], slots.shape[2]
+    bits = stored_bits(codes, d)
+    quantized = bits < 16
+    group = capacity // key_params.shape[2] if quantized else EXACT_BLOCK
+    value_group = d // value_params.shape[-1] if quantized else d
+    queries = query_heads // heads
+    rows = max(SMALLEST, triton.next_power_of_2(queries * lanes))
+    splits = split_count(batch * heads, capacity // group, q.device)
+    kind, mask, mask_strides = mask_form(mask, batch, query_heads, lanes)
+    channels = max(SMALLEST, triton.next_power_of_2(d))
+    width = d * bits // 8 if quantized else d
+    plane = max(SMALLEST, triton.next_power_of_2(width))
+
+    new = functools.partial(torch.empty, device=q.device)
+    out, scores = new(q.shape, dtype=q.dtype), new((batch, heads, capacity), dtype=torch.float32)
+    # Half precision ranks as well as the model's own dtype does, at half the bytes of float32.
+    logits = new(
+        (batch, query_heads, capacity if top_k else 0), dtype=torch.float32 if q.dtype == torch.float32 else torch.half
+    )
+    partial = new((batch * heads, splits + 1, rows, d), dtype=torch.float32)
+    peaks, totals = (new((batch * heads, splits + 1, rows), dtype=torch.float32) for _ in range(2))
+    lse = new((batch, query_heads), dtype=torch.float32)
+
+    attend_tiers[batch * heads, splits + 1](
+        q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params, recent, slots, slot_index,
+        logits, partial, peaks, totals, scale, softcap or 1.0, heads, capacity, splits,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
+        d, bits, group, value_group, recent.shape[2], top_k, lanes, queries, kind, softcap is not None,
+        rows, channels, plane, EXACT_BLOCK, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
+    merge_splits[(batch * query_heads * lanes,)](
+        partial, peaks, totals, q if sinks is None else sinks, out, lse, splits + 1, query_heads,
+        d, lanes, queries, sinks is not None, rows, triton.next_power_of_2(splits + 1), channels, num_warps=4,
+    )  # fmt: skip
+    if top_k:
+        score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK)](
+            logits, lse, q if mask is None else mask, cursor, scores, heads, capacity, *mask_strides,
+            lanes, queries, kind, SCORE_BLOCK, num_warps=4,
+        )  # fmt: skip
+    else:
+        scores.fill_(-1.0)
+    return out, scores
+
+
+def mask_form(
+    mask: Tensor | None, batch: int, query_heads: int, lanes: int
+) -> tuple[int, Tensor | None, tuple[int, ...]]:
+    """The mask's kind, what the kernel loads, and its strides over [B, Hq, lanes, n]; 0 where it is broadcast."""
+    if mask is None:
+        return NO_MASK, None, (0, 0, 0, 0)
+    strides = mask.expand(batch, query_heads, lanes, mask.shape[-1]).stride()
+    if mask.dtype == torch.bool:
+        return BOOL_MASK, mask.view(torch.uint8), strides
+    return ADDITIVE_MASK, mask, strides
+
+
+def split_count(rows: int, tiles: int, device: torch.device) -> int:
+    """Shares of the low-bit tier: enough programs for every multiprocessor, none with fewer than four tiles."""
+    programs = PROGRAMS_PER_SM * multiprocessors(device)
+    return max(1, min(programs // rows, tiles // 4, MOST_SPLITS))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU; two in the interpreter, which runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,0 +1,105 @@
+"""Triton: exact attention of several new tokens over the host tier, block by block, and over themselves.
+
+The CUDA implementation of `attention.extend_attention`. The host tier comes in blocks through two staging buffers, the
+next one while this one is attended to; the running softmax's state stays on the device between blocks.
+FLOPs: 4·T·n·Hq·d; PCIe: the host tier once a layer, whatever the number of new tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import copy_stream
+from .copy_queue import LENGTH
+from .triton_decode import biased, capped, grown, mask_form
+
+# Tokens of a host block: 4 MB a row and head of 8 at d 128, large enough for full PCIe speed.
+HOST_BLOCK = 2048
+QUERY_BLOCK, KEY_BLOCK = 64, 32
+
+
+@triton.jit
+def attend_block(
+    q, keys, values, mask, out, peaks, totals, scale, softcap, query_heads, heads, count, size, first,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, m_batch, m_head, m_row, m_token,
+    d: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS new tokens of one query head over `size` pairs, the first of which is token `first`."""
+    number = tl.program_id(0).to(tl.int64)
+    batch, query_head = number // query_heads, number % query_heads
+    head = query_head // (query_heads // heads)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CHANNELS)
+    real, inside = row < count, channel < d
+    at = number * count + row
+    q_at = q + batch * q_batch + query_head * q_head + row.to(tl.int64) * q_token
+    query = tl.load(q_at[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    peak = tl.load(peaks + at, real, float("-inf"))
+    total = tl.load(totals + at, real, 0.0)
+    summed = tl.load(out + at[:, None] * d + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    mask_row = batch * m_batch + query_head * m_head + row.to(tl.int64) * m_row
+    stop = size
+    if CAUSAL:
+        stop = tl.minimum(size, (tl.program_id(1) + 1) * ROWS)
+    for start in range(0, stop, KEYS):
+        token = (start + tl.arange(0, KEYS)).to(tl.int64)
+        there = token < size
+        loaded = there[:, None] & inside[None, :]
+        key = tl.load(
+            keys + batch * k_batch + head * k_head + token[:, None] * k_token + channel[None, :], loaded, 0.0
+        )
+        value = tl.load(
+            values + batch * v_batch + head * v_head + token[:, None] * v_token + channel[None, :], loaded, 0.0
+        )
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        logits = capped(logits, softcap, CAP)
+        seen = real[:, None] & there[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= row[:, None])
+        logits = biased(logits, mask, mask_row[:, None] + ((first + token) * m_token)[None, :], seen, MASK)
+        weights, shrink, peak, total = grown(logits, peak, total)
+        summed = tl.dot(weights.to(value.dtype), value, summed * shrink[:, None], input_precision=PRECISION)
+    tl.store(peaks + at, peak, real)
+    tl.store(totals + at, total, real)
+    tl.store(out + at[:, None] * d + channel[None, :], summed, real[:, None] & inside[None, :])
+
+
+def extend_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """As `attention.extend_attention`. Reads the length on the host: an extend is no part of a captured step."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    batch, query_heads, count, d = q.shape
+    length = int(cursor[LENGTH])
+    if mask is not None and mask.shape[-1] < length + count:
+        raise ValueError(
+            f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {length + count}"
+        )
+    kind, mask, mask_strides = mask_form(mask, batch, query_heads, count)
+    rows = (batch, query_heads, count)
+    out = torch.zeros(*rows, d, dtype=torch.float32, device=q.device)
+    peak = torch.full(rows, float("-inf"), dtype=torch.float32, device=q.device)
+    total = torch.zeros(rows, dtype=torch.float32, device=q.device)
+    if sinks is not None:
+        peak.copy_(sinks.float().view(1, -1, 1).expand(rows))
+        total.fill_(1.0)
+
+    def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
+        attend_block[batch * query_heads, triton.cdiv(count, QUERY_BLOCK)](
+            q, keys, values, q if mask is None else mask, out, peak, total, scale, softcap or 1.0,
+            query_heads, k.shape[1], count, keys.shape[2], first,
+            *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *mask_strides,
+            d, causal, kind, softcap is not None, QUERY_BLOCK, KEY_BLOCK,
+            max(16, triton.next_power_of_2(d)), "ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=4 if d <= 128 else 8,
+        )  # fmt: skip
+
+    for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):
+        attend(*block.unbind(3), first, False)
+    attend(k, v, length, mask is None)
+    return (out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(q.dtype)

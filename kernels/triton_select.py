@@ -1,0 +1,79 @@
+"""Triton: the k tokens of largest score, exactly, in rounds of tiles that fit in registers.
+
+The CUDA implementation of `tiers.select_topk`. Each program keeps the best k of one tile: the k-th largest key is found
+by bisection over its 31 bits, every step one comparison an element and one count, with no sort and no histogram. What
+the tiles keep is a shorter list in the same order; rounds go on until one tile holds it. Ties go to the older token.
+Bytes: the scores once, and a (k / tile)-th of them in each further round.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements per program: 4,096 keys are 32 registers of each of 128 threads.
+TILE = 4096
+
+
+@triton.jit
+def keep_best(
+    scores, tokens, kept_scores, kept_tokens, length, wanted, tiles,
+    FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of one head's list: its best `wanted` by score, in the list's order; the rest of the places get -1."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    within = tl.arange(0, BLOCK)
+    at = tile * BLOCK + within
+    score = tl.load(scores + row * length + at, at < length, -1.0)
+    # Floats that are not negative are in the order of their bits; -1 stands below them all.
+    key = tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
+    threshold = tl.zeros([], tl.int32)
+    for step in range(0, 31):
+        higher = threshold | (tl.full([], 1, tl.int32) << (30 - step))
+        enough = tl.sum((key >= higher).to(tl.int32), 0) >= wanted
+        threshold = tl.where(enough, higher, threshold)
+    above = key > threshold
+    tied = key == threshold
+    room = wanted - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+    place = (row * tiles + tile) * wanted + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    token = at
+    if not FIRST:
+        token = tl.load(tokens + row * length + at, chosen, -1)
+    tl.store(kept_tokens + place, token, chosen)
+    count = tl.sum(chosen.to(tl.int32), 0)
+    if not LAST:
+        tl.store(kept_scores + place, score, chosen)
+    for start in range(0, wanted, BLOCK):
+        empty = start + within
+        left = (empty >= count) & (empty < wanted)
+        tl.store(kept_tokens + (row * tiles + tile) * wanted + empty, -1, left)
+        if not LAST:
+            tl.store(kept_scores + (row * tiles + tile) * wanted + empty, -1.0, left)
+
+
+def select_topk(scores: Tensor, wanted: Tensor) -> None:
+    """As `tiers.select_topk`; the chosen tokens come in rising order."""
+    count = wanted.shape[-1]
+    if count == 0:
+        return
+    rows = scores.shape[0] * scores.shape[1]
+    tile = max(TILE, triton.next_power_of_2(2 * count))  # a round at least halves the list
+    tokens, first = wanted, True
+    while True:
+        length = scores.shape[-1]
+        tiles = triton.cdiv(length, tile)
+        last = tiles == 1
+        shape = (*wanted.shape[:2], tiles * count)
+        kept_tokens = wanted if last else torch.empty(shape, dtype=torch.int32, device=scores.device)
+        kept_scores = scores if last else torch.empty(shape, dtype=torch.float32, device=scores.device)
+        block = min(tile, max(128, triton.next_power_of_2(length)))
+        keep_best[rows, tiles](
+            scores, tokens, kept_scores, kept_tokens, length, count, tiles,
+            first, last, block, num_warps=max(1, min(8, block // 512)),
+        )  # fmt: skip
+        if last:
+            return
+        scores, tokens, first = kept_scores, kept_tokens, False
