@@ -77,6 +77,8 @@ class Context:
     # Fakes of a layer's state tensors by field, and of the cursor, in the graph's own fake mode.
     state: Sequence[dict[str, Any]]
     cursor: Any
+    # Attentions, counted in the graph's order, that a person wants left as they are.
+    exact: frozenset[int] = frozenset()
     # Names of the placeholders that are held tensors.
     held: frozenset[str] = frozenset()
     inputs: list[Input] = field(default_factory=list)

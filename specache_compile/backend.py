@@ -151,6 +151,7 @@ class CapturedGraph:
             hit_rate=self.options.hit_rate,
             state=state,
             cursor=cursor,
+            exact=frozenset(self.options.exact_layers),
             held=frozenset(self.placeholders[i].name for i in self.held),
             inputs=[Input("argument", argument=i) for i in range(len(self.placeholders))],
         )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt
+from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.passes.fingerprint import graph_hash
 from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.records import find_record
 from specache_compile.tiers import bucket, paper_kv_ratio
@@ -35,10 +40,31 @@ def test_the_graph_it_shows_is_the_graph_that_runs(llama: LlamaForCausalLM) -> N
     twin = compile_copy(llama, **options)
     greedy(twin, prompt(100), 5)
     running = {phase: module for g in find_record(twin).graphs for phase, module in g.modules.items()}
-    for phase in ("pre-decode", "decode"):
+    recorded = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.traces}
+    assert explained.hashes == recorded
+    for phase in ("prefill", "pre-decode", "decode"):
         shown, ran = explained.graph(phase), running[phase]
         ops = [[str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in (shown, ran)]
         assert ops[0] == ops[1]
+        # The eager lowering runs the graph itself: what was recorded is what is there to be run.
+        assert graph_hash(ran) == recorded[phase]
+
+
+def test_the_hash_is_of_what_a_graph_computes(llama: LlamaForCausalLM) -> None:
+    """Another option, a removed node or a changed constant changes it; another name does not."""
+    graph = sc.explain(llama, prompt_length=100).graph("decode")
+    before = graph_hash(graph)
+    assert sc.explain(llama, prompt_length=100, options={"top_k": 32}).hashes["decode"] != before
+    attention = graph.graph.find_nodes(op="call_function", target=torch.ops.specache.decode_attention.default)[0]
+    attention._rename("another_name")
+    assert graph_hash(graph) == before
+    scale = attention.args[12]
+    attention.args = (*attention.args[:12], scale * 2, *attention.args[13:])
+    assert graph_hash(graph) != before
+    attention.args = (*attention.args[:12], scale, *attention.args[13:])
+    assert graph_hash(graph) == before
+    graph.graph.erase_node(graph.graph.find_nodes(op="call_function", target=torch.ops.specache.wait.default)[0])
+    assert graph_hash(graph) != before
 
 
 def test_graphs_before_and_after_each_pass(llama: LlamaForCausalLM) -> None:
@@ -62,6 +88,76 @@ def test_a_large_model_explains_from_its_config_without_weights() -> None:
     assert explained.full_cache_bytes == 4 * 32_768 * 2 * 8 * 128 * 2 * 2
     # Scales of 16 bits, k and R of 64: the paper's 0.10, and up to an eighth of spare room in a bucket.
     assert explained.kv_ratio == pytest.approx(paper_kv_ratio(1, 64, 32_768), rel=0.15)
+
+
+@pytest.mark.parametrize("shape", ["8B", "70B"])
+def test_a_whole_large_model_explains_in_a_minute_and_four_gigabytes(shape: str) -> None:
+    """In a process of its own, whose peak memory is what is asked about. CI machines are slower than one's own."""
+    width, inner, layers, heads = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}[shape]
+    code = f"""
+import resource, torch, time, specache_compile as sc
+from transformers import LlamaConfig
+config = LlamaConfig(hidden_size={width}, intermediate_size={inner}, num_hidden_layers={layers},
+    num_attention_heads={heads}, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+    dtype=torch.bfloat16)
+start = time.process_time()
+explained = sc.explain(config, prompt_length=32768, device="H100", options={{"bits": 1}})
+text = str(explained)
+assert len(explained.sites) == {layers} and max(map(len, text.splitlines())) <= 100
+print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, explained.weight_bytes)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, peak, weights = (float(number) for number in printed.split())
+    assert seconds < 60
+    assert peak < 4e9
+    assert weights == pytest.approx({"8B": 16.06e9, "70B": 141.1e9}[shape], rel=0.01)
+
+
+def test_it_tells_what_a_pass_changed(llama: LlamaForCausalLM) -> None:
+    explained = sc.explain(llama, prompt_length=64)
+    diff = [line for line in explained.diff("decode", "rewrite_attention").splitlines() if "# File" not in line]
+    removed, added = ([line for line in diff if line.startswith(sign)] for sign in "-+")
+    assert sum("nn.scaled_dot_product_attention(" in line for line in removed) == 2
+    assert sum("specache.decode_attention" in line for line in added) == 2
+    assert explained.diff("prefill", "speculate") == ""
+    with pytest.raises(sc.SpecacheError, match="there are find_attention"):
+        explained.diff("decode", "captured")
+
+
+def test_every_section_says_that_it_is_computed(llama: LlamaForCausalLM) -> None:
+    sections = str(sc.explain(llama, prompt_length=1000)).split("\n\n")
+    for title in ("KV memory", "One decode step", "Step ", "With other options"):
+        (section,) = [part for part in sections if part.startswith(title)]
+        assert "computed, not measured" in section
+
+
+def test_layers_left_exact_are_listed_with_their_reason(llama: LlamaForCausalLM) -> None:
+    explained = sc.explain(llama, prompt_length=64, options={"exact_layers": [0]})
+    assert [site.model_layer for site in explained.sites] == ["1"]
+    assert [item.node.split(":")[0] for item in explained.left_alone] == ["layer 0"]
+    assert "exact_layers" in explained.left_alone[0].reason
+
+
+def test_a_model_of_which_nothing_is_rewritten_says_why() -> None:
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=16,
+    )  # fmt: skip
+    explained = sc.explain(config, prompt_length=64)
+    assert (explained.sites, len(explained.left_alone)) == ((), 2)
+    assert "sliding window" in str(explained)
+    assert json.loads(json.dumps(explained.to_dict()))["sites"] == []
+
+
+def test_a_path_and_a_meta_model_explain_as_the_config_does(tmp_path: Path) -> None:
+    config = tiny_llama().config
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        meta = LlamaForCausalLM(config)
+    texts = [sc.explain(given, prompt_length=300).to_dict() for given in (config, tmp_path, tmp_path / "config.json")]
+    for text in texts[1:]:
+        assert (text["memory"], text["hashes"]) == (texts[0]["memory"], texts[0]["hashes"])
+    assert sc.explain(meta, prompt_length=300).to_dict()["memory"] == texts[0]["memory"]
 
 
 def test_bad_sizes_are_named(llama: LlamaForCausalLM) -> None:
