@@ -236,10 +236,14 @@ class Explanation:
         return as_dict(self)
 
     def save(self, path: str | Path, profile: Any = None) -> None:
-        """Write what the name's ending asks for: .json a Chrome/Perfetto trace (with a
+        """Write what the name's ending asks for: .html the report, timeline .json a Chrome/Perfetto trace (with a
         measured `torch.profiler.profile` beside the predicted one, if given), .graphml or .dot the schedule."""
         path = Path(path)
-        if path.suffix == ".json":
+        if path.suffix in (".html", ".htm"):
+            from .report import write_report
+
+            write_report(self, path)
+        elif path.suffix == ".json":
             from .trace import write_trace
 
             write_trace(self, path, profile)

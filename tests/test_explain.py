@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -129,6 +131,37 @@ def test_every_section_says_that_it_is_computed(llama: LlamaForCausalLM) -> None
     for title in ("KV memory", "One decode step", "Step ", "With other options"):
         (section,) = [part for part in sections if part.startswith(title)]
         assert "computed, not measured" in section
+
+
+def test_compiled_graphs_are_dumped_with_their_explanation(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What SPECACHE_DUMP writes is of the graphs that ran: their hashes, and the bytes of their tiers."""
+    monkeypatch.setenv("SPECACHE_DUMP", str(tmp_path))
+    options = {"bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
+    twin = compile_copy(llama, **options)
+    greedy(twin, prompt(250), 20)  # past the first bucket: the decode is compiled again
+    hashes = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.traces}
+    for graph in find_record(twin).graphs:
+        data = json.loads((tmp_path / graph.name / "explain.json").read_text())
+        assert data["hashes"] == {phase: hashes[phase] for phase in data["hashes"]}
+        assert (tmp_path / graph.name / "report.html").stat().st_size > 10_000
+        assert "computed, not measured" in (tmp_path / graph.name / "explain.txt").read_text()
+    assert set(data["hashes"]) == {"pre-decode", "decode"}
+    assert data["memory"]["by_tier"] == sc.stats(twin).bytes_by_tier
+    assert json.loads((tmp_path / graph.name / "timeline.json").read_text())["traceEvents"]
+    assert (tmp_path / f"{graph.name}.decode" / "07_overlap.py").exists()
+
+
+def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None:
+    """In a process of its own: torch reads TORCH_TRACE when it is imported."""
+    code = "from conftest import *\ngreedy(compile_copy(tiny_llama()), prompt(70), 3)"
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": "tests"}
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, env=environment, check=True)
+    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    for phase in ("prefill", "pre-decode", "decode"):
+        for number, name in enumerate(PASS_NAMES, start=1):
+            assert re.search(rf'"artifact": {{"name": "specache_graph\d+_{phase}_{number:02d}_{name}"', logs), name
 
 
 def test_layers_left_exact_are_listed_with_their_reason(llama: LlamaForCausalLM) -> None:
