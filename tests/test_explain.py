@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -98,6 +99,8 @@ def test_a_whole_large_model_explains_in_a_minute_and_four_gigabytes(shape: str)
     width, inner, layers, heads = {"8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}[shape]
     code = f"""
 import resource, torch, time, specache_compile as sc
+from dataclasses import replace
+from specache_compile.devices import find_device
 from transformers import LlamaConfig
 config = LlamaConfig(hidden_size={width}, intermediate_size={inner}, num_hidden_layers={layers},
     num_attention_heads={heads}, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
@@ -107,9 +110,17 @@ explained = sc.explain(config, prompt_length=32768, device="H100", options={{"bi
 text = str(explained)
 assert len(explained.sites) == {layers} and max(map(len, text.splitlines())) <= 100
 print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, explained.weight_bytes)
+two_bits = replace(explained, options=replace(explained.options, bits=2), device=find_device("H200"))
+for length in (8192, 32768, 131072):
+    plan = replace(two_bits, prompt_length=length)
+    print(plan.full_step() / plan.step().seconds)
 """
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    seconds, peak, weights = (float(number) for number in printed.split())
+    seconds, peak, weights, *speeds = (float(number) for number in printed.split())
+    if shape == "8B":
+        # By hand, at batch 1 on an H200: (W + n·kv) / (W + n·kv·2.5/16), W of 16.06 GB and kv of 131,072 bytes.
+        by_hand = [(16.06e9 + n * 131072) / (16.06e9 + n * 131072 * 2.5 / 16) for n in (8192, 32768, 131072)]
+        assert speeds == pytest.approx(by_hand, rel=0.03)
     assert seconds < 60
     assert peak < 4e9
     assert weights == pytest.approx({"8B": 16.06e9, "70B": 141.1e9}[shape], rel=0.01)
@@ -162,6 +173,30 @@ def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None
     for phase in ("prefill", "pre-decode", "decode"):
         for number, name in enumerate(PASS_NAMES, start=1):
             assert re.search(rf'"artifact": {{"name": "specache_graph\d+_{phase}_{number:02d}_{name}"', logs), name
+
+
+def test_the_gallery_shows_a_table_and_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a small model, so that it is quick; `python examples/gallery.py` shows the real shapes."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    gallery = importlib.import_module("gallery")
+    assert {"Llama-3-8B", "Mistral-7B-v0.3", "Qwen3-8B"} == set(gallery.MODELS)
+    small = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64,
+             "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
+    monkeypatch.setattr(gallery, "MODELS", {"small": (LlamaConfig, small)})
+    monkeypatch.setattr(gallery, "LENGTHS", (1024, 4096))
+    gallery.main(["--save", str(tmp_path), "--device", "L4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "computed, not measured" in lines[0]
+    assert [line.split()[:2] for line in lines[3:]] == [["small", "1,024"], ["small", "4,096"]]
+    assert max(map(len, lines)) <= 120
+    for length in ("1k", "4k"):
+        written = {path.name for path in (tmp_path / f"small-{length}").iterdir()}
+        assert written == {"explain.txt", "report.html", "timeline.json"}
+    monkeypatch.setattr(gallery, "PLOT_LENGTHS", (1024, 2048))
+    gallery.main(["--plot", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_layers_left_exact_are_listed_with_their_reason(llama: LlamaForCausalLM) -> None:
