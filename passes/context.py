@@ -77,8 +77,6 @@ class Context:
     # Fakes of a layer's state tensors by field, and of the cursor, in the graph's own fake mode.
     state: Sequence[dict[str, Any]]
     cursor: Any
-    # Attentions, counted in the graph's order, that a person wants left as they are.
-    exact: frozenset[int] = frozenset()
     # Names of the placeholders that are held tensors.
     held: frozenset[str] = frozenset()
     inputs: list[Input] = field(default_factory=list)
@@ -89,6 +87,8 @@ class Context:
     lanes: int = 1
     # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False
+    # Attentions, counted in the graph's order, that a person wants left as they are.
+    exact: frozenset[int] = frozenset()
 
     @property
     def needs_guess(self) -> bool:
