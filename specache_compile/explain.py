@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from specache_compile.passes.context import LeftAlone
 
@@ -61,7 +61,13 @@ def explain(
         FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
     ):
         twin = twin_of(model, config)
-        run_two_steps(twin, prompt_length, batch_size, collector(captured, parsed))
+        try:
+            run_two_steps(twin, prompt_length, batch_size, collector(captured, parsed))
+        except GuardOnDataDependentSymNode as error:
+            raise SpecacheError(
+                "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
+                "length, say), which shapes do not tell: explain cannot follow it; SPECACHE_DUMP shows it as it runs"
+            ) from error
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     return explanation_of(

@@ -217,6 +217,12 @@ def test_a_model_of_which_nothing_is_rewritten_says_why() -> None:
     assert json.loads(json.dumps(explained.to_dict()))["sites"] == []
 
 
+def test_a_model_that_decides_by_values_is_refused_in_words() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    with pytest.raises(sc.SpecacheError, match="decides by the values of a tensor"):
+        sc.explain(tiny_llama(rope_parameters=rope, max_position_embeddings=144), prompt_length=64)
+
+
 def test_a_path_and_a_meta_model_explain_as_the_config_does(tmp_path: Path) -> None:
     config = tiny_llama().config
     config.save_pretrained(tmp_path)
