@@ -21,7 +21,7 @@ from specache_compile.passes.overlap import is_work
 
 from .devices import Device
 from .options import Options
-from .tiers import LayerShape
+from .tiers import FIELDS, LayerShape
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def layer_of_tier_op(node: Node) -> int:
     raise ValueError(f"{node.name} takes no layer's state")
 
 
-STATE_NAME = r"(host|codes|key_params|value_params|recent|slots|slot_index|wanted|tally)_(\d+)"
+STATE_NAME = rf"({'|'.join(FIELDS)})_(\d+)"
 
 
 @dataclass(frozen=True)
