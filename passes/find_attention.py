@@ -25,10 +25,10 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     whose cache update is not a plain concatenation, is left as it is, with the reason.
     """
     foreign = unknown_write(graph_module)
-    for attention in graph_module.graph.nodes:
-        if not is_attention(attention):
-            continue
+    for number, attention in enumerate(filter(is_attention, graph_module.graph.nodes)):
         try:
+            if number in context.exact:
+                raise NoMatch(f"option exact_layers lists attention {number}")
             site = match_site(attention, len(context.sites), context.held)
             if foreign is not None:
                 raise NoMatch(f"the graph writes to its inputs in place ({foreign.name}), and lanes would write twice")

@@ -89,12 +89,13 @@ def dependencies(nodes: Iterable[Node]) -> nx.DiGraph:
 def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
     """Compute nodes keep their order; a wait comes right before its first dependant, a copy as soon as it can start."""
     order: dict[Node, None] = {}
+    place_of = {node: place for place, node in enumerate(nodes)}
     early = sorted((n for n in nodes if is_early(n)), key=lambda n: rank(n))
 
     def emit(node: Node) -> None:
         if node in order:
             return
-        for needed in sorted(dag.predecessors(node), key=nodes.index):
+        for needed in sorted(dag.predecessors(node), key=place_of.__getitem__):
             emit(needed)
         order[node] = None
 
@@ -104,10 +105,11 @@ def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
         emit(node)
         progress = True
         while progress:
-            ready = [n for n in early if n not in order and all(p in order for p in dag.predecessors(n))]
-            progress = bool(ready)
-            if ready:
-                order[ready[0]] = None
+            ready = next((n for n in early if n not in order and all(p in order for p in dag.predecessors(n))), None)
+            progress = ready is not None
+            if ready is not None:
+                order[ready] = None
+                early.remove(ready)
     for node in nodes:
         emit(node)
     return list(order)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from .clean_up import clean_up
 from .context import Context, Pass, PassReport
 from .find_attention import find_attention
+from .fingerprint import graph_hash
 from .overlap import overlap
 from .own_cache import own_cache
 from .prefetch import prefetch
@@ -42,11 +43,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Trace:
-    """One run of the pipeline: the readable graph before it and after each pass, and the passes' reports."""
+    """One run of the pipeline: the readable graph before it and after each pass, the passes' reports, and the hash of
+    the graph that it handed over to be lowered."""
 
     phase: str
     graphs: dict[str, str] = field(default_factory=dict)
     reports: list[PassReport] = field(default_factory=list)
+    hash: str = ""
 
 
 def run_pipeline(
@@ -69,6 +72,7 @@ def run_pipeline(
         trace.graphs[report.name] = readable(graph_module)
         dump(name, trace, number, report.name)
         log.debug("%s %s: %s %s", context.phase, report.name, report.counts, "; ".join(report.remarks))
+    trace.hash = graph_hash(graph_module)
     return graph_module, trace
 
 

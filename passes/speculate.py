@@ -146,7 +146,7 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
         node.target = name
         node._rename(name)
     # The outputs that were taken from the graph are None again, as they were before tracing.
-    *traced, next_guess = output_node(widened).args[0]  # type: ignore[misc]
+    *traced, next_guess = output_node(widened).args[0]  # type: ignore[misc, str-unpack]
     there = dict(zip(present, traced, strict=True))
     output_node(widened).args = ((*(there.get(position) for position in range(len(outputs))), next_guess),)
     widened.recompile()

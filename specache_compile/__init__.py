@@ -2,6 +2,7 @@
 
 import specache_compile.kernels  # noqa: F401  (registers the ops, which the passes know by name)
 
+from .bisect import Bisection, bisect
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 from .explain import Explanation, explain
 from .materialize import materialize
@@ -9,6 +10,7 @@ from .options import Options
 from .stats import Stats, stats
 
 __all__ = [
+    "Bisection",
     "Explanation",
     "HeldTensorError",
     "OptionError",
@@ -16,6 +18,7 @@ __all__ = [
     "SpecacheError",
     "SpecacheWarning",
     "Stats",
+    "bisect",
     "explain",
     "materialize",
     "stats",

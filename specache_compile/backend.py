@@ -24,6 +24,7 @@ from specache_compile.passes.context import Context, Input, LeftAlone, Phase, va
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES, PIPELINE, Trace, run_pipeline
 
+from .dump import dump_explanation
 from .errors import OptionError, SpecacheError, SpecacheWarning, copy_failed, mixed_caches, unmatched_held
 from .held import Handle, HeldTensor
 from .options import Options, parse_options
@@ -151,6 +152,7 @@ class CapturedGraph:
             hit_rate=self.options.hit_rate,
             state=state,
             cursor=cursor,
+            exact=frozenset(self.options.exact_layers),
             held=frozenset(self.placeholders[i].name for i in self.held),
             inputs=[Input("argument", argument=i) for i in range(len(self.placeholders))],
         )
@@ -181,6 +183,8 @@ class CapturedGraph:
         key = phase, session.batch, session.capacity
         if key not in self.lowered:
             self.lowered[key] = within_tracing(self.fake_mode, lambda: self.rewrite(session, phase), late=not ahead)
+            if phase == self.phase:
+                dump_explanation(self, session)
         return self.lowered[key]
 
     def rewrite(self, session: Session, phase: Phase) -> tuple[Callable[..., Any], Context]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .devices import find_device
 from .errors import OptionError, SpecacheError
 from .options import BITS, GROUP_SIZES, Options, parse_options
 
@@ -25,8 +27,28 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("model", help="a checkpoint folder, a config.json, or a hub name")
     explain.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
     explain.add_argument("--batch-size", type=int, default=1, help="rows (default: 1)")
-    explain.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
+    explain.add_argument("--device", help="for the roofline: A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
+    for name, what in (
+        ("--hbm-gbps", "GB/s of device memory"),
+        ("--pcie-gbps", "GB/s over PCIe, one way"),
+        ("--tflops", "dense 16-bit TFLOP/s"),
+        ("--vram-gib", "GiB of device memory"),
+    ):
+        explain.add_argument(name, type=float, help=f"{what}, in place of the device's")
+    explain.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
+    explain.add_argument("--reuse", type=float, default=0.0, help="share of wanted pairs in the slots already (0)")
+    shown = explain.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="everything as JSON")
+    shown.add_argument("--nodes", action="store_true", help="each launch of the decode step with its least time")
+    shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
+    shown.add_argument(
+        "--diff", nargs=2, metavar=("PHASE", "PASS"), help="what a pass changed in a phase's graph, as a unified diff"
+    )
     explain.add_argument("--after", metavar="PASS", help="with --graph: the graph as it stood after this pass")
+    explain.add_argument(
+        "--save", action="append", default=[], type=Path, metavar="FILE",
+        help="write report.html, timeline.json (Perfetto), schedule.graphml or schedule.dot; may be repeated",
+    )  # fmt: skip
     generate = commands.add_parser("generate", help="continue a prompt with a compiled checkpoint")
     generate.add_argument("model", help="a checkpoint folder, or a hub name")
     source = generate.add_mutually_exclusive_group(required=True)
@@ -71,20 +93,29 @@ def checked(model: str) -> str:
 
 
 def run_explain(args: argparse.Namespace) -> None:
-    from transformers import AutoConfig
-
     from .explain import explain
+    from .tables import nodes_table
 
-    explained = explain(
-        AutoConfig.from_pretrained(checked(args.model)), args.prompt_length, args.batch_size, options_of(args)
-    )
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
-    if args.graph is None:
+    figures = (args.hbm_gbps, args.pcie_gbps, args.tflops, args.vram_gib)
+    explained = explain(
+        args.model, args.prompt_length, args.batch_size, options_of(args),
+        device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse,
+    )  # fmt: skip
+    for path in args.save:
+        explained.save(path)
+    if args.json:
+        print(json.dumps(explained.to_dict(), indent=1))
+    elif args.nodes:
+        print(nodes_table(explained))
+    elif args.diff:
+        print(explained.diff(*args.diff), end="")
+    elif args.graph:
+        graph = explained.graph(args.graph, args.after)
+        print(graph if isinstance(graph, str) else graph.print_readable(print_output=False))
+    elif not args.save:
         print(explained)
-        return
-    graph = explained.graph(args.graph, args.after)
-    print(graph if isinstance(graph, str) else graph.print_readable(print_output=False))
 
 
 def run_generate(args: argparse.Namespace) -> None:

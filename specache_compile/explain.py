@@ -6,139 +6,132 @@ real backend: one prefill and one decode step. So what is shown is what runs.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from specache_compile.passes.context import LeftAlone
-from specache_compile.passes.pipeline import Trace
 
+from .devices import Device, find_device
 from .errors import SpecacheError, SpecacheWarning
+from .explanation import Explanation, SiteRow
+from .layers import layers_of
 from .options import Options, parse_options
-from .records import find_record
-from .tiers import LayerShape, full_cache_bytes, predicted_bytes
-
-
-@dataclass(frozen=True)
-class SiteRow:
-    """One rewritten attention, as every phase sees it."""
-
-    layer: int
-    query_heads: int
-    heads: int
-    head_dim: int
-    mask: bool
-    softcap: float | None
-    sinks: bool
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What `explain` found; print it, or ask it. Bytes are for `prompt_length` tokens and `batch_size` rows."""
-
-    options: Options
-    prompt_length: int
-    batch_size: int
-    sites: tuple[SiteRow, ...]
-    left_alone: tuple[LeftAlone, ...]
-    traces: Mapping[str, Trace]
-    graphs: Mapping[str, GraphModule]
-    bytes_by_tier: Mapping[str, int]
-    full_cache_bytes: int
-    lanes: int
-
-    @property
-    def device_bytes(self) -> int:
-        """KV bytes on the device: low-bit, recent and slots."""
-        return sum(size for tier, size in self.bytes_by_tier.items() if tier != "host")
-
-    @property
-    def kv_ratio(self) -> float:
-        """Device KV bytes / bytes of the same tokens in Hugging Face's cache."""
-        return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
-
-    @property
-    def bytes_fetched(self) -> int:
-        """Bytes that a decode step fetches from the host tier at most, when no pair is in the slots already."""
-        pair = sum(site.heads * site.head_dim for site in self.sites) * 2
-        width = self.full_cache_bytes // max(1, self.prompt_length * self.batch_size * pair)
-        return self.batch_size * self.options.top_k * pair * width
-
-    def graph(self, phase: str, after: str | None = None) -> GraphModule | str:
-        """The rewritten graph of a phase; with `after`, its text as it stood after that pass ("captured": before)."""
-        if phase not in self.traces:
-            raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces)}")
-        if after is None:
-            return self.graphs[phase]
-        texts = self.traces[phase].graphs
-        if after not in texts:
-            raise SpecacheError(f"no pass {after!r}: there are {', '.join(texts)}")
-        return texts[after]
-
-    def __str__(self) -> str:
-        parts = [
-            f"specache: {len(self.sites)} attentions rewritten, {len(self.left_alone)} left exact, {self.lanes} "
-            f"lane{'s' if self.lanes > 1 else ''} in decode; {self.prompt_length:,} tokens x batch {self.batch_size}",
-            tabulate([(n, f"{b:,}", f"{b / max(1, self.full_cache_bytes):.3f}") for n, b in self.memory_rows()],
-                     headers=("tier", "bytes", "of full cache"), colalign=("left", "right", "right")),
-            tabulate([(phase, r.name, ", ".join(f"{k} {v}" for k, v in r.counts.items()), f"{r.seconds * 1e3:.0f}",
-                       "; ".join(r.remarks)) for phase, trace in self.traces.items() for r in trace.reports],
-                     headers=("phase", "pass", "what it did", "ms", ""), maxcolwidths=(None, None, 36, None, 26)),
-            tabulate([vars(site) for site in self.sites], headers="keys"),
-        ]  # fmt: skip
-        if self.left_alone:
-            parts.append(tabulate([vars(item) for item in self.left_alone], headers="keys", maxcolwidths=(None, 70)))
-        return "\n\n".join(parts)
-
-    def memory_rows(self) -> list[tuple[str, int]]:
-        return [
-            *self.bytes_by_tier.items(),
-            ("device, in all", self.device_bytes),
-            ("fetched a step, at most", self.bytes_fetched),
-            ("full cache", self.full_cache_bytes),
-        ]
+from .plan import temporaries
 
 
 def explain(
-    model: Any, prompt_length: int = 4096, batch_size: int = 1, options: Mapping[str, Any] | None = None
+    model: Any,
+    prompt_length: int = 4096,
+    batch_size: int = 1,
+    options: Mapping[str, Any] | None = None,
+    *,
+    device: str | Device | None = None,
+    host_gib: float = 128.0,
+    reuse: float = 0.0,
 ) -> Explanation:
     """Explain what `torch.compile(model, backend="specache", options=options)` does to a Hugging Face decoder.
 
-    model: a PreTrainedModel (its weights are not touched) or its config. Sizes are computed, not measured.
+    model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
+    device: a name from `devices.DEVICES`, or a `Device`; A100 if not given. host_gib: host memory for the host tier.
+    reuse: share of the wanted pairs that are in the slots already (0: all must travel). Nothing is measured.
     """
     parsed = replace(parse_options(options), lowering="eager")
-    config = getattr(model, "config", model)
     if prompt_length < 1 or batch_size < 1:
         raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+    if not 0 <= reuse <= 1:
+        raise SpecacheError(f"reuse={reuse}: give a share between 0 and 1")
+    chosen = device if isinstance(device, Device) else find_device(device)
+    model = load_config(model) if isinstance(model, (str, Path)) else model
+    config = getattr(model, "config", model)
+    captured: list[Any] = []
+    # A process may explain many models, each a compilation of the same code of Hugging Face's; and what it explains
+    # must not depend on the lengths that this code has met before.
+    with (
+        torch._dynamo.config.patch(
+            recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False
+        ),
+        FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
+    ):
         twin = twin_of(model, config)
-        run_two_steps(twin, prompt_length, batch_size, parsed)
-    record = find_record(twin)
-    graphs = record.graphs if record else []
-    layers: list[LayerShape] = graphs[0].layer_shapes() if graphs else []
+        try:
+            run_two_steps(twin, prompt_length, batch_size, collector(captured, parsed))
+        except GuardOnDataDependentSymNode as error:
+            raise SpecacheError(
+                "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
+                "length, say), which shapes do not tell: explain cannot follow it; SPECACHE_DUMP shows it as it runs"
+            ) from error
+        weights = sum(parameter.nbytes for parameter in twin.parameters())
+    name = getattr(config, "_name_or_path", "") or type(config).__name__
+    return explanation_of(
+        captured, parsed, prompt_length, batch_size,
+        device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, name=name,
+    )  # fmt: skip
+
+
+def explanation_of(
+    captured: Sequence[Any], options: Options, prompt_length: int, batch_size: int, **rest: Any
+) -> Explanation:
+    """The explanation of captured graphs, whether they were traced to be explained or to run."""
+    graphs = [graph for graph in captured if graph.sites]
+    newest = graphs[-1] if graphs else (captured[-1] if captured else None)
+    modules: dict[str, GraphModule] = {phase: module for graph in graphs for phase, module in graph.modules.items()}
     return Explanation(
-        options=parsed,
+        options=options,
         prompt_length=prompt_length,
         batch_size=batch_size,
-        sites=tuple(
-            SiteRow(s.layer, s.query_heads, s.heads, s.head_dim, s.mask is not None, s.softcap, s.sinks is not None)
-            for s in (graphs[-1].sites if graphs else ())
-        ),
-        left_alone=tuple(item for item in (graphs[-1].left_alone if graphs else ())),
+        sites=tuple(site_rows(newest)) if newest is not None else (),
+        left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
         traces={trace.phase: trace for graph in graphs for trace in graph.traces},
-        graphs={phase: module for graph in graphs for phase, module in graph.modules.items()},
-        bytes_by_tier=predicted_bytes(parsed, layers, batch_size, prompt_length),
-        full_cache_bytes=full_cache_bytes(layers, batch_size, prompt_length),
+        graphs=modules,
+        layers=tuple(graphs[0].layer_shapes()) if graphs else (),
         lanes=max((context.lanes for graph in graphs for _, context in graph.lowered.values()), default=1),
+        working_bytes={phase: temporaries(module) for phase, module in modules.items()},
+        **rest,
     )
+
+
+def site_rows(graph: Any) -> list[SiteRow]:
+    layers = layers_of(graph.graph_module)
+    return [
+        SiteRow(
+            s.layer, layers[s.attention], s.query_heads, s.heads, s.head_dim, s.mask is not None, s.softcap,
+            s.sinks is not None,
+        )
+        for s in graph.sites
+    ]  # fmt: skip
+
+
+def left_alone_rows(graph: Any) -> list[LeftAlone]:
+    """Each with the number of the model's layer that it is in, where it is in one."""
+    layers = {node.name: layer for node, layer in layers_of(graph.graph_module).items()}
+    rows = graph.left_alone
+    return [LeftAlone(f"layer {layers[r.node]}: {r.node}" if r.node in layers else r.node, r.reason) for r in rows]
+
+
+def load_config(path: str | Path) -> Any:
+    """The config at a checkpoint folder, a config.json, or of a hub name."""
+    from transformers import AutoConfig
+
+    given = Path(path).expanduser()
+    looks_local = str(path).startswith((".", "/", "~")) or str(path).endswith(".json")
+    if looks_local and not given.exists():
+        raise SpecacheError(f"no checkpoint at {path}: give a folder with config.json, a config.json, or a hub name")
+    try:
+        return AutoConfig.from_pretrained(str(given) if looks_local else str(path))
+    except Exception as error:  # transformers raises a different type for each way in which a config can be bad
+        raise SpecacheError(f"no usable config at {path}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def twin_of(model: Any, config: Any) -> Any:
@@ -147,19 +140,38 @@ def twin_of(model: Any, config: Any) -> Any:
 
     dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     if hasattr(model, "config"):
-        with torch.device(model.device):
+        # Fake tensors have no storage on any device; Dynamo traces a cache on the meta device wrongly.
+        with torch.device("cpu" if model.device.type == "meta" else model.device):
             return type(getattr(model, "_orig_mod", model))._from_config(config, dtype=dtype).eval()
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except Exception as error:  # likewise
+        raise SpecacheError(f"no decoder can be built from this config: {first_line(error)}") from error
 
 
-def run_two_steps(model: Any, prompt_length: int, batch_size: int, options: Options) -> None:
-    """One prefill and one decode step through the backend."""
-    from .backend import compile_graph
+def collector(captured: list[Any], options: Options) -> Callable[..., Any]:
+    """The backend itself, which also notes each graph that holds attentions."""
+    from .backend import CapturedGraph, compile_graph
 
+    def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        seen = CapturedGraph(graph_module, options, None)
+        compiled = compile_graph(graph_module, example_inputs, options)
+        if isinstance(compiled, CapturedGraph):
+            captured.append(compiled)
+        elif seen.left_alone:
+            captured.append(seen)
+        return compiled
+
+    return backend
+
+
+def run_two_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable[..., Any]) -> None:
+    """One prefill and one decode step through the backend, called as `generate` calls."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", SpecacheWarning)  # what is left alone is a table here
-        compiled = torch.compile(model, backend=functools.partial(compile_graph, options=options))
+        compiled = torch.compile(model, backend=backend)
         prompt = torch.zeros(batch_size, prompt_length, dtype=torch.int64, device=model.device)
-        cache = compiled(prompt, use_cache=True, logits_to_keep=1).past_key_values
-        position = torch.full((batch_size, 1), prompt_length, dtype=torch.int64, device=model.device)
-        compiled(prompt[:, :1], past_key_values=cache, position_ids=position, logits_to_keep=1)
+        positions = torch.zeros(batch_size, prompt_length + 1, dtype=torch.int64, device=model.device)
+        before, after = positions[:, :prompt_length].clone(), positions[:, prompt_length:].clone()
+        cache = compiled(prompt, position_ids=before, use_cache=True, logits_to_keep=1).past_key_values
+        compiled(prompt[:, :1].clone(), past_key_values=cache, position_ids=after, logits_to_keep=1)

@@ -23,7 +23,8 @@ class Options:
     0 is plain KIVI. speculate: run the speculative token beside the output token; False lets the output token
     choose. zero_point: at 1 bit, the paper's "midpoint" or KIVI's "minimum". lowering: "inductor", or "eager" to run
     the rewritten graph as it is. hit_rate: also measure the hit rate (slow: it computes the true attention).
-    disable_passes: names of passes to leave out. inductor: config patches handed to Inductor.
+    disable_passes: names of passes to leave out. exact_layers: attentions, counted from 0 in the model's order, that
+    stay as Hugging Face wrote them. inductor: config patches handed to Inductor.
     """
 
     bits: int = 2
@@ -35,6 +36,7 @@ class Options:
     lowering: str = "inductor"
     hit_rate: bool = False
     disable_passes: tuple[str, ...] = ()
+    exact_layers: tuple[int, ...] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -52,6 +54,9 @@ class Options:
         if isinstance(self.disable_passes, str):
             raise OptionError(f"option disable_passes={self.disable_passes!r}: give a list of pass names")
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
+        if isinstance(self.exact_layers, (str, int)) or not all(type(n) is int and n >= 0 for n in self.exact_layers):
+            raise OptionError(f"option exact_layers={self.exact_layers!r}: give a list of layer numbers from 0")
+        object.__setattr__(self, "exact_layers", tuple(self.exact_layers))
 
     @property
     def window(self) -> int:

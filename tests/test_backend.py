@@ -63,7 +63,7 @@ def test_passes_are_dumped_before_and_after(
 ) -> None:
     monkeypatch.setenv("SPECACHE_DUMP", str(tmp_path))
     greedy(compile_copy(llama), prompt(40), 3)
-    phases = {folder.name.split(".")[1]: sorted(p.name for p in folder.iterdir()) for folder in tmp_path.iterdir()}
+    phases = {folder.name.split(".")[1]: sorted(p.name for p in folder.iterdir()) for folder in tmp_path.glob("*.*")}
     assert set(phases) == {"prefill", "pre-decode", "decode"}
     expected = ["00_captured.py", *(f"{i:02d}_{name}.py" for i, name in enumerate(PASS_NAMES, 1))]
     assert all(files == expected for files in phases.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,24 @@ def test_explain_prints_a_graph_after_a_pass(capsys: pytest.CaptureFixture[str])
     assert "specache.prefetch" in capsys.readouterr().out
 
 
+def test_explain_as_json_holds_what_the_tables_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", MODEL, "--prompt-length", "2048", "--json", "--device", "l4", "--tflops", "100"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["note"] == "every figure is computed, not measured"
+    assert data["device"] == {"name": "L4, changed", "hbm_gbps": 300, "pcie_gbps": 12.5, "tflops": 100, "vram_gib": 24}
+    assert sum(data["memory"]["by_tier"].values()) > data["memory"]["full_cache"]
+    assert sum(node["cost"]["to_device"] for node in data["nodes"]) == data["step"]["to_device"] > 0
+    assert data["step"]["critical_path"]
+
+
+@pytest.mark.parametrize("flag", [["--nodes"], ["--diff", "decode", "prefetch"]])
+def test_explain_prints_nodes_and_diffs(capsys: pytest.CaptureFixture[str], flag: list[str]) -> None:
+    assert main(["explain", MODEL, "--prompt-length", "64", *flag]) == 0
+    out = capsys.readouterr().out
+    assert "prefetch" in out
+    assert flag[0] != "--nodes" or max(map(len, out.splitlines())) <= 100
+
+
 def test_generate_finds_the_pass_key(capsys: pytest.CaptureFixture[str]) -> None:
     filler = "def nothing():\n    return None\n" * 20
     prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
@@ -40,6 +59,13 @@ def test_generate_finds_the_pass_key(capsys: pytest.CaptureFixture[str]) -> None
         (["explain", MODEL, "--prompt-length", "64", "--graph", "encode"], "no phase 'encode'"),
         (["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "sort"], "no pass 'sort'"),
         (["explain", MODEL, "--prompt-length", "0"], "prompt_length=0"),
+        (["explain", MODEL, "--device", "TPU"], "unknown device 'TPU': known are A6000"),
+        (["explain", MODEL, "--reuse", "2"], "reuse=2.0"),
+        (["explain", MODEL, "--pcie-gbps", "0"], "pcie_gbps=0.0"),
+        (["explain", MODEL, "--prompt-length", "64", "--diff", "decode", "sort"], "no pass 'sort'"),
+        (["explain", MODEL, "--prompt-length", "64", "--save", "report.pdf"], "report.pdf"),
+        (["explain", str(Path(__file__))], "no usable config at"),
+        (["explain", str(Path(__file__).parent)], "no usable config at"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
     ],
 )
