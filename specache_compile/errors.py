@@ -60,3 +60,12 @@ def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
         f"{reasons}. Go on the way the cache was filled, or give a plain copy: "
         "specache_compile.materialize(past_key_values)."
     )
+
+
+def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None) -> SpecacheError:
+    limit = "half of what is free" if asked is None else "option host_memory"
+    return SpecacheError(
+        f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {batch}, and may have "
+        f"{allowed / 2**30:.2f} GiB ({limit}). Nothing was lost: the cache holds what it held. Lower the batch or the "
+        "context, free memory, or set host_memory (bytes) higher."
+    )

@@ -24,7 +24,8 @@ class Options:
     choose. zero_point: at 1 bit, the paper's "midpoint" or KIVI's "minimum". lowering: "inductor", or "eager" to run
     the rewritten graph as it is. hit_rate: also measure the hit rate (slow: it computes the true attention).
     disable_passes: names of passes to leave out. exact_layers: attentions, counted from 0 in the model's order, that
-    stay as Hugging Face wrote them. inductor: config patches handed to Inductor.
+    stay as Hugging Face wrote them. host_memory: bytes that a cache's host tier may have; None: half of what is free.
+    inductor: config patches handed to Inductor.
     """
 
     bits: int = 2
@@ -37,6 +38,7 @@ class Options:
     hit_rate: bool = False
     disable_passes: tuple[str, ...] = ()
     exact_layers: tuple[int, ...] = ()
+    host_memory: int | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise OptionError(f"option {name}={value!r}: give a whole number of tokens, {least} or more")
+        if self.host_memory is not None and (type(self.host_memory) is not int or self.host_memory < 0):
+            raise OptionError(f"option host_memory={self.host_memory!r}: give a number of bytes, or None")
         for name in ("speculate", "hit_rate"):
             one_of(name, getattr(self, name), (True, False))
         if isinstance(self.disable_passes, str):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.copy_stream import StreamCopies
 
 if TYPE_CHECKING:
     from .backend import CapturedGraph
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 class Statistics:
     """Counts of one session, kept after it has gone: steps by phase, seconds, copies (in the queue), bytes by tier."""
 
-    queue: CopyQueue
+    queue: CopyQueue | StreamCopies
     tallies: list[Tensor] = field(default_factory=list)
+    fetched: list[Tensor] = field(default_factory=list)
+    bytes_to_host: int = 0
     steps: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("prefill", "extend", "pre-decode", "decode"), 0)
     )

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.copy_queue import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
+from specache_compile.kernels import copy_stream
+from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
+from specache_compile.kernels.host_memory import budget
 from specache_compile.passes.context import Input
 
-from .errors import copy_failed, stale_cache
+from .errors import copy_failed, no_host_memory, stale_cache
 from .held import Crop, Edit, Handle, HeldTensor
 from .options import Options
 from .records import Statistics
-from .tiers import FIELDS, LayerShape, LayerState, allocate, bucket, bytes_by_tier, full_cache_bytes
-
-# State whose second dimension after the heads is tokens (or groups of them), and grows with the context.
-GROWING = ("host", "codes", "key_params", "value_params")
+from .tiers import LayerShape, LayerState, allocate, bucket, bytes_by_tier, copied, full_cache_bytes, host_bytes
 
 
 class Session:
@@ -42,11 +41,15 @@ class Session:
         self.primed = False
         self.capacity = 0
         self.state: list[LayerState] = []
-        self.queue = CopyQueue()
+        self.queue = self.new_queue()
         self.statistics = Statistics(self.queue)
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
-        self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.int64)
+        self.cursor = copy_stream.new_cursor(layers[0].device)
         self.cursor[QUEUE] = self.queue.number
+
+    def new_queue(self) -> CopyQueue | copy_stream.StreamCopies:
+        device = self.layers[0].device
+        return copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
 
     def capacity_for(self, tokens: int) -> None:
         """Raise the capacity to the bucket of `tokens`; `reserve` makes the tensors follow."""
@@ -54,23 +57,31 @@ class Session:
 
     @torch.inference_mode(False)
     def reserve(self) -> None:
-        """Make the growing tensors as large as the capacity says; what they hold stays."""
-        if self.state and self.state[0]["host"].shape[2] == self.capacity:
+        """Make the growing tensors as large as the capacity says; what they hold stays.
+
+        Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
+        where the host tier would outgrow its budget.
+        """
+        there = self.state[0]["host"].shape[2] if self.state else 0
+        if there == self.capacity:
             return
+        held = sum(layer["host"].nbytes for layer in self.state)
+        needed, allowed = host_bytes(self.layers, self.batch, self.capacity), budget(held, self.options.host_memory)
+        if needed > allowed:
+            wanted, self.capacity = self.capacity, there
+            raise no_host_memory(needed, allowed, wanted, self.batch, self.options.host_memory)
         self.queue.drain()
-        grown = [allocate(self.options, layer, self.batch, self.capacity) for layer in self.layers]
-        for old, new in zip(self.state, grown, strict=False):
-            for field in FIELDS:
-                if field in GROWING:
-                    new[field][:, :, : old[field].shape[2]] = old[field]
-                else:
-                    new[field] = old[field]
-        self.state = grown
+        for number, layer in enumerate(self.layers):
+            if not there:
+                self.state.append(allocate(self.options, layer, self.batch, self.capacity))
+            else:
+                self.state[number] = allocate(self.options, layer, self.batch, self.capacity, self.state[number])
         self.note_memory()
 
     def note_memory(self) -> None:
         """Let the statistics know the tiers' sizes: they are asked for when the session may be gone."""
         self.statistics.tallies = [layer["tally"] for layer in self.state]
+        self.statistics.fetched = [layer["fetched"] for layer in self.state]
         self.statistics.bytes_by_tier = bytes_by_tier(self.state)
 
     def point(self, tokens: int) -> None:
@@ -78,13 +89,18 @@ class Session:
         self.cursor[LENGTH] = self.length
         self.cursor[LOW_BIT] = self.options.low_bit_length(self.length)
         self.cursor[NEXT_LOW_BIT] = self.options.low_bit_length(self.length + tokens)
+        if self.cursor.is_cuda:
+            copy_stream.publish(self.cursor, self.length)
 
     def advance(self, tokens: int) -> None:
         """`tokens` more are cached; views of the cache taken before are stale from here on."""
         self.length += tokens
         self.version += 1
         self.view = None
+        self.statistics.bytes_to_host += full_cache_bytes(self.layers, self.batch, tokens)
         self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.batch, self.length)
+        if self.cursor.is_cuda and tokens > copy_stream.WRITE_THROUGH:
+            copy_stream.release_staging()
 
     def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
         """The values of a rewritten graph's inputs: the caller's arguments, and this session's state."""
@@ -133,11 +149,8 @@ class Session:
         """Keep the batch rows `indices`, in that order: reorder, repeat and select are all this."""
         if indices.numel() == self.batch and torch.equal(indices.cpu(), torch.arange(self.batch)):
             return
-        for layer in self.state:
-            for field in FIELDS:
-                if field != "tally":
-                    kept = layer[field].index_select(0, indices.to(layer[field].device))
-                    layer[field] = kept.pin_memory() if layer[field].is_pinned() else kept
+        for number, layer in enumerate(self.layers):
+            self.state[number] = copied(self.state[number], layer, indices)
         if self.guess is not None:
             self.guess = self.guess.index_select(0, indices.to(self.guess.device))
         self.batch = indices.numel()
@@ -150,8 +163,11 @@ class Session:
             raise stale_cache()
         self.queue.drain()
         other = copy.copy(self)
-        other.state = [{field: tensor.clone() for field, tensor in layer.items()} for layer in self.state]
-        other.queue = CopyQueue()
+        other.state = [copied(state, layer) for state, layer in zip(self.state, self.layers, strict=True)]
+        for layer in other.state:
+            layer["fetched"].zero_()
+            layer["tally"].zero_()
+        other.queue = self.new_queue()
         other.statistics = Statistics(other.queue)
         other.note_memory()
         other.cursor = self.cursor.clone()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specache_compile.kernels import copy_stream
+from specache_compile.kernels.host_memory import host_zeros
 from specache_compile.kernels.quantize import packed_width, value_group
 
 from .options import Options
@@ -29,6 +31,8 @@ TIER_OF = {
     "tally": "measure",
 }
 FIELDS = tuple(TIER_OF)
+# State whose second dimension after the heads is tokens (or groups of them), and grows with the context.
+GROWING = ("host", "codes", "key_params", "value_params")
 DEVICE_TIERS = ("low-bit", "recent", "slots")
 SMALLEST_BUCKET = 256
 
@@ -84,15 +88,59 @@ def device_of(field: str, layer: LayerShape) -> torch.device:
     return torch.device("cpu") if field == "host" and layer.device.type != "meta" else layer.device
 
 
-def allocate(options: Options, layer: LayerShape, batch: int, capacity: int) -> LayerState:
-    """Fresh state tensors: zeros, no slot filled; the host tier pinned where there is a GPU to read it."""
+def allocate(
+    options: Options, layer: LayerShape, batch: int, capacity: int, old: LayerState | None = None
+) -> LayerState:
+    """A layer's state tensors: zeros, no slot filled; or what `old`, of a smaller capacity, holds.
+
+    The host tier is pinned where there is a GPU to read it; what does not grow is `old`'s own.
+    """
     state = {}
     for field, (shape, dtype) in state_shapes(options, layer, batch, capacity).items():
-        pinned = field == "host" and layer.device.type == "cuda"
-        state[field] = torch.zeros(shape, dtype=dtype, device=device_of(field, layer), pin_memory=pinned)
-    state["slot_index"].fill_(-1)
-    state["wanted"].fill_(-1)
+        if old is not None and field not in GROWING:
+            state[field] = old[field]
+            continue
+        state[field] = zeros(field, shape, dtype, layer)
+        if old is not None:
+            state[field][:, :, : old[field].shape[2]] = old[field]
+    if old is None:
+        state["slot_index"].fill_(-1)
+        state["wanted"].fill_(-1)
+        adopt(state, layer)
     return state
+
+
+def zeros(field: str, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
+    """Zeros where a field lives."""
+    if field == "host":
+        return host_zeros(shape, dtype, pinned=layer.device.type == "cuda")
+    return torch.zeros(shape, dtype=dtype, device=layer.device)
+
+
+def copied(state: LayerState, layer: LayerShape, rows: Tensor | None = None) -> LayerState:
+    """A second set of state tensors with the same content, or with the batch rows `rows` of it."""
+    twin = {}
+    for field, tensor in state.items():
+        whole = rows is None or TIER_OF[field] == "measure"
+        batch = tensor.shape[0] if whole or rows is None else rows.numel()
+        twin[field] = zeros(field, (batch, *tensor.shape[1:]), tensor.dtype, layer)
+        if whole or rows is None:
+            twin[field].copy_(tensor)
+        else:
+            torch.index_select(tensor, 0, rows.to(tensor.device), out=twin[field])
+    adopt(twin, layer)
+    return twin
+
+
+def adopt(state: LayerState, layer: LayerShape) -> None:
+    """On CUDA, make the copy stream's use of a layer's slots known."""
+    if layer.device.type == "cuda":
+        copy_stream.adopt(state)
+
+
+def host_bytes(layers: list[LayerShape], batch: int, capacity: int) -> int:
+    """Bytes of the host tier."""
+    return full_cache_bytes(layers, batch, capacity)
 
 
 def bytes_by_tier(state: list[LayerState]) -> dict[str, int]:
