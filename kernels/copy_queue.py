@@ -27,8 +27,7 @@ _queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictiona
 class CopyQueue:
     """A session's copies in flight, and what they have cost so far.
 
-    `waited` counts seconds that a step stood still for a copy; `error` is
-    the first failed copy's, after which the tiers can no longer be trusted.
+    `waited` counts seconds that a step stood still for a copy; `error` is the first failed copy's, after which the tiers can no longer be trusted.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class CopyQueue:
         self._offloads: deque[Future[None]] = deque()
         _queues[self.number] = self
 
-    def submit_prefetch(self, slots: Tensor, job: Callable[[], None]) -> None:
+    def submit_prefetch(self, slots: Tensor, job: Callable[[], object]) -> None:
         """Run `job` behind all earlier copies; `wait_for(slots)` waits for it.
 
         Raises what an earlier prefetch into the same slots raised, if nobody has waited for that one.
@@ -47,7 +46,7 @@ class CopyQueue:
         self.wait_for(slots)
         self._prefetches[slots.data_ptr()] = _worker.submit(run_job, job)
 
-    def submit_offload(self, job: Callable[[], None]) -> None:
+    def submit_offload(self, job: Callable[[], object]) -> None:
         """Run `job` behind all earlier copies. Raises what an offload that has ended meanwhile raised."""
         while self._offloads and self._offloads[0].done():
             self._result(self._offloads.popleft())
@@ -89,7 +88,7 @@ class CopyQueue:
         future.result()
 
 
-def run_job(job: Callable[[], None]) -> None:
+def run_job(job: Callable[[], object]) -> None:
     """What the worker runs for every copy; tests put a delay or a fault here."""
     job()
 

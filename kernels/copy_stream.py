@@ -62,9 +62,7 @@ def join(device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream_of(device))
 
 
-def prefetch(
-    wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
-) -> None:
+def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
     """As `tiers.prefetch`, on the copy stream, behind what the main stream has been given so far."""
     from .triton_copy import gather
 

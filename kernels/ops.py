@@ -55,7 +55,9 @@ DECODE = (
 )
 
 OPS = (
-    Op("decode_attention" + DECODE, attention.decode_attention, fake_decode_attention, "triton_decode:decode_attention"),
+    Op(
+        "decode_attention" + DECODE, attention.decode_attention, fake_decode_attention, "triton_decode:decode_attention"
+    ),
     Op("decode_attention_fused" + DECODE, low_bit_cpu.decode_attention_fused, fake_decode_attention, None),
     Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "

@@ -79,9 +79,7 @@ def select_topk(scores: Tensor, wanted: Tensor) -> None:
     wanted[..., :count] = index.masked_fill(best < 0, EMPTY)
 
 
-def prefetch(
-    wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
-) -> None:
+def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
     """Bring the wanted [B, H, k] pairs from the host tier into `slots` [B, H, k, 2, d], only those not there yet.
 
     The copy may end after the op: `wait` before the slots are read. Mutates slots, slot_index [B, H, k], and fetched

@@ -67,6 +67,150 @@ def grown(logits, peak, total):
 
 
 @triton.jit
+def attend_low_bit(
+    q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split, splits, codes, key_params, value_params,
+    slot_index, mask, m_token, scale, softcap, capacity,
+    d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, top_k: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, PLANE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total."""
+    kind: tl.constexpr = q_row.dtype.element_ty
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    tiles = (low_bit // group).to(tl.int32)
+    share = tl.cdiv(tiles, splits)
+    planes: tl.constexpr = 1 if bits == 16 else 8 // bits
+    width: tl.constexpr = d // planes
+    byte = tl.arange(0, PLANE)
+    inside = byte < width
+    within = tl.arange(0, group)
+    levels: tl.constexpr = (1 << bits) - 1
+    q_planes = ()
+    sums = ()
+    for plane in tl.static_range(planes):
+        channel = plane * width + byte
+        q_planes = q_planes + (tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0),)
+        sums = sums + (tl.zeros([ROWS, PLANE], tl.float32),)
+    for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
+        tokens = tile * group + within
+        codes_row = codes + (bh * capacity + tokens)[:, None] * (2 * width) + byte[None, :]
+        key_codes = tl.load(codes_row, inside[None, :], 0)
+        logits = tl.zeros([ROWS, group], tl.float32)
+        if bits == 16:
+            logits = tl.dot(q_planes[0], tl.trans(key_codes), logits, input_precision=PRECISION)
+        else:
+            offset = tl.zeros([ROWS], tl.float32)
+            params = key_params + (bh * (capacity // group) + tile) * (2 * d) + byte
+            for plane in tl.static_range(planes):
+                key_scale = tl.load(params + plane * width, inside, 0.0).to(tl.float32)
+                key_zero = tl.load(params + d + plane * width, inside, 0.0).to(tl.float32)
+                part = q_planes[plane].to(tl.float32)
+                offset += tl.sum(part * key_zero[None, :], 1)
+                unpacked = ((key_codes >> (plane * bits)) & levels).to(kind)
+                scaled = (part * key_scale[None, :]).to(kind)
+                logits = tl.dot(scaled, tl.trans(unpacked), logits, input_precision=PRECISION)
+            logits += offset[:, None]
+        logits = capped(logits * scale, softcap, CAP)
+
+        fetched = tl.zeros([group], tl.int32)
+        for start in range(0, top_k, SLOT_BLOCK):
+            slot = start + tl.arange(0, SLOT_BLOCK)
+            index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -1)
+            fetched |= tl.max((index[:, None] == tokens[None, :]).to(tl.int32), 0)
+        seen = real[:, None] & (fetched == 0)[None, :]
+        logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+        if top_k > 0:
+            tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & (fetched == 0)[None, :])
+        weights, shrink, peak, total = grown(logits, peak, total)
+
+        value_codes = tl.load(codes_row + width, inside[None, :], 0)
+        added = ()
+        if bits == 16:
+            added = (tl.dot(weights.to(kind), value_codes, sums[0] * shrink[:, None], input_precision=PRECISION),)
+        else:
+            groups: tl.constexpr = d // value_group
+            scales = value_params + (bh * capacity + tokens) * (2 * groups)
+            for plane in tl.static_range(planes):
+                unpacked = (value_codes >> (plane * bits)) & levels
+                kept = sums[plane] * shrink[:, None]
+                if value_group % width == 0:  # one scale a token for the whole plane, or for several
+                    if plane * width % value_group == 0:
+                        value_scale = tl.load(scales + plane * width // value_group).to(tl.float32)
+                        value_zero = tl.load(scales + groups + plane * width // value_group).to(tl.float32)
+                        scaled_weights = (weights * value_scale[None, :]).to(kind)
+                        constant = tl.sum(weights * value_zero[None, :], 1)
+                    more = tl.dot(scaled_weights, unpacked.to(kind), kept, input_precision=PRECISION)
+                    added = added + (more + constant[:, None],)
+                else:
+                    where = scales[:, None] + ((plane * width + byte) // value_group)[None, :]
+                    value_scale = tl.load(where, inside[None, :], 0.0).to(tl.float32)
+                    value_zero = tl.load(where + groups, inside[None, :], 0.0).to(tl.float32)
+                    values = (unpacked.to(tl.float32) * value_scale + value_zero).to(kind)
+                    added = added + (tl.dot(weights.to(kind), values, kept, input_precision=PRECISION),)
+        sums = added
+    for plane in tl.static_range(planes):
+        place = out_row[:, None] + (plane * width + byte)[None, :]
+        tl.store(place, sums[plane], real[:, None] & inside[None, :])
+    return peak, total
+
+
+@triton.jit
+def attend_exact(
+    q_row, mask_row, logits_row, out_row, real, last_lane, lane, bh, length, low_bit, candidates, recent, slots,
+    slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
+    d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, MASK: tl.constexpr,
+    CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Slots, the recent ring, and the lanes' new pairs, in 16 bits: stores their sums, returns peak and total."""
+    kind: tl.constexpr = q_row.dtype.element_ty
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    channel = tl.arange(0, CHANNELS)
+    inside = channel < d
+    query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    within = tl.arange(0, EXACT)
+    sums = tl.zeros([ROWS, CHANNELS], tl.float32)
+    slot_blocks: tl.constexpr = (top_k + EXACT - 1) // EXACT
+    recent_blocks = tl.cdiv((length - low_bit).to(tl.int32), EXACT)
+    for block in range(0, slot_blocks + recent_blocks + 1):
+        # Slots, then the recent ring, then the new pairs of the lanes: where a pair lies, and its token's number.
+        place = block * EXACT + within
+        if block < slot_blocks:
+            index = tl.load(slot_index + bh * top_k + place, place < top_k, -1).to(tl.int64)
+            there = (index >= 0) & (index < low_bit)
+            tokens = index
+            keys_at = slots + (bh * top_k + place) * (2 * d)
+            values_at = keys_at + d
+            scored = there
+        elif block < slot_blocks + recent_blocks:
+            tokens = low_bit + (place - slot_blocks * EXACT)
+            there = tokens < length
+            keys_at = recent + (bh * window + tokens % window) * (2 * d)
+            values_at = keys_at + d
+            scored = tokens < candidates
+        else:
+            there = within < lanes
+            tokens = length + tl.zeros_like(within)
+            keys_at = k_row + within.to(tl.int64) * k_lane
+            values_at = v_row + within.to(tl.int64) * v_lane
+            scored = within < 0
+        loaded = there[:, None] & inside[None, :]
+        keys = tl.load(keys_at[:, None] + channel[None, :], loaded, 0.0)
+        values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
+        logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        logits = capped(logits * scale, softcap, CAP)
+        causal = (block < slot_blocks + recent_blocks) | (within[None, :] <= lane[:, None])
+        seen = real[:, None] & there[None, :] & causal
+        logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+        if top_k > 0:
+            tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & scored[None, :])
+        weights, shrink, peak, total = grown(logits, peak, total)
+        sums = tl.dot(weights.to(kind), values, sums * shrink[:, None], input_precision=PRECISION)
+    tl.store(out_row[:, None] + channel[None, :], sums, real[:, None] & inside[None, :])
+    return peak, total
+
+
+@triton.jit
 def attend_tiers(
     q, k, v, mask, cursor, codes, key_params, value_params, recent, slots, slot_index,
     logits_out, out, peaks, totals, scale, softcap, heads, capacity, splits,
@@ -87,130 +231,23 @@ def attend_tiers(
     mask_row = batch * m_batch + query_head * m_head + lane * m_lane
     logits_row = logits_out + (batch * heads * queries + query_head) * capacity
     last_lane = real & (lane == lanes - 1)
-    kind = q.dtype.element_ty
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     at = (bh * (splits + 1) + split) * ROWS + row
 
+    out_row = out + at * d
     if split < splits:
-        tiles = (low_bit // group).to(tl.int32)
-        share = tl.cdiv(tiles, splits)
-        planes: tl.constexpr = 1 if bits == 16 else 8 // bits
-        width: tl.constexpr = d // planes
-        byte = tl.arange(0, PLANE)
-        inside = byte < width
-        within = tl.arange(0, group)
-        levels: tl.constexpr = (1 << bits) - 1
-        q_planes = ()
-        sums = ()
-        for plane in tl.static_range(planes):
-            channel = plane * width + byte
-            q_planes = q_planes + (tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0),)
-            sums = sums + (tl.zeros([ROWS, PLANE], tl.float32),)
-        for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
-            tokens = tile * group + within
-            codes_row = codes + (bh * capacity + tokens)[:, None] * (2 * width) + byte[None, :]
-            key_codes = tl.load(codes_row, inside[None, :], 0)
-            logits = tl.zeros([ROWS, group], tl.float32)
-            if bits == 16:
-                logits = tl.dot(q_planes[0], tl.trans(key_codes), logits, input_precision=PRECISION)
-            else:
-                offset = tl.zeros([ROWS], tl.float32)
-                params = key_params + (bh * (capacity // group) + tile) * (2 * d) + byte
-                for plane in tl.static_range(planes):
-                    key_scale = tl.load(params + plane * width, inside, 0.0).to(tl.float32)
-                    key_zero = tl.load(params + d + plane * width, inside, 0.0).to(tl.float32)
-                    part = q_planes[plane].to(tl.float32)
-                    offset += tl.sum(part * key_zero[None, :], 1)
-                    unpacked = ((key_codes >> (plane * bits)) & levels).to(kind)
-                    scaled = (part * key_scale[None, :]).to(kind)
-                    logits = tl.dot(scaled, tl.trans(unpacked), logits, input_precision=PRECISION)
-                logits += offset[:, None]
-            logits = capped(logits * scale, softcap, CAP)
-
-            fetched = tl.zeros([group], tl.int32)
-            for start in range(0, top_k, SLOT_BLOCK):
-                slot = start + tl.arange(0, SLOT_BLOCK)
-                index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -1)
-                fetched |= tl.max((index[:, None] == tokens[None, :]).to(tl.int32), 0)
-            seen = real[:, None] & (fetched == 0)[None, :]
-            logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
-            if top_k > 0:
-                tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & (fetched == 0)[None, :])
-            weights, shrink, peak, total = grown(logits, peak, total)
-
-            value_codes = tl.load(codes_row + width, inside[None, :], 0)
-            added = ()
-            if bits == 16:
-                added = (tl.dot(weights.to(kind), value_codes, sums[0] * shrink[:, None], input_precision=PRECISION),)
-            else:
-                groups: tl.constexpr = d // value_group
-                scales = value_params + (bh * capacity + tokens) * (2 * groups)
-                for plane in tl.static_range(planes):
-                    unpacked = (value_codes >> (plane * bits)) & levels
-                    kept = sums[plane] * shrink[:, None]
-                    if value_group % width == 0:  # one scale a token for the whole plane, or for several
-                        if plane * width % value_group == 0:
-                            value_scale = tl.load(scales + plane * width // value_group).to(tl.float32)
-                            value_zero = tl.load(scales + groups + plane * width // value_group).to(tl.float32)
-                            scaled_weights = (weights * value_scale[None, :]).to(kind)
-                            constant = tl.sum(weights * value_zero[None, :], 1)
-                        more = tl.dot(scaled_weights, unpacked.to(kind), kept, input_precision=PRECISION)
-                        added = added + (more + constant[:, None],)
-                    else:
-                        where = scales[:, None] + ((plane * width + byte) // value_group)[None, :]
-                        value_scale = tl.load(where, inside[None, :], 0.0).to(tl.float32)
-                        value_zero = tl.load(where + groups, inside[None, :], 0.0).to(tl.float32)
-                        values = (unpacked.to(tl.float32) * value_scale + value_zero).to(kind)
-                        added = added + (tl.dot(weights.to(kind), values, kept, input_precision=PRECISION),)
-            sums = added
-        for plane in tl.static_range(planes):
-            place = out + at[:, None] * d + (plane * width + byte)[None, :]
-            tl.store(place, sums[plane], real[:, None] & inside[None, :])
+        peak, total = attend_low_bit(
+            q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split, splits, codes, key_params,
+            value_params, slot_index, mask, m_token, scale, softcap, capacity,
+            d, bits, group, value_group, top_k, MASK, CAP, ROWS, PLANE, PRECISION,
+        )  # fmt: skip
     else:
-        channel = tl.arange(0, CHANNELS)
-        inside = channel < d
-        query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
-        within = tl.arange(0, EXACT)
-        sums = tl.zeros([ROWS, CHANNELS], tl.float32)
-        slot_blocks: tl.constexpr = (top_k + EXACT - 1) // EXACT
+        k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
         candidates = tl.minimum(tl.load(cursor + AT_NEXT), length)
-        recent_blocks = tl.cdiv((length - low_bit).to(tl.int32), EXACT)
-        for block in range(0, slot_blocks + recent_blocks + 1):
-            # Slots, then the recent ring, then the new pairs of the lanes: where a pair lies, and its token's number.
-            place = block * EXACT + within
-            if block < slot_blocks:
-                index = tl.load(slot_index + bh * top_k + place, place < top_k, -1).to(tl.int64)
-                there = (index >= 0) & (index < low_bit)
-                tokens = index
-                keys_at = slots + (bh * top_k + place) * (2 * d)
-                values_at = keys_at + d
-                scored = there
-            elif block < slot_blocks + recent_blocks:
-                tokens = low_bit + (place - slot_blocks * EXACT)
-                there = tokens < length
-                keys_at = recent + (bh * window + tokens % window) * (2 * d)
-                values_at = keys_at + d
-                scored = tokens < candidates
-            else:
-                there = within < lanes
-                tokens = length + tl.zeros_like(within)
-                keys_at = k + batch * k_batch + head * k_head + (within * k_lane).to(tl.int64)
-                values_at = v + batch * v_batch + head * v_head + (within * v_lane).to(tl.int64)
-                scored = within < 0
-            loaded = there[:, None] & inside[None, :]
-            keys = tl.load(keys_at[:, None] + channel[None, :], loaded, 0.0)
-            values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
-            logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
-            logits = capped(logits * scale, softcap, CAP)
-            causal = (block < slot_blocks + recent_blocks) | (within[None, :] <= lane[:, None])
-            seen = real[:, None] & there[None, :] & causal
-            logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
-            if top_k > 0:
-                tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & scored[None, :])
-            weights, shrink, peak, total = grown(logits, peak, total)
-            sums = tl.dot(weights.to(kind), values, sums * shrink[:, None], input_precision=PRECISION)
-        tl.store(out + at[:, None] * d + channel[None, :], sums, real[:, None] & inside[None, :])
+        peak, total = attend_exact(
+            q_row, mask_row, logits_row, out_row, real, last_lane, lane, bh, length, low_bit, candidates, recent, slots,
+            slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
+            d, window, top_k, lanes, MASK, CAP, ROWS, CHANNELS, EXACT, PRECISION,
+        )  # fmt: skip
     tl.store(peaks + at, peak)
     tl.store(totals + at, total)
 

@@ -49,9 +49,7 @@ def attend_block(
         token = (start + tl.arange(0, KEYS)).to(tl.int64)
         there = token < size
         loaded = there[:, None] & inside[None, :]
-        key = tl.load(
-            keys + batch * k_batch + head * k_head + token[:, None] * k_token + channel[None, :], loaded, 0.0
-        )
+        key = tl.load(keys + batch * k_batch + head * k_head + token[:, None] * k_token + channel[None, :], loaded, 0.0)
         value = tl.load(
             values + batch * v_batch + head * v_head + token[:, None] * v_token + channel[None, :], loaded, 0.0
         )

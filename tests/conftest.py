@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+
+# Where there is no GPU, Triton's kernels run in its interpreter, which it decides on when it is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make

@@ -78,10 +78,9 @@ def test_a_fault_planted_in_a_kernel_is_found(model: Any, monkeypatch: pytest.Mo
         model.model.layers[2].self_attn.o_proj.weight /= 100
     real = tiers.refill
 
-    def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor) -> int:
-        moved = real(wanted, host, slots, slot_index)
+    def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+        real(wanted, host, slots, slot_index, fetched)
         slots.clamp_(-60, 60)
-        return moved
 
     assert sc.bisect(model, prompt(150), SETTINGS, new_tokens=2).layer is None
     torch._dynamo.reset()

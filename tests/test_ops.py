@@ -82,6 +82,7 @@ class Inputs:
         self.wanted = self.wanted.contiguous()
         self.scores = torch.rand(*rows, CAPACITY) - 0.2
         self.tally = torch.ones(3, dtype=torch.float64)
+        self.fetched = torch.zeros(1, dtype=torch.int64)
         self.scale = d**-0.5
 
     def normal(self, *shape: int) -> Tensor:
@@ -112,7 +113,7 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.wanted),
-    "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index),
+    "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
     "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index),
     "measure": lambda i: (
         i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.tally, i.scale, i.case.softcap,

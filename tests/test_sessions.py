@@ -154,7 +154,10 @@ def test_live_device_bytes_equal_the_prediction(llama: LlamaForCausalLM) -> None
         twin = compile_copy(llama, bits=bits, top_k=32)
         cache = step(twin, prompt(length, batch)).past_key_values
         live = sum(
-            t.nbytes for layer in session_of(cache).state for name, t in layer.items() if name not in ("host", "tally")
+            t.nbytes
+            for layer in session_of(cache).state
+            for name, t in layer.items()
+            if name not in ("host", "fetched", "tally")
         )
         predicted = sc.explain(
             llama, length, batch, {"bits": bits, "group_size": 32, "residual_length": 32, "top_k": 32}

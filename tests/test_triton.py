@@ -1,0 +1,291 @@
+"""Each Triton kernel against the PyTorch code that defines its op: on a GPU where there is one, else interpreted.
+
+The interpreter multiplies bfloat16 as integers and truncates where it converts to it: float32 and float16 here,
+bfloat16 on a GPU alone. `compile_kernels.py` compiles every kernel for sm_80 and sm_90, in all three.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_extend
+from specache_compile.kernels import triton_select as select
+from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.options import Options
+from specache_compile.tiers import LayerShape, allocate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's shape and options, how many tokens it holds, and what its site has besides."""
+
+    bits: int = 2
+    group: int = 32
+    head_dim: int = 64
+    heads: int = 2
+    queries: int = 2
+    lanes: int = 2
+    length: int = 150
+    top_k: int = 8
+    dtype: torch.dtype = torch.float32
+    mask: str = ""
+    softcap: float | None = None
+    sinks: bool = False
+    zero_point: str = "midpoint"
+
+    def __str__(self) -> str:
+        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
+        return ", ".join(changed) or "plain"
+
+    @property
+    def options(self) -> Options:
+        return Options(
+            bits=self.bits, group_size=self.group, residual_length=32, top_k=self.top_k, zero_point=self.zero_point
+        )
+
+
+CASES = [
+    Case(),
+    *(Case(bits=bits) for bits in (1, 4, 8, 16)),
+    Case(bits=1, zero_point="minimum"),
+    *(Case(group=group, length=300) for group in (64, 128)),
+    *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
+    Case(bits=1, head_dim=80),
+    Case(bits=4, head_dim=128, group=32),
+    Case(heads=1, queries=1),
+    Case(heads=1, queries=12),
+    Case(lanes=1),
+    Case(length=20),
+    Case(length=65),
+    Case(top_k=0),
+    Case(top_k=400),
+    Case(dtype=torch.float16, bits=1, head_dim=128),
+    Case(dtype=torch.float16, mask="bool"),
+    Case(mask="bool"),
+    Case(mask="additive", softcap=5.0),
+    Case(mask="additive", sinks=True, bits=1),
+    Case(mask="padding", sinks=True),
+    *([Case(dtype=torch.bfloat16), Case(dtype=torch.bfloat16, bits=1, head_dim=128)] if DEVICE.type == "cuda" else []),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+class Layer:
+    """A layer's state, filled by a prefill and five steps, in the reference's way or in Triton's."""
+
+    def __init__(self, case: Case, append: Any) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(0)
+        shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
+        self.state = allocate(case.options, shape, BATCH, 256 if case.length < 250 else 512)
+        self.cursor = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+        self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator).to(
+            DEVICE, case.dtype
+        )
+        at = 0
+        for tokens in (case.length - 6, 1, 1, 1, 1, 2):
+            self.point(at, tokens)
+            k, v = self.pairs[:, :, at : at + tokens].unbind(3)
+            tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params"))
+            append(k, v, self.cursor, *tier, case.zero_point)
+            at += tokens
+        self.point(at, 1)
+
+    def point(self, length: int, tokens: int) -> None:
+        self.cursor[LENGTH] = length
+        self.cursor[LOW_BIT] = self.case.options.low_bit_length(length)
+        self.cursor[NEXT_LOW_BIT] = self.case.options.low_bit_length(length + tokens)
+
+    def fill_slots(self) -> None:
+        """Random tokens of the low-bit tier; where there are fewer than k, NaN stands in what is left."""
+        low_bit, slots, index = int(self.cursor[LOW_BIT]), self.state["slots"], self.state["slot_index"]
+        slots.fill_(float("nan"))
+        for row in range(BATCH):
+            for head in range(self.case.heads):
+                tokens = torch.randperm(low_bit)[: self.case.top_k].to(DEVICE)
+                index[row, head, : len(tokens)] = tokens.int()
+                slots[row, head, : len(tokens)] = self.pairs[row, head, tokens]
+
+
+@every_case
+def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
+    ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
+    for field in ("recent", "codes", "key_params", "value_params"):
+        assert torch.equal(ours.state[field], reference.state[field]), field
+
+
+def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_codes() -> None:
+    def filled(append: Any) -> Layer:
+        layer = Layer(Case(length=6), append)
+        pairs = torch.randn(BATCH, 2, 90, 2, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        pairs[0, 0, 3, 0, 5], pairs[0, 0, 4, 1, 7], pairs[0, 1, 8, :, 9] = float("inf"), float("-inf"), float("nan")
+        pairs[1, 0] = 2.5
+        pairs[1, 1, :, :, 3] = float("nan")
+        layer.point(0, 90)
+        tier = (layer.state[name] for name in ("recent", "codes", "key_params", "value_params"))
+        append(*pairs.unbind(3), layer.cursor, *tier, "midpoint")
+        return layer
+
+    ours, reference = filled(triton_append.append), filled(tiers.append)
+    for field in ("codes", "key_params", "value_params"):
+        assert torch.equal(ours.state[field], reference.state[field]), field
+
+
+def mask_of(case: Case) -> Tensor | None:
+    tokens = case.length + 1
+    if case.mask == "bool":
+        seen = torch.rand(BATCH, 1, case.lanes, tokens) > 0.3
+        seen[..., -1] = True
+        return seen.to(DEVICE)
+    if case.mask == "padding":
+        return (torch.arange(tokens) >= torch.tensor([0, 70]).view(-1, 1, 1, 1)).to(DEVICE)
+    if case.mask == "additive":
+        bias = torch.randn(BATCH, case.heads * case.queries, 1, tokens).to(case.dtype)
+        bias[0, :, :, :20] = torch.finfo(case.dtype).min
+        return bias.to(DEVICE)
+    return None
+
+
+@every_case
+def test_decode_attention_and_its_scores(case: Case) -> None:
+    layer = Layer(case, tiers.append)
+    layer.fill_slots()
+    query_heads = case.heads * case.queries
+    # As vmap leaves them: the lanes are folded in from an axis that lies outside.
+    q = torch.randn(case.lanes, BATCH, query_heads, case.head_dim).to(DEVICE, case.dtype).movedim(0, 2)
+    k, v = torch.randn(2, case.lanes, BATCH, case.heads, case.head_dim).to(DEVICE, case.dtype).movedim(1, 3)
+    sinks = torch.randn(query_heads).to(DEVICE, case.dtype) if case.sinks else None
+    tier = [layer.state[n] for n in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
+    arguments = (q, k, v, mask_of(case), sinks, layer.cursor, *tier, case.head_dim**-0.5, case.softcap)
+    out, scores = triton_decode.decode_attention(*arguments)
+    expected, expected_scores = attention.decode_attention(*arguments)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
+    assert out.is_contiguous()
+
+
+def test_decode_attention_is_split_over_programs_and_merged() -> None:
+    """Two multiprocessors' worth of splits over one head's low-bit tier; shares that are empty add nothing."""
+    case = Case(heads=1, length=1000, top_k=16)
+    assert triton_decode.split_count(1, 1024 // case.group, torch.device("cpu")) > 4
+    layer = Layer(replace(case, length=500), tiers.append)
+    layer.fill_slots()
+    q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
+    tier = [layer.state[n][:1] for n in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
+    arguments = (q, k, v, None, None, layer.cursor, *tier, 0.125, None)
+    for out, expected in zip(
+        triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
+    ):
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "mask"])
+@pytest.mark.parametrize("tokens", [1, 7, 80])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_extend, "HOST_BLOCK", 48)  # several blocks, the last one not full
+    length, heads, queries, d = 150, 2, 2, 80
+    host = torch.randn(BATCH, heads, 256, 2, d)
+    host[:, :, length:] = float("nan")
+    q = torch.randn(BATCH, heads * queries, tokens, d).to(DEVICE)
+    k, v = torch.randn(2, BATCH, heads, tokens, d).to(DEVICE)
+    mask = None if causal else torch.rand(BATCH, 1, tokens, length + tokens).to(DEVICE) > 0.3
+    sinks = None if causal else torch.randn(heads * queries).to(DEVICE)
+    cursor = torch.tensor([length, 0, 0, 0], device=DEVICE)
+    arguments = (q, k, v, mask, sinks, cursor, host, d**-0.5, softcap)
+    expected = attention.extend_attention(*arguments)
+    torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=2e-6, rtol=2e-6)
+
+
+def chosen(scores: Tensor, k: int) -> list[list[int]]:
+    wanted = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=DEVICE)
+    select.select_topk(scores.to(DEVICE), wanted)
+    return [[token for token in row if token >= 0] for row in wanted.flatten(0, 1).tolist()]
+
+
+@pytest.mark.parametrize(("capacity", "k"), [(256, 8), (300, 64), (5000, 1), (5000, 64), (9000, 100), (256, 400)])
+def test_selection_is_exactly_the_largest(capacity: int, k: int) -> None:
+    scores = torch.rand(BATCH, 2, capacity).pow(20)
+    scores[:, :, capacity - 50 :] = -1.0
+    expected = scores.topk(min(k, capacity - 50)).indices.sort().values.flatten(0, 1).tolist()
+    assert chosen(scores, k) == expected
+
+
+def test_selection_breaks_ties_by_position_and_takes_no_token_that_is_hidden() -> None:
+    scores = torch.full((1, 1, 5000), -1.0)
+    scores[0, 0, 100:4900:7] = 0.25
+    scores[0, 0, 4898] = 0.5
+    assert chosen(scores, 4) == [[100, 107, 114, 4898]]
+    scores[scores > 0] = 0.0  # a share that is too small for float32 is a share all the same
+    assert chosen(scores, 2) == [[100, 107]]
+    assert chosen(torch.full((1, 1, 300), -1.0), 3) == [[]]
+
+
+@pytest.mark.parametrize("k", [1, 8, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(k: int, dtype: torch.dtype) -> None:
+    capacity, heads, d = 400, 2, 80
+    host = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    slots = torch.zeros(BATCH, heads, k, 2, d, dtype=dtype, device=DEVICE)
+    index = torch.full((BATCH, heads, k), -1, dtype=torch.int32, device=DEVICE)
+    fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    travelled = 0
+    for step in range(6):
+        near = torch.Generator().manual_seed(step)
+        wishes = [
+            torch.randperm(min(capacity, 2 * k), generator=near)[: max(0, k - row * step)]
+            for row in range(BATCH * heads)
+        ]
+        wanted = torch.full((BATCH, heads, k), -1, dtype=torch.int32)
+        for row, wish in enumerate(wishes):
+            wanted[row // heads, row % heads, : len(wish)] = wish
+        before = index.tolist()
+        triton_copy.gather(wanted.to(DEVICE), host, slots, index, fetched)
+        for row, wish in enumerate(wishes):
+            b, h = row // heads, row % heads
+            now = {token: place for place, token in enumerate(index[b, h].tolist()) if token >= 0}
+            assert set(now) == set(wish.tolist())
+            assert (index[b, h] >= 0).sum() == len(wish)
+            had = {token: place for place, token in enumerate(before[b][h]) if token >= 0}
+            travelled += len(set(now) - set(had)) * 2 * d * dtype.itemsize
+            for token, place in now.items():
+                assert had.get(token, place) == place
+                assert torch.equal(slots[b, h, place].cpu(), host[b, h, token])
+    assert fetched.item() == travelled
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int) -> None:
+    host = torch.zeros(BATCH, 2, 100, 2, 80)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    k, v = torch.randn(2, BATCH, tokens, 2, 80).to(DEVICE).transpose(2, 3)
+    triton_copy.write_through(k, v, torch.tensor([30, 0, 0, 0], device=DEVICE), host)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    expected = torch.zeros(BATCH, 2, 100, 2, 80)
+    expected[:, :, 30 : 30 + tokens] = torch.stack([k, v], 3).cpu()
+    assert torch.equal(host, expected)
+
+
+def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
+    """Without a GPU, in a process of its own: what runs in the interpreter cannot be compiled in the same one."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sm_90") == done.stdout.count("sm_80") > 20
