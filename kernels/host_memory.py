@@ -40,8 +40,8 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tens
     memory.blocks = register(tensor.data_ptr(), size)
     if not tensor.is_pinned():
         warnings.warn(
-            f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops the "
-            "step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
+            f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops "
+            "the step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
             stacklevel=2,
         )
     return tensor
@@ -74,5 +74,5 @@ def clear_error() -> None:
 
 
 def budget(held: int, asked: int | None) -> int:
-    """Bytes that a host tier, of which `held` are there already, may have: what was `asked`, or half of what is free."""
+    """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free."""
     return (psutil.virtual_memory().available + held) // 2 if asked is None else asked

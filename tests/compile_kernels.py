@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for sm_80 and sm_90; no GPU is needed. Prints a line for each: its size and its shared memory.
+"""Compile every Triton kernel for sm_80 and sm_90; no GPU is needed. Prints a line for each: its sizes.
 
 python tests/compile_kernels.py
 """
@@ -43,9 +43,8 @@ def build(
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     for name, target in TARGETS.items():
         made = compile_kernel(ASTSource(kernel, signature, places), target=target, options={"num_warps": warps})
-        print(
-            f"{name} {kernel.__name__:16} {label:40} {len(made.asm['cubin']):7,} bytes, {made.metadata.shared:6,} shared"
-        )
+        size = len(made.asm["cubin"])
+        print(f"{name} {kernel.__name__:16} {label:40} {size:7,} bytes, {made.metadata.shared:6,} shared")
 
 
 def main() -> None:
