@@ -87,6 +87,8 @@ class Context:
     lanes: int = 1
     # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False
+    # Whether the lowered graph is to be captured as a CUDA graph.
+    capture: bool = False
     # Attentions, counted in the graph's order, that a person wants left as they are.
     exact: frozenset[int] = frozenset()
 

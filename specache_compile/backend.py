@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
+from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.lower import lower, within_tracing
 from specache_compile.passes.context import Context, Input, LeftAlone, Phase, value_of
 from specache_compile.passes.find_attention import find_attention
@@ -62,7 +63,7 @@ def compile_graph(
         return graph
     kept = graph.drop_unread_held()
     inputs = [example_inputs[i] for i in kept]
-    lowered = lower(graph_module, inputs, options.lowering, options.inductor, mode)
+    lowered = lower(graph_module, inputs, options.lowering, options.inductor, graph.mode)
     return (lambda *arguments: lowered(*(arguments[i] for i in kept))) if graph.held else lowered
 
 
@@ -95,7 +96,7 @@ class CapturedGraph:
     """
 
     def __init__(self, graph_module: GraphModule, options: Options, mode: str | None) -> None:
-        self.graph_module, self.options, self.mode = graph_module, options, mode
+        self.graph_module, self.options, self.mode = graph_module, options, mode or options.mode
         self.name = f"graph{next(_graph_numbers)}"
         self.placeholders = graph_module.graph.find_nodes(op="placeholder")
         # Dynamo's own fakes: the inputs it passes are real, and its tracing context has another fake mode.
@@ -200,11 +201,12 @@ class CapturedGraph:
                 }
                 for layer in session.layers
             ]
-            cursor = torch.empty(session.cursor.shape, dtype=session.cursor.dtype)
+            cursor = torch.empty(session.cursor.shape, dtype=session.cursor.dtype, device=session.cursor.device)
         context = self.new_context(phase, state, cursor)
         graph_module = GraphModule(self.graph_module, copy.deepcopy(self.graph_module.graph))
         passes = [p for p in PIPELINE if p.__name__ not in self.options.disable_passes]
         graph_module, trace = run_pipeline(graph_module, context, passes, self.name)
+        self.decide_capture(graph_module, context)
         self.traces.append(trace)
         self.modules[phase] = graph_module
         fakes = {
@@ -214,7 +216,18 @@ class CapturedGraph:
             "guess": lambda source: self.guess_fake(session),
         }
         inputs = [fakes[source.source](source) for source in context.inputs]
-        return lower(graph_module, inputs, self.options.lowering, self.options.inductor, self.mode), context
+        patches = {**cuda_graphs.NO_TREES, **self.options.inductor}
+        return lower(graph_module, inputs, self.options.lowering, patches, self.mode), context
+
+    def decide_capture(self, graph_module: GraphModule, context: Context) -> None:
+        """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
+        asked = self.mode in cuda_graphs.MODES and cuda_graphs.captures_on(context.cursor.device)
+        if not asked or context.phase != "decode":
+            return
+        reason = cuda_graphs.reason_not_to_capture(graph_module, context)
+        context.capture = reason is None
+        if reason is not None:
+            warnings.warn(f"mode={self.mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2)
 
     def guess_fake(self, session: Session) -> Tensor:
         with self.fake_mode:
@@ -262,7 +275,11 @@ class CapturedGraph:
         lowered, context = self.specialise(session, phase)
         inputs = session.bind(context.inputs, arguments)
         start = time.perf_counter()
-        outputs = list(lowered(*inputs))
+        if context.capture:
+            stays = [source.source in ("state", "cursor") for source in context.inputs]
+            outputs = session.captured.run(lowered, inputs, stays, session.cursor.device)
+        else:
+            outputs = list(lowered(*inputs))
         seconds = time.perf_counter() - start
         session.guess = outputs.pop() if context.guesses else None
         return (outputs, context), seconds

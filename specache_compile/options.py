@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 from .errors import OptionError
 
 BITS = (1, 2, 4, 8, 16)
@@ -25,7 +27,7 @@ class Options:
     the rewritten graph as it is. hit_rate: also measure the hit rate (slow: it computes the true attention).
     disable_passes: names of passes to leave out. exact_layers: attentions, counted from 0 in the model's order, that
     stay as Hugging Face wrote them. host_memory: bytes that a cache's host tier may have; None: half of what is free.
-    inductor: config patches handed to Inductor.
+    mode: one of torch.compile's, which takes no `mode=` beside `options=`. inductor: config patches handed to Inductor.
     """
 
     bits: int = 2
@@ -39,6 +41,7 @@ class Options:
     disable_passes: tuple[str, ...] = ()
     exact_layers: tuple[int, ...] = ()
     host_memory: int | None = None
+    mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +58,7 @@ class Options:
             raise OptionError(f"option host_memory={self.host_memory!r}: give a number of bytes, or None")
         for name in ("speculate", "hit_rate"):
             one_of(name, getattr(self, name), (True, False))
+        one_of("mode", self.mode, (None, *torch._inductor.list_mode_options()))
         if isinstance(self.disable_passes, str):
             raise OptionError(f"option disable_passes={self.disable_passes!r}: give a list of pass names")
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))

@@ -12,6 +12,7 @@ from torch import Tensor
 from specache_compile.kernels import copy_stream
 from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
 from specache_compile.kernels.host_memory import budget
+from specache_compile.lowering.cuda_graphs import CapturedSteps
 from specache_compile.passes.context import Input
 
 from .errors import copy_failed, no_host_memory, stale_cache
@@ -42,6 +43,7 @@ class Session:
         self.capacity = 0
         self.state: list[LayerState] = []
         self.queue = self.new_queue()
+        self.captured = CapturedSteps()
         self.statistics = Statistics(self.queue)
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.cursor = copy_stream.new_cursor(layers[0].device)
@@ -79,7 +81,9 @@ class Session:
         self.note_memory()
 
     def note_memory(self) -> None:
-        """Let the statistics know the tiers' sizes: they are asked for when the session may be gone."""
+        """After the state's tensors have changed: drop what was captured over the old ones, and let the statistics know
+        the tiers' sizes, which may be asked for when the session is gone."""
+        self.captured.clear()
         self.statistics.tallies = [layer["tally"] for layer in self.state]
         self.statistics.fetched = [layer["fetched"] for layer in self.state]
         self.statistics.bytes_by_tier = bytes_by_tier(self.state)
@@ -168,6 +172,7 @@ class Session:
             layer["fetched"].zero_()
             layer["tally"].zero_()
         other.queue = self.new_queue()
+        other.captured = CapturedSteps()
         other.statistics = Statistics(other.queue)
         other.note_memory()
         other.cursor = self.cursor.clone()

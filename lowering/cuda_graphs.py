@@ -1,0 +1,131 @@
+"""Capture a session's decode step whole as a CUDA graph, and replay it: one launch in place of hundreds.
+
+Inductor's own graph trees cannot do it: they take no graph that writes to inputs which are not theirs, nor one with an
+input in host memory, and a rewritten step is all of that. What makes an own capture easy is the same state: its tensors
+keep their addresses until the bucket grows, and every length is read on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from specache_compile.kernels import copy_stream
+from specache_compile.passes.context import Context, value_of
+
+MODES = ("reduce-overhead", "max-autotune")
+# The step's own graph takes their place, and they would only cut it into pieces.
+NO_TREES = {"triton.cudagraphs": False}
+# Arguments up to this size are copied in for each replay; larger ones, and parameters, must stay where they are.
+COPIED_BYTES = 1 << 20
+
+Lowered = Callable[..., Sequence[Any]]
+
+
+def captures_on(device: torch.device) -> bool:
+    """Whether a device has graphs to capture."""
+    return device.type == "cuda"
+
+
+def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | None:
+    """Why a rewritten decode step cannot be captured; None where it can."""
+    if context.hit_rate:
+        return "the hit rate is measured"
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        value = value_of(node)
+        sizes = value.shape if isinstance(value, Tensor) else (value,)
+        if node.users and any(isinstance(size, torch.SymInt) for size in sizes):
+            return f"input {node.name} changes its size from step to step (a mask for left padding does)"
+    return None
+
+
+def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Callable[[], object], list[Any]]:
+    """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool_of(device), capture_error_mode="thread_local"):
+        outputs = list(step())
+        copy_stream.join(device)  # a side stream's work must come back before a capture may end
+
+    def replay() -> None:
+        copy_stream.join(device)  # copies from outside of the graph, as of a pre-decode
+        graph.replay()
+
+    return replay, outputs
+
+
+@functools.cache
+def pool_of(device: torch.device) -> Any:
+    """One memory pool for all captures of a device: no output outlives its replay, so that graphs may share it."""
+    return torch.cuda.graph_pool_handle()
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A recorded step. `copied` maps positions of inputs to the tensors that the graph reads in their place."""
+
+    replay: Callable[[], object]
+    outputs: list[Any]
+    copied: dict[int, Tensor]
+    addresses: dict[int, int]
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether everything that is read where it lies still lies there."""
+        return all(inputs[i].data_ptr() == address for i, address in self.addresses.items())
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Outputs of a replay on these inputs, in memory of their own."""
+        for position, own in self.copied.items():
+            own.copy_(inputs[position])
+        self.replay()
+        return [output.clone() if isinstance(output, Tensor) else output for output in self.outputs]
+
+
+def capture(lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], device: torch.device) -> CapturedStep:
+    """Record `lowered` on these inputs. `stays[i]`: input i is state, and keeps its address. Of the others, small ones
+    are copied in for each replay."""
+    copied: dict[int, Tensor] = {}
+    addresses: dict[int, int] = {}
+    for i, (value, state) in enumerate(zip(inputs, stays, strict=True)):
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            continue  # a number or a held tensor: nothing in the graph reads it
+        if state or isinstance(value, torch.nn.Parameter) or value.nbytes > COPIED_BYTES:
+            addresses[i] = value.data_ptr()
+        else:
+            copied[i] = own_copy(value)
+    own = [copied.get(i, value) for i, value in enumerate(inputs)]
+    replay, outputs = record(lambda: lowered(*own), device)
+    return CapturedStep(replay, outputs, copied, addresses)
+
+
+@torch.inference_mode(False)
+def own_copy(value: Tensor) -> Tensor:
+    """A copy that may be written to later, whatever mode the caller is in."""
+    return value.clone()
+
+
+class CapturedSteps:
+    """The captured steps of one session, by what was lowered; to be cleared whenever its state moves."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Lowered, CapturedStep | None] = {}
+        self.replays = 0
+
+    def run(self, lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], device: torch.device) -> list[Any]:
+        """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then."""
+        if lowered not in self.steps:
+            self.steps[lowered] = None
+            return list(lowered(*inputs))
+        step = self.steps[lowered]
+        if step is None or not step.fits(inputs):
+            step = self.steps[lowered] = capture(lowered, inputs, stays, device)
+        self.replays += 1
+        return step(inputs)
+
+    def clear(self) -> None:
+        self.steps.clear()

@@ -1,0 +1,131 @@
+"""What surrounds a captured step, on any machine: a stand-in for the CUDA graph runs the step when it is replayed.
+
+The capture itself is tested on a GPU (test_gpu.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from conftest import LOSSLESS, compile_copy, greedy, prompt
+from specache_compile.lowering import cuda_graphs
+from specache_compile.lowering.cuda_graphs import CapturedSteps, capture
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Recording notes the inputs' addresses by closure, as CUDA does; a replay writes the same outputs again."""
+    recorded: list[int] = []
+
+    def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Callable[[], object], list[Any]]:
+        outputs: list[Any] = []
+
+        def replay() -> None:
+            made = list(step())
+            if not outputs:
+                outputs.extend(made)
+            for old, new in zip(outputs, made, strict=True):
+                if isinstance(old, Tensor):
+                    old.copy_(new)
+
+        recorded.append(1)
+        return replay, outputs
+
+    monkeypatch.setattr(cuda_graphs, "record", record)
+    return recorded
+
+
+def step(x: Tensor, weight: Tensor, state: Tensor) -> list[Tensor]:
+    state += 1
+    return [x * weight + state]
+
+
+def test_a_replay_reads_new_arguments_and_leaves_old_outputs_alone() -> None:
+    x, weight, state = torch.ones(3), torch.nn.Parameter(torch.full((3,), 2.0), requires_grad=False), torch.zeros(3)
+    captured = capture(step, [x, weight, state], [False, False, True], CPU)
+    first = captured([torch.ones(3), weight, state])[0]
+    second = captured([torch.full((3,), 5.0), weight, state])[0]
+    assert first.tolist() == [3.0] * 3
+    assert second.tolist() == [12.0] * 3
+
+
+def test_arguments_of_inference_mode_can_be_replayed_outside_of_it() -> None:
+    weight, state = torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.zeros(3)
+    with torch.inference_mode():
+        captured = capture(step, [torch.ones(3), weight, state], [False, False, True], CPU)
+    assert captured([torch.ones(3), weight, state])[0].tolist() == [2.0] * 3
+
+
+def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
+    steps, state = CapturedSteps(), torch.zeros(3)
+    for value in (2.0, 3.0):
+        weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
+        for _ in range(3):
+            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU)[0]
+        assert out.tolist() == [value + float(state[0])] * 3
+    assert (len(stand_in), steps.replays) == (2, 5)
+
+
+@pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
+def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
+    llama: LlamaForCausalLM, speculate: bool, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 200 to 520 tokens there are three buckets: each is warmed up, captured once, and replayed."""
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = copy.deepcopy(llama)
+    options = {**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead", "speculate": speculate}
+    twin.compile(backend="specache", options=options)
+    ids = prompt(200)
+    assert torch.equal(greedy(twin, ids, 320), greedy(llama, ids, 320))
+    assert len(stand_in) == 3
+
+
+def test_a_forks_steps_are_its_own(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead"})
+
+    def run(model: LlamaForCausalLM) -> Tensor:
+        with torch.no_grad():
+            cache = model(prompt(100), use_cache=True).past_key_values
+            for token in range(4):
+                decode(model, token, 100 + token, cache)
+            fork = copy.deepcopy(cache)
+            return torch.cat([decode(model, t, 104 + t, c) for t in range(4) for c in (cache, fork)])
+
+    def decode(model: LlamaForCausalLM, token: int, position: int, cache: Any) -> Tensor:
+        place = torch.tensor([[position]])
+        return model(torch.tensor([[token]]), past_key_values=cache, position_ids=place).logits
+
+    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
+    assert len(stand_in) == 2
+
+
+def test_a_left_padded_batch_says_why_it_is_not_captured(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead"})
+    ids = prompt(40, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
+        twin.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+
+
+def test_nothing_is_captured_on_a_cpu(llama: LlamaForCausalLM, stand_in: list[int]) -> None:
+    twin = compile_copy(llama, lowering="eager")
+    greedy(twin, prompt(30), 5)
+    assert not stand_in
