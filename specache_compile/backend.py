@@ -113,7 +113,7 @@ class CapturedGraph:
 
     def find_sites(self) -> None:
         """Look for sites and decide the phase: no past, past and one token, or past and several."""
-        context = self.new_context("prefill", state=[])
+        context = self.new_context("prefill", self.options, state=[])
         reason = reason_to_leave_alone(self.fakes, self.options)
         if reason is None:
             find_attention(self.graph_module, context)
@@ -144,16 +144,16 @@ class CapturedGraph:
         self.graph_module.recompile()
         return [i for i in range(len(self.placeholders)) if i not in self.held]
 
-    def new_context(self, phase: Phase, state: list[dict[str, Any]], cursor: Any = None) -> Context:
+    def new_context(self, phase: Phase, options: Options, state: list[dict[str, Any]], cursor: Any = None) -> Context:
         return Context(
             phase=phase,
-            top_k=0 if "prefetch" in self.options.disable_passes else self.options.top_k,
-            speculate=self.options.speculate,
-            zero_point=self.options.zero_point,
-            hit_rate=self.options.hit_rate,
+            top_k=0 if "prefetch" in options.disable_passes else options.top_k,
+            speculate=options.speculate,
+            zero_point=options.zero_point,
+            hit_rate=options.hit_rate,
             state=state,
             cursor=cursor,
-            exact=frozenset(self.options.exact_layers),
+            exact=frozenset(options.exact_layers),
             held=frozenset(self.placeholders[i].name for i in self.held),
             inputs=[Input("argument", argument=i) for i in range(len(self.placeholders))],
         )
@@ -164,12 +164,13 @@ class CapturedGraph:
         batch, tokens = self.symbols.hint(k.shape[0]), self.symbols.hint(k.shape[2])
         past = self.symbols.hint(self.fakes[self.held[0]].shape[2]) if self.held else 0
         session = Session(self.options, self.layer_shapes(), batch)
+        session.start_for(past + tokens)
         session.capacity_for(past + tokens)
-        for phase in self.phases():
+        for phase in self.phases(session.options):
             self.specialise(session, phase, ahead=True)
 
-    def phases(self) -> tuple[Phase, ...]:
-        if self.phase == "decode" and self.options.top_k:
+    def phases(self, options: Options) -> tuple[Phase, ...]:
+        if self.phase == "decode" and options.top_k:
             return ("pre-decode", "decode")
         return (self.phase,)
 
@@ -181,7 +182,7 @@ class CapturedGraph:
 
     def specialise(self, session: Session, phase: Phase, ahead: bool = False) -> tuple[Callable[..., Any], Context]:
         """The rewritten graph for this phase and the shapes of this session's state; compiled on first use."""
-        key = phase, session.batch, session.capacity
+        key = phase, session.batch, session.capacity, session.later is None
         if key not in self.lowered:
             self.lowered[key] = within_tracing(self.fake_mode, lambda: self.rewrite(session, phase), late=not ahead)
             if phase == self.phase:
@@ -196,13 +197,13 @@ class CapturedGraph:
                 {
                     field: torch.empty(shape, dtype=dtype, device=device_of(field, layer))
                     for field, (shape, dtype) in state_shapes(
-                        self.options, layer, session.batch, session.capacity
+                        session.options, layer, session.batch, session.capacity
                     ).items()
                 }
                 for layer in session.layers
             ]
             cursor = torch.empty(session.cursor.shape, dtype=session.cursor.dtype, device=session.cursor.device)
-        context = self.new_context(phase, state, cursor)
+        context = self.new_context(phase, session.options, state, cursor)
         graph_module = GraphModule(self.graph_module, copy.deepcopy(self.graph_module.graph))
         passes = [p for p in PIPELINE if p.__name__ not in self.options.disable_passes]
         graph_module, trace = run_pipeline(graph_module, context, passes, self.name)
@@ -227,7 +228,9 @@ class CapturedGraph:
         reason = cuda_graphs.reason_not_to_capture(graph_module, context)
         context.capture = reason is None
         if reason is not None:
-            warnings.warn(f"mode={self.mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2)
+            warnings.warn(
+                f"mode={self.mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2
+            )
 
     def guess_fake(self, session: Session) -> Tensor:
         with self.fake_mode:
@@ -252,10 +255,11 @@ class CapturedGraph:
 
         Returns the outputs, and the seconds spent inside the lowered graphs.
         """
+        session.move_over(session.length + tokens)
         session.capacity_for(session.length + tokens)
         session.reserve()
         session.point(tokens)
-        *before, phase = self.phases()
+        *before, phase = self.phases(session.options)
         inside = 0.0
         guess_is_missing = session.guess is None and self.specialise(session, phase)[1].needs_guess
         if before and (not session.primed or guess_is_missing):
@@ -289,6 +293,7 @@ class CapturedGraph:
         if self.phase == "prefill":
             batch = self.symbols.value(value_of(self.sites[0].k).shape[0], arguments)
             session = Session(self.options, self.layer_shapes(), batch)
+            session.start_for(self.symbols.value(value_of(self.sites[0].k).shape[2], arguments))
         else:
             handles = [(layer, arguments[i].handle) for layer, past in enumerate(self.pasts) for i in past]
             session = agreed_session(handles)

@@ -32,7 +32,7 @@ def dump_explanation(graph: CapturedGraph, session: Session) -> None:
     tokens = graph.symbols.hint(value_of(graph.sites[0].k).shape[2])
     weights = (fake for node, fake in zip(graph.placeholders, graph.fakes, strict=True) if "parameters" in node.name)
     explained = explanation_of(
-        [graph], graph.options, max(past, session.length) + tokens, session.batch,
+        [graph], session.options, max(past, session.length) + tokens, session.batch,
         device=device_of_session(session), weight_bytes=sum(map(bytes_of, weights)), name=graph.name,
     )  # fmt: skip
     (target / "explain.txt").write_text(f"{explained}\n")

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from specache_compile.passes.context import LeftAlone
 
+from .break_even import min_context
 from .devices import Device, find_device
 from .errors import SpecacheError, SpecacheWarning
 from .explanation import Explanation, SiteRow
@@ -44,6 +45,8 @@ def explain(
     reuse: share of the wanted pairs that are in the slots already (0: all must travel). Nothing is measured.
     """
     parsed = replace(parse_options(options), lowering="eager")
+    if prompt_length < min_context(parsed, torch.device("meta")):
+        parsed = parsed.in_16_bits
     if prompt_length < 1 or batch_size < 1:
         raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
     if not 0 <= reuse <= 1:

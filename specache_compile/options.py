@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ class Options:
     the rewritten graph as it is. hit_rate: also measure the hit rate (slow: it computes the true attention).
     disable_passes: names of passes to leave out. exact_layers: attentions, counted from 0 in the model's order, that
     stay as Hugging Face wrote them. host_memory: bytes that a cache's host tier may have; None: half of what is free.
-    mode: one of torch.compile's, which takes no `mode=` beside `options=`. inductor: config patches handed to Inductor.
+    min_context: tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it has grown
+    to them. "auto": the measured break-even of a GPU, 0 where there is none. mode: one of torch.compile's, which takes
+    no `mode=` beside `options=`. inductor: config patches handed to Inductor.
     """
 
     bits: int = 2
@@ -41,6 +43,7 @@ class Options:
     disable_passes: tuple[str, ...] = ()
     exact_layers: tuple[int, ...] = ()
     host_memory: int | None = None
+    min_context: int | str = "auto"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,6 +59,8 @@ class Options:
                 raise OptionError(f"option {name}={value!r}: give a whole number of tokens, {least} or more")
         if self.host_memory is not None and (type(self.host_memory) is not int or self.host_memory < 0):
             raise OptionError(f"option host_memory={self.host_memory!r}: give a number of bytes, or None")
+        if self.min_context != "auto" and (type(self.min_context) is not int or self.min_context < 0):
+            raise OptionError(f"option min_context={self.min_context!r}: give a number of tokens, 0 or more, or 'auto'")
         for name in ("speculate", "hit_rate"):
             one_of(name, getattr(self, name), (True, False))
         one_of("mode", self.mode, (None, *torch._inductor.list_mode_options()))
@@ -70,6 +75,11 @@ class Options:
     def window(self) -> int:
         """W = R + g: the most tokens that the recent tier holds."""
         return self.residual_length + self.group_size
+
+    @property
+    def in_16_bits(self) -> Options:
+        """What holds below `min_context`: every pair on the device in 16 bits, none fetched, one lane."""
+        return replace(self, bits=16, top_k=0, speculate=False)
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""

@@ -15,23 +15,36 @@ from specache_compile.kernels.host_memory import budget
 from specache_compile.lowering.cuda_graphs import CapturedSteps
 from specache_compile.passes.context import Input
 
+from .break_even import min_context
 from .errors import copy_failed, no_host_memory, stale_cache
 from .held import Crop, Edit, Handle, HeldTensor
 from .options import Options
 from .records import Statistics
-from .tiers import LayerShape, LayerState, allocate, bucket, bytes_by_tier, copied, full_cache_bytes, host_bytes
+from .tiers import (
+    LayerShape,
+    LayerState,
+    allocate,
+    bucket,
+    bytes_by_tier,
+    copied,
+    full_cache_bytes,
+    host_bytes,
+    moved_over,
+)
 
 
 class Session:
     """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
 
     `guess` [B, 1] is the speculative token; `primed` says that the slots were chosen for the next decode step.
+    `options` are those in force: below `min_context` tokens the 16-bit ones, with `later` to come.
     State is never made under the caller's inference mode: the copy queue's worker writes to it outside of that.
     """
 
     @torch.inference_mode(False)
     def __init__(self, options: Options, layers: list[LayerShape], batch: int) -> None:
         self.options = options
+        self.later: Options | None = None
         self.layers = layers
         self.batch = batch
         self.length = 0
@@ -52,6 +65,23 @@ class Session:
     def new_queue(self) -> CopyQueue | copy_stream.StreamCopies:
         device = self.layers[0].device
         return copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
+
+    def start_for(self, tokens: int) -> None:
+        """Before anything is allocated: 16 bits, where the first `tokens` are too few to gain."""
+        if tokens < min_context(self.options, self.layers[0].device):
+            self.options, self.later = self.options.in_16_bits, self.options
+
+    @torch.inference_mode(False)
+    def move_over(self, tokens: int) -> None:
+        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain; layer by layer."""
+        if self.later is None or tokens < min_context(self.later, self.layers[0].device):
+            return
+        self.queue.drain()
+        self.options, self.later = self.later, None
+        for number, layer in enumerate(self.layers):
+            self.state[number] = moved_over(self.state[number], self.options, layer, self.batch, self.length)
+        self.primed, self.guess = False, None
+        self.note_memory()
 
     def capacity_for(self, tokens: int) -> None:
         """Raise the capacity to the bucket of `tokens`; `reserve` makes the tensors follow."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from specache_compile.kernels import copy_stream
 from specache_compile.kernels.host_memory import host_zeros
 from specache_compile.kernels.quantize import packed_width, value_group
+from specache_compile.kernels.tiers import store_low_bit
 
 from .options import Options
 
@@ -35,6 +36,8 @@ FIELDS = tuple(TIER_OF)
 GROWING = ("host", "codes", "key_params", "value_params")
 DEVICE_TIERS = ("low-bit", "recent", "slots")
 SMALLEST_BUCKET = 256
+# Tokens quantised at a time where a 16-bit cache moves over: a multiple of every group size.
+MOVED = 2048
 
 LayerState = dict[str, Tensor]
 
@@ -108,6 +111,27 @@ def allocate(
         state["wanted"].fill_(-1)
         adopt(state, layer)
     return state
+
+
+def moved_over(state: LayerState, options: Options, layer: LayerShape, batch: int, length: int) -> LayerState:
+    """A layer's 16-bit state (`Options.in_16_bits`) with `length` tokens, as `options` have it.
+
+    Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty.
+    """
+    codes = state["codes"]
+    kept = ("host", "recent", "fetched", "tally")
+    new = {
+        field: state[field] if field in kept else zeros(field, shape, dtype, layer)
+        for field, (shape, dtype) in state_shapes(options, layer, batch, codes.shape[2]).items()
+    }
+    low_bit = options.low_bit_length(length)
+    for start in range(0, low_bit, MOVED):
+        pairs = codes[:, :, start : min(start + MOVED, low_bit)]
+        store_low_bit(pairs, start, new["codes"], new["key_params"], new["value_params"], options.zero_point)
+    new["slot_index"].fill_(-1)
+    new["wanted"].fill_(-1)
+    adopt(new, layer)
+    return new
 
 
 def zeros(field: str, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
