@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt
+from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from specache_compile.kernels import copy_stream, triton_copy
+from specache_compile.lowering import cuda_graphs
 from specache_compile.records import find_record
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +64,133 @@ def test_device_memory_for_kv_is_what_explain_predicted(llama: LlamaForCausalLM)
     predicted = sc.explain(llama, 602, 1, LOSSLESS).device_bytes
     assert sc.stats(twin).device_bytes == pytest.approx(predicted, rel=0.02)
     assert find_record(twin) is not None
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Within it, whatever stops the host for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+def decode(model: LlamaForCausalLM, cache: Any, steps: int) -> None:
+    """Decode steps that leave all their results on the device."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    places = torch.arange(cache.get_seq_length(), cache.get_seq_length() + steps, device="cuda").view(steps, 1, 1)
+    for place in places:
+        out = model(token, past_key_values=cache, position_ids=place, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
+    llama: LlamaForCausalLM, lowering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures, record = [], cuda_graphs.record
+    monkeypatch.setattr(cuda_graphs, "record", lambda *given: captures.append(1) or record(*given))
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": lowering, "mode": "reduce-overhead"})
+    ids = prompt(200).cuda()
+    assert torch.equal(greedy(twin, ids, 320), greedy(model, ids, 320))
+    assert len(captures) == 3  # 256, 512 and 768 tokens
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode: str | None) -> None:
+    twin = llama.cuda()
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "inductor", "mode": mode})
+    with torch.no_grad():
+        cache = twin(prompt(100).cuda(), use_cache=True).past_key_values
+    decode(twin, cache, 5)
+    with no_synchronisation():
+        decode(twin, cache, 20)
+
+
+def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fetch is held up by some 5 ms on its stream: a step that did not wait would read stale slots."""
+    gather = triton_copy.gather
+
+    def late(*given: Any) -> None:
+        torch.cuda._sleep(10_000_000)
+        gather(*given)
+
+    monkeypatch.setattr(triton_copy, "gather", late)
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    ids = prompt(90, 2).cuda()
+    assert torch.equal(greedy(twin, ids, 30), greedy(model, ids, 30))
+
+
+def test_without_its_waits_a_late_copy_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: with waits that do not wait, the same delay changes what a step reads."""
+    gather = triton_copy.gather
+
+    def late(*given: Any) -> None:
+        torch.cuda._sleep(100_000_000)
+        gather(*given)
+
+    monkeypatch.setattr(triton_copy, "gather", late)
+    monkeypatch.setattr(copy_stream, "wait", lambda *given: None)
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    ids = prompt(90, 2).cuda()
+    assert not torch.equal(greedy(twin, ids, 30), greedy(model, ids, 30))
+
+
+def test_a_trace_shows_copies_beside_compute() -> None:
+    """Wide layers, so that there is compute to hide behind: a fetch runs while a kernel of another stream does."""
+    model = tiny_llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4).cuda()
+    model.compile(backend="specache", options={**LOSSLESS, "top_k": 64})
+    with torch.no_grad():
+        cache = model(prompt(2000, 8).cuda(), use_cache=True).past_key_values
+        token = prompt(1, 8).cuda()
+        for _ in range(3):
+            model(token, past_key_values=cache)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(3):
+                model(token, past_key_values=cache)
+            torch.cuda.synchronize()
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    fetches = [e.time_range for e in kernels if "fetch_missing" in e.name]
+    others = [e.time_range for e in kernels if "fetch_missing" not in e.name]
+    assert fetches
+    assert any(f.start < o.end and o.start < f.end for f in fetches for o in others)
+
+
+def test_peak_memory_of_a_cache_is_what_explain_predicted() -> None:
+    model = tiny_llama(num_hidden_layers=8).cuda()
+    model.compile(backend="specache", options=LOSSLESS)
+    with torch.no_grad():
+        before = torch.cuda.memory_allocated()
+        cache = model(prompt(6000, 4).cuda(), use_cache=True).past_key_values
+        copy_stream.release_staging()
+        gc.collect()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+    predicted = sc.explain(model, 6000, 4, LOSSLESS).device_bytes
+    assert held == pytest.approx(predicted, rel=0.02)
+    del cache
+
+
+def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
+    twin = llama.cuda()
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    for _ in range(3):
+        greedy(twin, prompt(60).cuda(), 8)
+    before = allocated()
+    for _ in range(100):
+        greedy(twin, prompt(60).cuda(), 8)
+    assert allocated() - before < 1 << 16

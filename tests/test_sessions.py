@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.held import HeldTensor
-from specache_compile.kernels import copy_queue
+from specache_compile.kernels import copy_queue, host_memory
 from specache_compile.tiers import bucket
 
 
@@ -345,3 +345,27 @@ class TestHeldTensors:
         torch.testing.assert_close(step(twin, prompt(1, 2), cache).logits, expected, atol=1e-3, rtol=1e-4)
         with pytest.raises(sc.SpecacheError, match="plain tensors already"):
             sc.materialize(plain)
+
+
+def test_a_host_tier_over_its_budget_is_refused_before_anything_is_lost(llama: LlamaForCausalLM) -> None:
+    """256 tokens fit, 512 do not: the step that needs them raises, and the cache is as it was."""
+    pair = 2 * 2 * 16 * 4  # K and V, two heads, 16 channels, float32
+    twin = compile_copy(llama, host_memory=2 * 300 * pair)
+    out = step(twin, prompt(250))
+    cache = out.past_key_values
+    with pytest.raises(sc.SpecacheError, match=r"the host tier would need .* 512 tokens x batch 1.*host_memory"):
+        step(twin, prompt(20), cache)
+    assert cache.get_seq_length() == 250
+    plain = step(llama, prompt(250)).past_key_values
+    expected = step(llama, prompt(5), plain).logits
+    torch.testing.assert_close(step(twin, prompt(5), cache).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        available = 1000
+
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", Memory)
+    assert host_memory.budget(0, None) == 500
+    assert host_memory.budget(200, None) == 600  # what is held already is not free, and is its own
+    assert host_memory.budget(0, 12) == 12

@@ -1,0 +1,388 @@
+"""Decode throughput on a GPU: specache beside weak and strong baselines and beside its own modes, in one run.
+
+Random weights of Llama-3-8B or Mistral-7B shape in bfloat16. Contexts are forced: every cache is made for its length
+and filled with random pairs, so that no prefill is timed or paid for. For each method, context and VRAM cap: the
+largest batch, tokens a second there, the step at batch 1 and at the full cache's largest batch, peak memory, bytes over
+PCIe, and the share of the roofline. The slots' reuse is forced too (--reuse): random weights say nothing about it.
+
+    python benchmarks/gpu_decode.py                                        everything: hours
+    python benchmarks/gpu_decode.py --contexts 32768 --caps 48 --models llama-3-8b     minutes
+    python benchmarks/gpu_decode.py --smoke                                tiny, on any machine: figures mean nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import limits, milliseconds, provenance
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import specache_compile as sc
+from specache_compile.session import Session
+from specache_compile.tiers import LayerShape, bucket, predicted_bytes
+
+GIB = 1 << 30
+LLAMA = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+MODELS = {
+    "llama-3-8b": LLAMA,
+    "mistral-7b": {**LLAMA, "vocab_size": 32000},
+    "smoke": {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+FULL, STATIC = "HF DynamicCache", "HF StaticCache, compiled"
+SPECACHE: dict[str, dict[str, Any]] = {
+    "16 bits, k = 0": {"bits": 16, "top_k": 0, "speculate": False},
+    "2-bit, k = 0": {"bits": 2, "top_k": 0, "speculate": False},
+    "1-bit, k = 0": {"bits": 1, "top_k": 0, "speculate": False},
+    "specache 2-bit": {"bits": 2},
+    "specache 1-bit": {"bits": 1},
+    "specache 2-bit, one lane": {"bits": 2, "speculate": False},
+    "specache 2-bit, synchronous fetch": {"bits": 2},
+}
+METHODS = [FULL, STATIC, *SPECACHE]
+# Tokens that a forced context has room to grow by.
+STEPS = 80
+# What a step needs beside weights and cache: logits, activations, the allocator's slack.
+MARGIN = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table: `cap` in bytes of VRAM; `reuse` of the wanted pairs are in the slots already."""
+
+    model: str
+    method: str
+    context: int
+    cap: int
+    reuse: float
+
+
+def build(name: str, device: torch.device) -> LlamaForCausalLM:
+    """Random weights, made on the device."""
+    config = LlamaConfig(**MODELS[name], max_position_embeddings=1 << 20, bos_token_id=None, eos_token_id=None)
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        model = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+def shapes_of(model: LlamaForCausalLM) -> list[LayerShape]:
+    c = model.config
+    shape = LayerShape(c.num_key_value_heads, c.hidden_size // c.num_attention_heads, model.dtype, model.device)
+    return [shape] * c.num_hidden_layers
+
+
+def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
+    """Bytes of one sequence's cache on the device and on the host."""
+    layers = shapes_of(model)
+    full = predicted_bytes(sc.Options(bits=16, top_k=0), layers, 1, case.context + STEPS)
+    if case.method not in SPECACHE:
+        return full["host"], 0
+    tiers = predicted_bytes(sc.Options(**SPECACHE[case.method]), layers, 1, case.context + STEPS)
+    return sum(size for tier, size in tiers.items() if tier != "host"), tiers["host"]
+
+
+def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
+    """How many sequences fit beside the weights, in VRAM and in the host's budget; 0 if none does."""
+    weights = sum(p.nbytes for p in model.parameters())
+    device, pinned = sequence_bytes(model, case)
+    fit = (case.cap - weights - MARGIN) // device
+    return max(0, min(fit, int(host // pinned) if pinned else fit))
+
+
+class Decoder:
+    """A method with a cache of `batch` forced contexts; `step()` decodes a token for each."""
+
+    def __init__(self, model: LlamaForCausalLM, case: Case, batch: int, mode: str) -> None:
+        self.case, self.batch, self.device = case, batch, model.device
+        self.model = copy.copy(model)
+        self.model.__dict__ = dict(model.__dict__)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.length = case.context
+        if case.method in SPECACHE:
+            options = {**SPECACHE[case.method], "mode": mode, "min_context": 0}
+            self.model.compile(backend="specache", options=options)
+            self.cache = forced_session(self.model, self.token, case.context)
+        elif case.method == STATIC:
+            self.model.compile(mode=mode, dynamic=False)
+            self.cache = forced_static(model, batch, case.context)
+        else:
+            self.cache = forced_dynamic(model, batch, case.context)
+
+    def step(self) -> None:
+        place = torch.full((self.batch, 1), self.length, device=self.device)
+        if self.case.method == STATIC:
+            torch.compiler.cudagraph_mark_step_begin()
+        out = self.model(self.token, past_key_values=self.cache, position_ids=place, use_cache=True)
+        self.token = out.logits[:, -1:].argmax(-1)
+        self.length += 1
+
+
+def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
+    """A cache that the backend made, lengthened to `context` random tokens."""
+    cache = model(token.repeat(1, 2), use_cache=True).past_key_values
+    session: Session = cache.layers[0].keys.handle.session
+    session.capacity_for(context + STEPS)
+    session.reserve()
+    for layer in session.state:
+        for field, tensor in layer.items():
+            if tensor.dtype == torch.uint8:
+                tensor.random_(0, 256)
+            elif field in ("codes", "key_params", "value_params", "recent"):
+                tensor.normal_()
+    session.length = context
+    session.version += 1
+    for number, layer in enumerate(cache.layers):
+        layer.keys, layer.values = session.held(number), session.held(number)
+    return cache
+
+
+def forced_dynamic(model: LlamaForCausalLM, batch: int, context: int) -> DynamicCache:
+    cache = DynamicCache()
+    for number, layer in enumerate(shapes_of(model)):
+        shape = (batch, layer.heads, context, layer.head_dim)
+        keys, values = (torch.randn(shape, dtype=layer.dtype, device=layer.device) for _ in range(2))
+        cache.update(keys, values, number)
+    return cache
+
+
+def forced_static(model: LlamaForCausalLM, batch: int, context: int) -> StaticCache:
+    cache = StaticCache(config=model.config, max_cache_len=bucket(context + STEPS))
+    for number, layer in enumerate(shapes_of(model)):
+        shape = (batch, layer.heads, context, layer.head_dim)
+        keys, values = (torch.randn(shape, dtype=layer.dtype, device=layer.device) for _ in range(2))
+        cache.update(keys, values, number)
+    return cache
+
+
+@contextmanager
+def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
+    """Within it, fetches run on the main stream where the method says so, and the slots' reuse is the case's."""
+    if device.type != "cuda":
+        yield
+        return
+    from specache_compile.kernels import copy_stream, triton_select
+
+    stream_of, select = copy_stream.stream_of, triton_select.select_topk
+    if "synchronous" in case.method:
+        copy_stream.stream_of = torch.cuda.current_stream  # type: ignore[assignment]
+    triton_select.select_topk = forced_selection(select, case.reuse)
+    try:
+        yield
+    finally:
+        copy_stream.stream_of, triton_select.select_topk = stream_of, select
+
+
+def forced_selection(select: Callable[[Tensor, Tensor], None], reuse: float) -> Callable[[Tensor, Tensor], None]:
+    """A selection that costs what the real one does, and then wants new tokens for all but a share `reuse`."""
+    counters: dict[int, Tensor] = {}
+
+    def forced(scores: Tensor, wanted: Tensor) -> None:
+        select(scores, wanted)
+        counter = counters.setdefault(wanted.data_ptr(), torch.zeros(1, dtype=torch.int64, device=wanted.device))
+        counter += 1
+        count = wanted.shape[-1]
+        number = torch.arange(count, device=wanted.device)
+        kept = number < round(reuse * count)
+        # Two halves of the candidates take turns: a token of one is never among the other's.
+        candidates = (scores >= 0).sum(-1, keepdim=True)
+        half = candidates // 2
+        tokens = (number * (half // count)) + torch.where(kept, torch.zeros_like(counter), counter % 2) * half
+        wanted.copy_(tokens)
+
+    return forced
+
+
+def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds a step, peak memory, and bytes over PCIe a step, at one batch size."""
+    device = model.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with as_it_is_called(case, device):
+        decoder = Decoder(model, case, batch, args.mode)
+        for _ in range(args.warm_up):
+            decoder.step()
+        before = sc.stats(decoder.model) if case.method in SPECACHE else None
+        ms = milliseconds(lambda i: decoder.step(), device, args.steps)
+    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms}
+    if device.type == "cuda":
+        row["peak bytes"] = torch.cuda.max_memory_allocated(device)
+    if before is not None:
+        after = sc.stats(decoder.model)
+        steps = after.decodes - before.decodes
+        row |= {
+            "bytes to device": (after.bytes_to_device - before.bytes_to_device) / steps,
+            "bytes to host": (after.bytes_to_host - before.bytes_to_host) / steps,
+            "pinned bytes": after.host_bytes,
+        }
+    return row
+
+
+def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], limit: dict[str, float]) -> float:
+    """The floor of the step over its time: weights and device tiers at copy bandwidth, fetches at the link's."""
+    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    hbm = weights + row["batch"] * sequence_bytes(model, case)[0]
+    floor = max(hbm / limit["copy"], row.get("bytes to device", 0) / limit["to device"]) / 1e6
+    return floor / row["ms"]
+
+
+def run_case(
+    model: LlamaForCausalLM, case: Case, equal: int, args: argparse.Namespace, limit: dict[str, float]
+) -> Iterator[dict[str, Any]]:
+    """A method at batch 1, at the full cache's largest batch, and at its own; a batch that does not fit is retried."""
+    device = model.device
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap / total), device)
+    done: dict[int, dict[str, Any]] = {}
+    for kind, batch in {"1": 1, "equal": equal, "largest": largest_batch(model, case, args.host_gib * GIB)}.items():
+        if batch in done:
+            yield {**done[batch], "at": kind}
+        while batch and batch not in done:
+            try:
+                row = measure(model, case, batch, args)
+            except torch.OutOfMemoryError:
+                row = None
+            torch._dynamo.reset()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if row is not None:
+                share = roofline_share(model, case, row, limit)
+                done[batch] = {**vars(case), "at": kind, **row, "roofline share": share}
+                yield done[batch]
+                break
+            batch = batch * 9 // 10
+
+
+def with_hidden_shares(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
+    """The share of the transfer that a step does not wait for: against k = 0, at the same batch."""
+    key = ("model", "context", "cap", "batch")
+    bare = {(*(r[k] for k in key), r["method"][:5]): r["ms"] for r in rows if r["method"].endswith("k = 0")}
+    for row in rows:
+        alone = bare.get((*(row[k] for k in key), row["method"].removeprefix("specache ")[:5]))
+        moved = row.get("bytes to device", 0) / limit["to device"] / 1e6
+        if alone is not None and moved:
+            row["hidden"] = 1 - min(1.0, max(0.0, row["ms"] - alone) / moved)
+
+
+def break_even(rows: list[dict[str, Any]], method: str = "specache 2-bit") -> int | None:
+    """The shortest measured context from which on a method's step at batch 1 is as fast as our 16-bit one."""
+    alone = [row for row in rows if row["batch"] == 1]
+    least: int | None = None
+    for context in sorted({row["context"] for row in alone}, reverse=True):
+        ms = {row["method"]: row["ms"] for row in alone if row["context"] == context}
+        if not {method, "16 bits, k = 0"} <= ms.keys() or ms[method] > ms["16 bits, k = 0"]:
+            break
+        least = context
+    return least
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        (
+            row["model"], f"{row['context'] // 1024}k", f"{row['cap'] / GIB:.0f}", row["method"],
+            f"{row['reuse']:.0%}", row["batch"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
+            f"{row.get('peak bytes', 0) / GIB:.1f}", f"{row.get('bytes to device', 0) / 1e6:.1f}",
+            f"{row['hidden']:.0%}" if "hidden" in row else "", f"{row['roofline share']:.0%}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    headers = (
+        "model", "context", "GB", "method", "reuse", "batch", "ms", "tokens/s", "peak GiB", "MB a step", "hidden",
+        "roofline",
+    )  # fmt: skip
+    return tabulate(lines, headers, disable_numparse=True)
+
+
+def cases_of(args: argparse.Namespace, total: int) -> list[Case]:
+    caps = [min(total, round(cap * 1e9)) if cap else total for cap in args.caps]
+    cases = []
+    for model in args.models:
+        for context in args.contexts:
+            for cap in dict.fromkeys(caps):
+                plain = [Case(model, method, context, cap, args.reuse[0]) for method in args.methods]
+                swept = [replace(case, reuse=r) for r in args.reuse[1:] for case in plain if fetches(case.method)]
+                cases += plain + swept
+    return cases
+
+
+def fetches(method: str) -> bool:
+    return SPECACHE.get(method, {"top_k": 0}).get("top_k", 64) > 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b", "mistral-7b"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768, 131072], help="tokens")
+    parser.add_argument("--caps", type=float, nargs="+", default=[24, 48, 0], help="GB of VRAM; 0: all (24 48 0)")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME", help="; ".join(METHODS)
+    )
+    parser.add_argument(
+        "--reuse", type=float, nargs="+", default=[0.5, 0.0, 0.75, 1.0], help="shares of the slots that stay"
+    )
+    parser.add_argument("--mode", default="reduce-overhead", help="torch.compile's (default: reduce-overhead)")
+    parser.add_argument("--host-gib", type=float, default=100.0, help="pinned memory that may be used (100)")
+    parser.add_argument("--steps", type=int, default=50, help="timed steps (50)")
+    parser.add_argument("--warm-up", type=int, default=8, help="steps before them (8)")
+    parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_decode.json")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not args.smoke:
+        parser.error("no CUDA device: only --smoke runs here")
+    if args.steps + args.warm_up + 3 > STEPS:
+        parser.error(f"--steps and --warm-up together: at most {STEPS - 3}, for which the caches have room")
+    if args.smoke:
+        args.models, args.contexts, args.caps, args.reuse = ["smoke"], [300], [0], [0.5]
+        args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MARGIN + (1 << 20)
+    limit = limits(device, 1 << (20 if args.smoke else 30), 20)
+    rows: list[dict[str, Any]] = []
+    model, built, cases = None, "", cases_of(args, total)
+    try:
+        with torch.no_grad(), tqdm(cases, file=sys.stderr) as bar:
+            for case in bar:
+                bar.set_postfix_str(f"{case.method} at {case.context}")
+                if model is None or case.model != built:
+                    model, built = None, case.model
+                    model = build(case.model, device)
+                full = Case(case.model, FULL, case.context, case.cap, 0.0)
+                rows += run_case(model, case, largest_batch(model, full, 0), args, limit)
+    except KeyboardInterrupt:
+        print("interrupted: the cases below are finished", file=sys.stderr)
+    with_hidden_shares(rows, limit)
+    print(table(rows))
+    print(f"break-even at batch 1 (for specache_compile/break_even.py): {break_even(rows) or 'none measured'}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    report = {"provenance": provenance(device, "benchmarks/gpu_decode.py"), "limits": limit, "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Every Triton kernel's time, the bytes it moves a second, and its share of the limit measured in the same run.
+
+Shapes are one layer of Llama-3-8B: 32 query heads, 8 KV heads of 128 channels, bfloat16, two lanes, k 64, R 64, g 64.
+The limit of a kernel is a copy within the device, or one from or to pinned memory for what crosses PCIe. Each kernel
+is first compared with the PyTorch code that defines its op.
+
+    python benchmarks/gpu_kernels.py                 into benchmarks/results/gpu_kernels.json
+    python benchmarks/gpu_kernels.py --smoke         small, on any machine (Triton's interpreter): figures mean nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from measuring import limits, milliseconds, provenance
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_select
+from specache_compile.kernels.copy_queue import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.options import Options
+from specache_compile.tiers import LayerShape, LayerState, allocate
+
+QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
+# Enough sets of inputs that none of them is still in the L2 cache when its turn comes again.
+ROTATED_BYTES, MOST_SETS = 512 << 20, 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One layer's cache: bits of the low-bit tier, cached tokens, rows."""
+
+    bits: int
+    context: int
+    batch: int
+    dtype: torch.dtype
+    top_k: int = 64
+
+    @property
+    def options(self) -> Options:
+        return Options(bits=self.bits, top_k=self.top_k)
+
+    @property
+    def low_bit(self) -> int:
+        return self.options.low_bit_length(self.context)
+
+    @property
+    def pairs(self) -> int:
+        return self.batch * HEADS * self.low_bit
+
+
+class Inputs:
+    """A layer's state with random contents, and the new tokens of one decode step."""
+
+    def __init__(self, setting: Setting, device: torch.device, seed: int) -> None:
+        self.setting = setting
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
+        self.state = allocate(setting.options, shape, setting.batch, -(-(setting.context + 1) // 256) * 256)
+        fill(self.state, setting, generator)
+        self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.int64, device=device)
+        self.point(setting.context, 1)
+
+        def random(heads: int) -> Tensor:
+            shape = (setting.batch, heads, LANES, HEAD_DIM)
+            return torch.randn(shape, generator=generator, device=device).to(setting.dtype)
+
+        self.q, self.k, self.v = random(QUERY_HEADS), random(HEADS), random(HEADS)
+        capacity = self.state["codes"].shape[2]
+        self.scores = torch.rand(setting.batch, HEADS, capacity, generator=generator, device=device)
+        self.scores[:, :, setting.low_bit :] = -1.0
+
+    def point(self, length: int, tokens: int) -> None:
+        self.cursor[LENGTH] = length
+        self.cursor[LOW_BIT] = self.setting.options.low_bit_length(length)
+        self.cursor[NEXT_LOW_BIT] = self.setting.options.low_bit_length(length + tokens)
+
+    def attend(self, attend: Any) -> tuple[Tensor, Tensor]:
+        fields = ("codes", "key_params", "value_params", "recent", "slots", "slot_index")
+        given = [self.state[field] for field in fields]
+        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, HEAD_DIM**-0.5, None)
+
+
+def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> None:
+    """Random contents; the slots hold different tokens, and so do the wanted ones."""
+    for field, tensor in state.items():
+        if tensor.dtype == torch.uint8:
+            tensor.random_(0, 256, generator=generator)
+        elif tensor.is_floating_point() and field not in ("host", "tally"):
+            tensor.normal_(generator=generator)
+    state["host"].fill_(0.5)
+    if setting.top_k:
+        stride = setting.low_bit // (2 * setting.top_k)
+        tokens = torch.arange(setting.top_k, device=state["slots"].device, dtype=torch.int32) * stride
+        state["slot_index"].copy_(tokens.expand_as(state["slot_index"]))
+        state["wanted"].copy_((tokens + setting.low_bit // 2).expand_as(state["wanted"]))
+
+
+def rotated(setting: Setting, device: torch.device) -> list[Inputs]:
+    first = Inputs(setting, device, 0)
+    size = sum(t.nbytes for name, t in first.state.items() if name != "host")
+    sets = min(MOST_SETS, 1 + ROTATED_BYTES // max(1, size)) if device.type == "cuda" else 1
+    return [first, *(Inputs(setting, device, seed) for seed in range(1, sets))]
+
+
+def check(setting: Setting, device: torch.device) -> None:
+    """Attention, selection, append and gather against the PyTorch code that defines them; AssertionError if not."""
+    ours, theirs = Inputs(setting, device, 3), Inputs(setting, device, 3)
+    expected, scores = theirs.attend(attention.decode_attention)
+    got, got_scores = ours.attend(triton_decode.decode_attention)
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(got_scores, scores.float(), atol=2e-2, rtol=2e-2)
+    triton_select.select_topk(ours.scores, ours.state["wanted"])
+    tiers.select_topk(theirs.scores, theirs.state["wanted"])
+    chosen = [set_of(x.state["wanted"]) for x in (ours, theirs)]
+    assert torch.equal(*chosen), "the selection differs from torch.topk's"
+    triton_copy.gather(*fetch_arguments(ours))
+    tiers.refill(*fetch_arguments(theirs))
+    assert torch.equal(set_of(ours.state["slot_index"]), set_of(theirs.state["slot_index"])), "the gather differs"
+    assert torch.equal(ours.state["fetched"], theirs.state["fetched"]), "the gather counts other bytes"
+
+
+def set_of(tokens: Tensor) -> Tensor:
+    return tokens.sort(-1).values
+
+
+def fetch_arguments(x: Inputs) -> tuple[Tensor, ...]:
+    return tuple(x.state[name] for name in ("wanted", "host", "slots", "slot_index", "fetched"))
+
+
+def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """The kernels of a decode step at one setting."""
+    sets = rotated(setting, device)
+
+    def turn(i: int) -> Inputs:
+        return sets[i % len(sets)]
+
+    def row(kernel: str, against: str, size: int, run: Any, before: Any = lambda i: None) -> dict[str, Any]:
+        ms = milliseconds(run, device, repeats, before)
+        rate = size / ms / 1e6
+        return {
+            "kernel": kernel, "bits": setting.bits, "context": setting.context, "batch": setting.batch,
+            "ms": ms, "bytes": size, "GB/s": rate, "limit": against, "share": rate / limit[against],
+        }  # fmt: skip
+
+    state = sets[0].state
+    item = setting.dtype.itemsize
+    exact = setting.batch * HEADS * 2 * HEAD_DIM * item
+    low = setting.pairs * sum(state[f].nbytes for f in ("codes", "key_params", "value_params")) // tokens_of(state)
+    kept = exact * (setting.top_k + setting.context - setting.low_bit)
+    attend = row("attention", "copy", low + kept, lambda i: turn(i).attend(triton_decode.decode_attention))
+    yield attend | {"elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3}
+    if not setting.top_k:
+        return
+    scores = sets[0].scores.nbytes
+    select = row(
+        "selection", "copy", scores, lambda i: triton_select.select_topk(turn(i).scores, turn(i).state["wanted"])
+    )
+    yield select | {"of the attention": select["ms"] / attend["ms"]}
+    for reuse in (0.0, 0.5, 0.75, 1.0):
+        kept_slots = round(reuse * setting.top_k)
+
+        def forget(i: int, kept_slots: int = kept_slots) -> None:
+            turn(i).state["slot_index"].copy_(turn(i).state["wanted"])
+            turn(i).state["slot_index"][:, :, kept_slots:] = -1
+
+        moved = exact * (setting.top_k - kept_slots)
+        fetch = row("gather", "to device", moved, lambda i: triton_copy.gather(*fetch_arguments(turn(i))), forget)
+        yield fetch | {"reuse": reuse}
+    yield row("write through", "to host", exact * LANES, lambda i: write_through(turn(i)))
+
+
+def tokens_of(state: LayerState) -> int:
+    """Pairs that the low-bit tier has room for, over all rows and heads."""
+    return state["codes"].shape[0] * state["codes"].shape[1] * state["codes"].shape[2]
+
+
+def write_through(x: Inputs) -> None:
+    triton_copy.write_through(x.k, x.v, x.cursor, x.state["host"])
+
+
+def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
+    """A whole context appended at once, as a prefill does."""
+    x = Inputs(setting, device, 0)
+    shape = (setting.batch, HEADS, setting.context, HEAD_DIM)
+    k, v = (torch.randn(shape, device=device).to(setting.dtype) for _ in range(2))
+    x.point(0, setting.context)
+    given = [x.state[field] for field in ("recent", "codes", "key_params", "value_params")]
+    ms = milliseconds(lambda i: triton_append.append(k, v, x.cursor, *given, "midpoint"), device, repeats)
+    written = setting.pairs * sum(t.nbytes for t in given[1:]) // tokens_of(x.state)
+    size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
+    return {
+        "kernel": "quantise", "bits": setting.bits, "context": setting.context, "batch": setting.batch, "ms": ms,
+        "bytes": size, "GB/s": size / ms / 1e6, "limit": "copy", "share": size / ms / 1e6 / limit["copy"],
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        (
+            row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""), row["bits"],
+            f"{row['context']:,}", row["batch"], f"{1e3 * row['ms']:.1f}", f"{row['GB/s']:.0f}",
+            f"{row['share']:.0%} of {row['limit']}",
+            f"{row['of the attention']:.0%} of the attention" if "of the attention" in row else "",
+        )
+        for row in rows
+    ]  # fmt: skip
+    headers = ("kernel", "bits", "context", "batch", "µs", "GB/s", "limit", "")
+    return tabulate(lines, headers, disable_numparse=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="tokens (8192 32768)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="rows (1 16)")
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 2, 1], choices=(1, 2, 4, 8, 16), help="(16 2 1)")
+    parser.add_argument("--repeats", type=int, default=50, help="timed runs of each kernel (default: 50)")
+    parser.add_argument("--smoke", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_kernels.json")
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and not args.smoke:
+        parser.error("no CUDA device: only --smoke runs here")
+    if args.smoke:
+        args.contexts, args.batches, args.repeats = [256], [1], 1
+    # The interpreter's bfloat16 is not the hardware's.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    check(Setting(2, 256 if args.smoke else 4096, 1, dtype), device)
+    limit = limits(device, 1 << (20 if args.smoke else 30), args.repeats)
+    settings = [Setting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
+    rows: list[dict[str, Any]] = []
+    try:
+        for setting in tqdm(settings, unit="setting"):
+            rows += rows_of(setting, device, args.repeats, limit)
+            if setting.bits < 16:
+                rows.append(quantise_row(setting, device, args.repeats, limit))
+    except KeyboardInterrupt:
+        print("interrupted: the settings below are finished")
+    print(table(rows))
+    print("limits, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in limit.items()))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    report = {"provenance": provenance(device, "benchmarks/gpu_kernels.py"), "limits": limit, "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

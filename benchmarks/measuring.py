@@ -1,0 +1,70 @@
+"""What the GPU benchmarks share: a clock, the device's limits, and where a figure comes from."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+
+def milliseconds(
+    run: Callable[[int], object], device: torch.device, repeats: int, before: Callable[[int], object] = lambda i: None
+) -> float:
+    """The median time of `run(i)`, by CUDA events, or by the host's clock where there is no GPU.
+
+    `before(i)` is not timed. Callers hand out different inputs for different i, so that the L2 cache does not answer.
+    """
+    for i in range(3):
+        before(i)
+        run(i)
+    if device.type != "cuda":
+        return 1e3 * statistics.median(host_seconds(run, before, i) for i in range(repeats))
+    pairs = []
+    for i in range(repeats):
+        before(i)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run(i)
+        stop.record()
+        pairs.append((start, stop))
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(stop) for start, stop in pairs)
+
+
+def host_seconds(run: Callable[[int], object], before: Callable[[int], object], i: int) -> float:
+    before(i)
+    start = time.perf_counter()
+    run(i)
+    return time.perf_counter() - start
+
+
+def limits(device: torch.device, size: int, repeats: int) -> dict[str, float]:
+    """GB/s of a copy of `size` bytes within the device (reads and writes counted), and to and from pinned memory."""
+    pinned = device.type == "cuda"
+    here, there = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.ones(size, dtype=torch.uint8, pin_memory=pinned)
+    times = {
+        "copy": milliseconds(lambda i: there.copy_(here), device, repeats) / 2,
+        "to device": milliseconds(lambda i: here.copy_(host, non_blocking=True), device, repeats),
+        "to host": milliseconds(lambda i: host.copy_(here, non_blocking=True), device, repeats),
+    }
+    return {name: size / ms / 1e6 for name, ms in times.items()}
+
+
+def provenance(device: torch.device, script: str) -> dict[str, Any]:
+    """The command, the day, the device and the versions behind a file of results."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    return {
+        "command": " ".join(["python", script, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(), "device": name, "torch": torch.__version__,
+        "cuda": torch.version.cuda, "triton": triton.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip

@@ -1,0 +1,52 @@
+"""The GPU benchmarks run from end to end, small, on any machine; their figures then mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> None:
+    done = run("gpu_kernels.py", "--smoke", "--bits", "1", "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {row["kernel"] for row in report["rows"]} == {
+        "attention", "selection", "gather", "write through", "quantise",
+    }  # fmt: skip
+    assert all(row["ms"] > 0 and row["share"] >= 0 for row in report["rows"])
+    assert report["provenance"]["command"].startswith("python benchmarks/gpu_kernels.py --smoke")
+
+
+def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(tmp_path: Path) -> None:
+    methods = ["HF DynamicCache", "16 bits, k = 0", "specache 2-bit"]
+    done = run("gpu_decode.py", "--smoke", "--methods", *methods, "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    assert "break-even at batch 1" in done.stdout
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == [method for method in methods for _ in range(3)]
+    assert [row["at"] for row in rows[:3]] == ["1", "equal", "largest"]
+    fetching = [row for row in rows if row["method"] == "specache 2-bit"]
+    assert all(row["bytes to device"] > 0 for row in fetching)
+    assert fetching[-1]["batch"] > fetching[0]["batch"] == 1
+
+
+@pytest.mark.parametrize("script", ["gpu_kernels.py", "gpu_decode.py"])
+def test_without_a_gpu_only_the_smoke_run_is_offered(script: str) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(script)
+    assert done.returncode == 2
+    assert "no CUDA device: only --smoke runs here" in done.stderr
