@@ -7,7 +7,6 @@ keep their addresses until the bucket grows, and every length is read on the dev
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,8 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
 def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Callable[[], object], list[Any]]:
     """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool_of(device), capture_error_mode="thread_local"):
+    # A pool of its own: one that all of its graphs have left cannot be captured into again.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = list(step())
         copy_stream.join(device)  # a side stream's work must come back before a capture may end
 
@@ -57,12 +57,6 @@ def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Cal
         graph.replay()
 
     return replay, outputs
-
-
-@functools.cache
-def pool_of(device: torch.device) -> Any:
-    """One memory pool for all captures of a device: no output outlives its replay, so that graphs may share it."""
-    return torch.cuda.graph_pool_handle()
 
 
 @dataclass(frozen=True)
