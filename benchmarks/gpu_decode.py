@@ -47,7 +47,7 @@ MODELS = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
-FULL, STATIC = "HF DynamicCache", "HF StaticCache, compiled"
+FULL, OFFLOADED, STATIC = "HF DynamicCache", "HF DynamicCache, offloaded", "HF StaticCache, compiled"
 SPECACHE: dict[str, dict[str, Any]] = {
     "16 bits, k = 0": {"bits": 16, "top_k": 0, "speculate": False},
     "2-bit, k = 0": {"bits": 2, "top_k": 0, "speculate": False},
@@ -57,7 +57,7 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "specache 2-bit, one lane": {"bits": 2, "speculate": False},
     "specache 2-bit, synchronous fetch": {"bits": 2},
 }
-METHODS = [FULL, STATIC, *SPECACHE]
+METHODS = [FULL, OFFLOADED, STATIC, *SPECACHE]
 # Tokens that a forced context has room to grow by.
 STEPS = 80
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
@@ -95,6 +95,8 @@ def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
     """Bytes of one sequence's cache on the device and on the host."""
     layers = shapes_of(model)
     full = predicted_bytes(sc.Options(bits=16, top_k=0), layers, 1, case.context + STEPS)
+    if case.method == OFFLOADED:
+        return 2 * full["host"] // len(layers), full["host"]
     if case.method not in SPECACHE:
         return full["host"], 0
     tiers = predicted_bytes(sc.Options(**SPECACHE[case.method]), layers, 1, case.context + STEPS)
@@ -126,7 +128,7 @@ class Decoder:
             self.model.compile(mode=mode, dynamic=False)
             self.cache = forced_static(model, batch, case.context)
         else:
-            self.cache = forced_dynamic(model, batch, case.context)
+            self.cache = forced_dynamic(model, batch, case.context, case.method == OFFLOADED)
 
     def step(self) -> None:
         place = torch.full((self.batch, 1), self.length, device=self.device)
@@ -156,8 +158,8 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
     return cache
 
 
-def forced_dynamic(model: LlamaForCausalLM, batch: int, context: int) -> DynamicCache:
-    cache = DynamicCache()
+def forced_dynamic(model: LlamaForCausalLM, batch: int, context: int, offloading: bool) -> DynamicCache:
+    cache = DynamicCache(config=model.config, offloading=offloading)
     for number, layer in enumerate(shapes_of(model)):
         shape = (batch, layer.heads, context, layer.head_dim)
         keys, values = (torch.randn(shape, dtype=layer.dtype, device=layer.device) for _ in range(2))
@@ -355,6 +357,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.smoke:
         args.models, args.contexts, args.caps, args.reuse = ["smoke"], [300], [0], [0.5]
         args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024
+        args.methods = [method for method in args.methods if method != OFFLOADED]  # Hugging Face's needs a GPU
     return args
 
 
