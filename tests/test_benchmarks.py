@@ -41,7 +41,15 @@ def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(tmp_path: Pa
     assert fetching[-1]["batch"] > fetching[0]["batch"] == 1
 
 
-@pytest.mark.parametrize("script", ["gpu_kernels.py", "gpu_decode.py"])
+def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:
+    done = run("gpu_prefill.py", "--smoke", "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["torch.compile", "specache 2-bit", "specache 1-bit"]
+    assert rows[0]["expected bytes"] == 2 * 2 * 2 * 256 * 16 * 4  # two layers, K and V, two heads, float32
+
+
+@pytest.mark.parametrize("script", ["gpu_kernels.py", "gpu_decode.py", "gpu_prefill.py"])
 def test_without_a_gpu_only_the_smoke_run_is_offered(script: str) -> None:
     import torch
 

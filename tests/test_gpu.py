@@ -17,6 +17,7 @@ from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from specache_compile.kernels import copy_stream, triton_copy
 from specache_compile.lowering import cuda_graphs
 from specache_compile.records import find_record
+from specache_compile.tiers import LayerShape, state_shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -194,3 +195,29 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
     for _ in range(100):
         greedy(twin, prompt(60).cuda(), 8)
     assert allocated() - before < 1 << 16
+
+
+def test_indices_beyond_two_to_the_31_elements() -> None:
+    """The last of 16 rows attends to 70,000 tokens as it does alone: its pairs lie beyond 2^31 elements."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = LayerShape(8, 128, torch.bfloat16, torch.device("cuda"))
+    options = sc.Options(bits=16, top_k=0)
+    length = 70_000
+    state = {
+        field: torch.zeros(size, dtype=dtype, device="cuda")
+        for field, (size, dtype) in state_shapes(options, shape, 16, 70_144).items()
+        if field != "host"
+    }
+    assert state["codes"].numel() > 2**31
+    state["codes"][-1].normal_(generator=generator)
+    state["recent"][-1].normal_(generator=generator)
+    low_bit = options.low_bit_length(length)
+    cursor = torch.tensor([length, low_bit, low_bit, 0], device="cuda")
+    q, k, v = (torch.randn(16, h, 2, 128, device="cuda", generator=generator).bfloat16() for h in (32, 8, 8))
+
+    def attend(rows: slice) -> torch.Tensor:
+        tiers = [state[f][rows] for f in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
+        out, _ = torch.ops.specache.decode_attention(q[rows], k[rows], v[rows], None, None, cursor, *tiers, 0.088, None)
+        return out[-1]
+
+    torch.testing.assert_close(attend(slice(None)), attend(slice(15, None)), atol=1e-2, rtol=1e-2)
