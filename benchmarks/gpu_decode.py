@@ -121,7 +121,8 @@ class Decoder:
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         self.length = case.context
         if case.method in SPECACHE:
-            options = {**SPECACHE[case.method], "mode": mode, "min_context": 0}
+            lowering = "inductor" if self.device.type == "cuda" else "eager"
+            options = {**SPECACHE[case.method], "mode": mode, "min_context": 0, "lowering": lowering}
             self.model.compile(backend="specache", options=options)
             self.cache = forced_session(self.model, self.token, case.context)
         elif case.method == STATIC:

@@ -115,7 +115,9 @@ for length in (8192, 32768, 131072):
     plan = replace(two_bits, prompt_length=length)
     print(plan.full_step() / plan.step().seconds)
 """
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    printed = ran.stdout
     seconds, peak, weights, *speeds = (float(number) for number in printed.split())
     if shape == "8B":
         # By hand, at batch 1 on an H200: (W + n·kv) / (W + n·kv·2.5/16), W of 16.06 GB and kv of 131,072 bytes.
