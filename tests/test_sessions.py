@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile import session as session_module
 from specache_compile.held import HeldTensor
 from specache_compile.kernels import copy_queue, host_memory
 from specache_compile.tiers import bucket
@@ -369,3 +370,8 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
     assert host_memory.budget(0, None) == 500
     assert host_memory.budget(200, None) == 600  # what is held already is not free, and is its own
     assert host_memory.budget(0, 12) == 12
+
+
+def test_a_model_on_the_meta_device_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "budget", lambda held, asked: 0)
+    assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
