@@ -163,8 +163,8 @@ def adopt(state: LayerState, layer: LayerShape) -> None:
 
 
 def host_bytes(layers: list[LayerShape], batch: int, capacity: int) -> int:
-    """Bytes of the host tier; none for a model on the meta device, which has no memory."""
-    return full_cache_bytes([layer for layer in layers if layer.device.type != "meta"], batch, capacity)
+    """Bytes of the host tier."""
+    return full_cache_bytes(layers, batch, capacity)
 
 
 def bytes_by_tier(state: list[LayerState]) -> dict[str, int]:

@@ -372,6 +372,6 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
     assert host_memory.budget(0, 12) == 12
 
 
-def test_a_model_on_the_meta_device_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "budget", lambda held, asked: 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
