@@ -62,6 +62,17 @@ def join(device: torch.device) -> None:
     torch.cuda.current_stream(device).wait_stream(stream_of(device))
 
 
+def join_capture(device: torch.device) -> None:
+    """Before a capture ends: bring the copy stream back into it, if a fetch has forked it off.
+
+    A stream that took no part may not be waited for: its events come from outside of the capture.
+    """
+    with torch.cuda.stream(stream_of(device)):
+        forked = torch.cuda.is_current_stream_capturing()
+    if forked:
+        join(device)
+
+
 def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
     """As `tiers.prefetch`, on the copy stream, behind what the main stream has been given so far."""
     from .triton_copy import gather

@@ -50,7 +50,7 @@ def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Cal
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = list(step())
-        copy_stream.join(device)  # a side stream's work must come back before a capture may end
+        copy_stream.join_capture(device)
 
     def replay() -> None:
         copy_stream.join(device)  # copies from outside of the graph, as of a pre-decode

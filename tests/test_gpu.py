@@ -101,6 +101,14 @@ def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
     assert len(captures) == 3  # 256, 512 and 768 tokens
 
 
+def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None:
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={"bits": 16, "top_k": 0, "mode": "reduce-overhead", "min_context": 0})
+    ids = prompt(100).cuda()
+    assert torch.equal(greedy(twin, ids, 50), greedy(model, ids, 50))
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode: str | None) -> None:
     twin = llama.cuda()
