@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-from needle import KEY_DIGITS, library_source, sample  # noqa: E402
+from needle import sample  # noqa: E402
+from specache_compile.tasks.haystack import library_source  # noqa: E402
+from specache_compile.tasks.needle import KEY_DIGITS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
