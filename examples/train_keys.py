@@ -22,7 +22,7 @@ from specache_compile.tasks.needle import KEY_DIGITS, ask, random_key
 from training import Stage, scaled, train
 
 HERE = Path(__file__).parent
-STAGES = (Stage(256, 1400), Stage(512, 500), Stage(1024, 300), Stage(2048, 200))
+STAGES = (Stage(256, 900), Stage(512, 400), Stage(1024, 150), Stage(2048, 80))
 TOKENS_PER_STEP = 4096
 
 
