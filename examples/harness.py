@@ -4,8 +4,8 @@
     python examples/harness.py                                    the shipped model, full cache and 1-bit SpeCache
     python examples/harness.py --model PATH --tasks hellaswag     any checkpoint and the harness's own tasks
 
-Only `model.compile(backend="specache", ...)` stands between the two columns: `HFLM` receives the model itself. Tasks that
-are scored by likelihood are all prefill, which every method attends exactly; those that generate show a method.
+Only `model.compile(backend="specache", ...)` stands between the two columns: `HFLM` receives the model itself.
+Tasks that are scored by likelihood are all prefill, which is attended exactly; those that generate show a method.
 """
 
 from __future__ import annotations

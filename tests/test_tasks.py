@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LOSSLESS, compile_copy, tiny_llama
 
+from conftest import LOSSLESS, compile_copy, tiny_llama
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import ByteReader, TokenizerReader
 from specache_compile.evaluation.runner import Runner

@@ -146,7 +146,8 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     checked(name)
     reader: Reader = ByteReader() if is_byte_level(name) else TokenizerReader(AutoTokenizer.from_pretrained(name))
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval(), reader
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return model.to(device).eval(), reader
 
 
 def limit_of(model: Any) -> int:

@@ -50,7 +50,7 @@ def depth_by_length(rows: Sequence[Row]) -> Any:
     figure, axes = plt.subplots(
         lines, columns, figsize=(3.1 * columns + 1, 2.7 * lines + 0.5), squeeze=False, layout="constrained"
     )
-    image = None
+    image: Any = None
     for axis in axes.flat[len(methods) :]:
         axis.set_visible(False)
     for axis, method in zip(axes.flat, methods, strict=False):

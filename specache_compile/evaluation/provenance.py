@@ -33,8 +33,9 @@ def commit() -> str | None:
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True
-        ).stdout
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"],
+            cwd=here, capture_output=True, text=True,
+        ).stdout  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" if changed.strip() else "")

@@ -38,8 +38,9 @@ class Setting:
             return None
         if any(option.name == "method" for option in fields(Options)):
             return {"method": self.name, **dict(self.given)}
-        known = BY_OPTIONS.get(self.name, {"method": self.name})
-        return {**known, **dict(self.given)}
+        if self.name not in BY_OPTIONS:
+            raise OptionError(f"unknown method {self.name!r}: known are {', '.join((FULL, *BY_OPTIONS))}")
+        return {**BY_OPTIONS[self.name], **dict(self.given)}
 
 
 def parse_setting(text: str) -> Setting:
@@ -47,10 +48,8 @@ def parse_setting(text: str) -> Setting:
     name, _, rest = text.partition(":")
     given = [parse_pair(text, pair) for pair in rest.split(",")] if rest else []
     setting = Setting(name, tuple(sorted(given)))
-    if setting.options is None:
-        if given:
-            raise OptionError(f"method {text!r}: the full cache takes no options")
-        return setting
+    if name == FULL and given:
+        raise OptionError(f"method {text!r}: the full cache takes no options")
     try:
         parse_options(setting.options)
     except OptionError as error:
