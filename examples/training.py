@@ -91,24 +91,40 @@ def train(
         step = state["step"]
     total, end = sum(stage.steps for stage in stages), 0
     with tqdm(total=total, initial=step, desc="training", file=sys.stderr) as bar:
-        for stage in stages:
-            end += stage.steps
-            while step < end:
-                loss = weighted_loss(model, *batch(stage.length, random.Random(f"{seed}/{step}")))
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, total)
-                optimizer.step()
-                step += 1
-                bar.update()
-                bar.set_postfix(length=stage.length, loss=f"{loss.item():.3f}")
-                if step % SAVE_EVERY == 0 or step == end:
-                    save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved)
-                if step % CHECK_EVERY == 0 or step == end:
-                    bar.write(f"step {step}: {check(model, stage.length)}")
+        try:
+            for stage in stages:
+                end += stage.steps
+                while step < end:
+                    loss = one_step(model, optimizer, batch(stage.length, random.Random(f"{seed}/{step}")), step, total)
+                    step += 1
+                    bar.update()
+                    bar.set_postfix(length=stage.length, loss=f"{loss:.3f}")
+                    if step % SAVE_EVERY == 0 or step == end:
+                        save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved)
+                    if step % CHECK_EVERY == 0 or step == end:
+                        bar.write(f"step {step}: {check(model, stage.length)}", file=sys.stderr)
+        except KeyboardInterrupt:
+            bar.write(f"interrupted at step {step}: run it again, it goes on from the last save", file=sys.stderr)
+            raise SystemExit(130) from None
     return model
+
+
+def one_step(
+    model: LlamaForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    step: int,
+    total: int,
+) -> float:
+    """One optimiser step; the loss before it."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, total)
+    loss = weighted_loss(model, *batch)
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 def save(state: dict[str, object], path: Path) -> None:

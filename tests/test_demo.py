@@ -90,12 +90,15 @@ def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None
     assert report["rows"][0]["overall"] == 1.0
 
 
-def test_the_training_script_trains_saves_and_resumes(tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / "train_needle.py")
-    arguments = (script, "--out", "model", "--work", "work", "--scale", "0.0001", "--samples", "2")
+@pytest.mark.parametrize(
+    ("script", "samples", "steps"), [("needle", "--samples", 5), ("text", "--rows", 4), ("keys", "--samples", 4)]
+)
+def test_a_training_script_trains_saves_and_resumes(tmp_path: Path, script: str, samples: str, steps: int) -> None:
+    path = str(ROOT / "examples" / f"train_{script}.py")
+    arguments = (path, "--out", "model", "--work", "work", "--scale", "0.0001", samples, "2")
     run(*arguments, cwd=tmp_path)
     state = torch.load(tmp_path / "work" / "training.pt", weights_only=True)
-    assert state["step"] == 5
+    assert state["step"] == steps
     run(*arguments, cwd=tmp_path)  # nothing left to do but to evaluate and save again
     assert (tmp_path / "model" / "model.safetensors").exists()
 

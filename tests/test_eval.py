@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import specache_compile as sc
+from conftest import greedy, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.errors import OptionError
 from specache_compile.evaluation import command
 from specache_compile.evaluation.rows import Row, append_row, read_rows
-from specache_compile.evaluation.settings import parse_setting
+from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tables import table
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
@@ -132,6 +135,19 @@ def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
 def test_a_setting_is_a_name_and_options(text: str, options: dict[str, Any] | None) -> None:
     given = parse_setting(text).options
     assert (given if given is None else {k: v for k, v in given.items() if k != "method"}) == options
+
+
+def test_a_model_under_a_setting_is_afterwards_as_it_was() -> None:
+    model = tiny_llama()
+    ids = prompt(200)
+    plain = greedy(model, ids, 8)
+    for bits in (1, 2):
+        with running(model, parse_setting(f"specache:bits={bits},top_k=1024"), "eager"):
+            assert torch.equal(greedy(model, ids, 8), plain)
+            assert sc.stats(model).decodes == 7
+        assert model._compiled_call_impl is None
+        with pytest.raises(sc.SpecacheError, match="has run no graph"):
+            sc.stats(model)
 
 
 def test_a_setting_has_one_spelling() -> None:

@@ -192,12 +192,20 @@ def measure(
     start = time.perf_counter()
     with running(runner.model, setting, args.lowering):
         outcome: Outcome = cell.measure(runner)
-        ratio = 1.0 if setting.options is None else stats(runner.model).kv_ratio
+        ratio = 1.0 if setting.options is None else kv_ratio(runner.model)
     return Row(
         key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, score=outcome.score,
         metric=outcome.metric, samples=outcome.samples, seed=args.seed, kv_ratio=ratio,
         seconds=round(time.perf_counter() - start, 2), detail=outcome.detail, provenance=line,
     )  # fmt: skip
+
+
+def kv_ratio(model: Any) -> float | None:
+    """Device KV over the full cache's in the last batch; None where the backend rewrote nothing (it has warned)."""
+    try:
+        return stats(model).kv_ratio
+    except SpecacheError:
+        return None
 
 
 def report(rows: Sequence[Row], args: argparse.Namespace, line: str) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from specache_compile.errors import OptionError
 from specache_compile.options import Options, parse_options
+from specache_compile.records import forget
 
 FULL = "full"
 BY_OPTIONS: dict[str, dict[str, Any]] = {"specache": {}, "kivi": {"top_k": 0, "speculate": False}}
@@ -75,6 +76,7 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
     """Within it, calls of `model` run under the setting; afterwards the model is as it was. No weights are copied."""
     before = model._compiled_call_impl
     torch._dynamo.reset()
+    forget(model)
     try:
         model._compiled_call_impl = None
         if setting.options is not None:
@@ -82,6 +84,7 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
         yield model
     finally:
         model._compiled_call_impl = before
+        forget(model)
         torch._dynamo.reset()
 
 
