@@ -280,6 +280,27 @@ def test_a_longbench_prompt_beyond_the_models_context_loses_its_middle(tmp_path:
     assert without_middle(list(range(10)), 5) == [0, 1, 7, 8, 9]
 
 
+class ChatReader(ByteReader):
+    """Bytes, a turn of chat in brackets."""
+
+    def chat(self, text: str) -> list[int]:
+        return self.encode(f"<user>{text}</user><model>")
+
+
+def test_a_chat_template_stands_around_longbench_prompts_but_not_around_code(tmp_path: Path) -> None:
+    folder = longbench_files(tmp_path, qasper=[record(context="0123456789" * 100)], lcc=[record()])
+    lcc, qasper = TASKS["longbench"](bench(reader=ChatReader(), data=folder, chat=True, limit=500))
+    runner = Recorder()
+    qasper.measure(runner)
+    assert len(runner.asked[0]) == 500 - 16
+    assert runner.asked[0].startswith(b"<user>Story: 0123")
+    assert runner.asked[0].endswith(b"\nAnswer:</user><model>")
+    lcc.measure(runner)
+    assert runner.asked[1].startswith(b"Story")
+    with pytest.raises(SpecacheError, match="no chat template"):
+        TASKS["longbench"](bench(data=folder, chat=True))
+
+
 def test_ruler_files_give_a_cell_a_task(tmp_path: Path) -> None:
     for task, outputs in (("niah_multivalue", ["111", "222"]), ("qa_1", ["Ada", "Bob"]), ("other", ["x"])):
         (tmp_path / task).mkdir()

@@ -57,6 +57,7 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         help="texts for haystacks and perplexity (default: library source held out of training)",
     )  # fmt: skip
     command.add_argument("--data", type=Path, metavar="DIR", help="folder of LongBench's or RULER's files")
+    command.add_argument("--chat", action="store_true", help="put the chat template around LongBench's prompts")
     command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
     command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")
     cuda = torch.cuda.is_available()
@@ -82,6 +83,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         limit_of(model),
         tuple(args.text),
         args.data,
+        args.chat,
     )
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:

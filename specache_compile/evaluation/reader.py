@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specache_compile.errors import SpecacheError
+
 
 class Reader(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def begin(self) -> list[int]: ...
+    def chat(self, text: str) -> list[int]: ...
 
 
 class ByteReader:
@@ -24,6 +27,9 @@ class ByteReader:
 
     def begin(self) -> list[int]:
         return []
+
+    def chat(self, text: str) -> list[int]:
+        raise no_chat_template()
 
 
 @dataclass
@@ -41,3 +47,14 @@ class TokenizerReader:
     def begin(self) -> list[int]:
         bos = self.tokenizer.bos_token_id
         return [] if bos is None or list(self.tokenizer("")["input_ids"])[:1] != [bos] else [bos]
+
+    def chat(self, text: str) -> list[int]:
+        """The whole prompt of one turn in which a user says `text`, special tokens and all."""
+        if not self.tokenizer.chat_template:
+            raise no_chat_template()
+        turn = [{"role": "user", "content": text}]
+        return list(self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def no_chat_template() -> SpecacheError:
+    return SpecacheError("--chat: this checkpoint's tokenizer has no chat template")

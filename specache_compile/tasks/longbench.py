@@ -2,7 +2,8 @@
 
 `--data` names the folder of the datasets (`qasper.jsonl`, ...). LongBench's own `dataset2prompt.json` and
 `dataset2maxlen.json` stand there too, or in its `config/`. One cell a dataset. A prompt beyond the model's context
-loses its middle, as LongBench's own program has it; no chat template is put around it.
+loses its middle, as LongBench's own program has it; `--chat` puts the tokenizer's chat template around it, except where
+LongBench leaves it out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ METRICS: dict[str, tuple[str, Metric]] = {
     **dict.fromkeys(("passage_count", "passage_retrieval_en", "passage_retrieval_zh"), ("accuracy", NUMBERS)),
     **dict.fromkeys(("lcc", "repobench-p"), ("edit similarity", CODE)),
 }
+# Few-shot prompts and code to complete, which LongBench gives to chat models as they are.
+NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 FIRST_LINE_ONLY = ("trec", "triviaqa", "samsum", "lsht")
 
 
@@ -67,13 +70,18 @@ def without_middle(ids: list[int], most: int) -> list[int]:
     return ids if len(ids) <= most else [*ids[: most // 2], *ids[len(ids) - (most - most // 2) :]]
 
 
-def prompt(bench: Bench, template: str, record: dict[str, Any], new_tokens: int) -> list[int]:
-    begin = bench.reader.begin()
+def prompt(bench: Bench, dataset: str, template: str, record: dict[str, Any], new_tokens: int) -> list[int]:
+    """A record's prompt as token ids, its middle cut where the model's context asks for it."""
     try:
         text = template.format(**record)
-    except KeyError as error:
-        raise SpecacheError(f"the prompt asks for a field {error} that the record does not have") from None
-    return [*begin, *without_middle(bench.reader.encode(text), bench.limit - new_tokens - len(begin))]
+    except (KeyError, IndexError) as error:
+        raise SpecacheError(f"{dataset}: the prompt asks for a field {error} that a record does not have") from None
+    reader, room = bench.reader, bench.limit - new_tokens
+    if bench.chat and dataset not in NO_CHAT:
+        kept = without_middle(reader.encode(text), room - len(reader.chat("")))
+        return without_middle(reader.chat(reader.decode(kept)), room)
+    begin = reader.begin()
+    return [*begin, *without_middle(reader.encode(text), room - len(begin))]
 
 
 def cell(bench: Bench, path: Path, template: str, new_tokens: int) -> Cell:
@@ -84,7 +92,7 @@ def cell(bench: Bench, path: Path, template: str, new_tokens: int) -> Cell:
         if not record["answers"]:
             raise SpecacheError(f"{path}: a record has no answers")
     classes = records[0].get("all_classes") or []
-    asks = [Ask(prompt(bench, template, record, new_tokens), tuple(record["answers"])) for record in records]
+    asks = [Ask(prompt(bench, path.stem, template, record, new_tokens), tuple(record["answers"])) for record in records]
     asks.sort(key=lambda ask: len(ask.prompt))
 
     def measure(runner: Runner) -> Outcome:
@@ -94,7 +102,8 @@ def cell(bench: Bench, path: Path, template: str, new_tokens: int) -> Cell:
         )  # fmt: skip
 
     longest = max(len(ask.prompt) for ask in asks) + new_tokens
-    return Cell(path.stem, longest, measure, {"data": file_hash(path), "prompt": template, "new_tokens": new_tokens})
+    facts = {"prompt": template, "new_tokens": new_tokens, "chat": bench.chat}
+    return Cell(path.stem, longest, measure, {**facts, "data": file_hash(path)})
 
 
 def cells(bench: Bench) -> list[Cell]:
