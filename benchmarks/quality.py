@@ -80,7 +80,7 @@ TABLES = {
         KEYS,
         ("multikey", "shared_context"),
         METHODS,
-        ("--lengths", "512", "1024", "2048", "--samples", "32"),
+        ("--lengths", "1024", "2048", "--samples", "32"),
     ),
     "beyond": Table(
         "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",

@@ -47,7 +47,7 @@ def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
     ]  # fmt: skip
     assert all(row["seed"] == "5" and row["provenance"] == line for row in rows)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["provenance"] == line
+    assert results["provenance"] == [line]
     assert [row["score"] for row in results["rows"]] == [float(row["score"]) for row in rows]
     for picture in ("needle-depth", "needle-kv", "fidelity-position", "fidelity-kv"):
         assert (tmp_path / f"{picture}.png").stat().st_size > 5_000

@@ -27,7 +27,7 @@ from specache_compile.tasks.task import Bench, Cell, Outcome
 from .plots import draw
 from .provenance import model_hash, provenance
 from .reader import ByteReader, Reader, TokenizerReader
-from .rows import Row, append_row, read_rows
+from .rows import Row, append_row, read_rows, sources
 from .runner import Runner
 from .settings import Setting, parse_setting, running, tokens_of_budget
 from .tables import table, write_csv, write_json
@@ -105,7 +105,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         raise
     finally:
         done = read_rows(path)
-        report([done[key] for key in keys.values() if key in done], args, line)
+        report([done[key] for key in keys.values() if key in done], args)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -210,16 +210,17 @@ def kv_ratio(model: Any) -> float | None:
         return None
 
 
-def report(rows: Sequence[Row], args: argparse.Namespace, line: str) -> None:
+def report(rows: Sequence[Row], args: argparse.Namespace) -> None:
     """Print the table; write table.txt, rows.csv, results.json and the pictures."""
     if not rows:
         return
     print(table(rows))
-    (args.out / "table.txt").write_text(f"{table(rows)}\n\n{line}\n")
+    (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
     write_csv(args.out / "rows.csv", rows)
-    write_json(args.out / "results.json", rows, line)
+    write_json(args.out / "results.json", rows)
     made = [] if args.no_plots else pictures(rows, args.out)
-    print(f"\n{line}\nwritten: {', '.join(str(path) for path in written(args.out, made))}", file=sys.stderr)
+    print("", *sources(rows), sep="\n", file=sys.stderr)
+    print(f"written: {', '.join(str(path) for path in written(args.out, made))}", file=sys.stderr)
 
 
 def pictures(rows: Sequence[Row], folder: Path) -> list[Path]:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .rows import Row
+from .rows import Row, sources
+
+MARKERS = "os^Dv"
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -31,12 +33,13 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def save(figure: Any, rows: Sequence[Row], path: Path) -> None:
-    """Write a figure with its provenance at its foot (that of the newest row)."""
+    """Write a figure with its rows' provenance at its foot."""
     import matplotlib.pyplot as plt
 
     width = int(figure.get_size_inches()[0] * 24)
-    figure.text(0.005, -0.01, textwrap.fill(rows[-1].provenance, width), fontsize=5, va="top", color="gray")
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    foot = "\n".join(textwrap.fill(line, width) for line in sources(rows))
+    figure.text(0.005, -0.01, foot, fontsize=5, va="top", color="gray")
+    figure.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -94,19 +97,20 @@ def by_position(rows: Sequence[Row]) -> Any:
 
 
 def against_kv(rows: Sequence[Row]) -> Any:
-    """Mean score over cells against the device's share of the full cache, a point a method."""
+    """Mean score over cells against the device's share of the full cache, a mark a method."""
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(5, 3.6))
-    for method in dict.fromkeys(row.method for row in rows):
+    figure, axis = plt.subplots(figsize=(7, 3.6))
+    methods = list(dict.fromkeys(row.method for row in rows))
+    for i, method in enumerate(methods):
         mine = [row for row in rows if row.method == method]
         ratios = [row.kv_ratio for row in mine if row.kv_ratio is not None]
         x, y = sum(ratios) / len(ratios), sum(row.score for row in mine) / len(mine)
-        axis.scatter(x, y, s=18)
-        axis.annotate(method, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        axis.plot(x, y, MARKERS[i // 10 % len(MARKERS)], color=f"C{i % 10}", label=method, markersize=6)
     axis.set_xlabel("device KV / full cache (mean over cells)", fontsize=8)
     axis.set_ylabel(f"{rows[0].metric} (mean over cells)", fontsize=8)
     axis.grid(alpha=0.3)
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
 

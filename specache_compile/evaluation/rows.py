@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def read_rows(path: Path) -> dict[str, Row]:
             continue
         rows[row.key] = row
     return rows
+
+
+def sources(rows: Iterable[Row]) -> list[str]:
+    """The provenance of these rows, one line for each run that measured some of them."""
+    return list(dict.fromkeys(row.provenance for row in rows))
 
 
 def append_row(path: Path, row: Row) -> None:

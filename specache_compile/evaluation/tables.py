@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from .rows import Row
+from .rows import Row, sources
 
 UNITS = ("perplexity",)  # every other metric is a share
 
@@ -69,6 +69,6 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer.writerows([getattr(row, name) for name in names] for row in rows)
 
 
-def write_json(path: Path, rows: Sequence[Row], provenance: str) -> None:
-    """Everything; a row measured by an earlier run carries that run's own provenance."""
-    path.write_text(json.dumps({"provenance": provenance, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """Everything; each row carries the provenance of the run that measured it."""
+    path.write_text(json.dumps({"provenance": sources(rows), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
