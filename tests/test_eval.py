@@ -129,6 +129,7 @@ def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
         ("full", None),
         ("specache", {}),
         ("specache:top_k=16,bits=1", {"bits": 1, "top_k": 16}),
+        ("specache:exact_layers=[0]", {"exact_layers": (0,)}),
         ("specache:speculate=false,zero_point=minimum", {"speculate": False, "zero_point": "minimum"}),
     ],
 )
@@ -154,7 +155,10 @@ def test_a_setting_has_one_spelling() -> None:
     assert str(parse_setting("specache:top_k=16,bits=1")) == str(parse_setting("specache:bits=1,top_k=16"))
 
 
-@pytest.mark.parametrize("text", ["full:bits=1", "specache:bits", "specache:=1", "specache:bits=3", "specache:bit=1"])
+@pytest.mark.parametrize(
+    "text",
+    ["full:bits=1", "specache:bits", "specache:=1", "specache:bits=1,bits=2", "specache:bits=3", "specache:[]=1"],
+)
 def test_a_bad_setting_is_named(text: str) -> None:
     with pytest.raises(OptionError, match=re.escape(repr(text))):
         parse_setting(text)

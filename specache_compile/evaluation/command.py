@@ -72,19 +72,13 @@ def add_eval(command: argparse.ArgumentParser) -> None:
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Check everything, load the model, measure what is not on disk yet, print and write the results."""
-    settings = [parse_setting(text) for text in dict.fromkeys(args.methods)]
+    settings = list(dict.fromkeys(parse_setting(text) for text in args.methods))
     check_arguments(args)
     model, reader = load(args.model, args.device, DTYPES[args.dtype])
     bench = Bench(
-        reader,
-        tuple(dict.fromkeys(args.lengths)),
-        args.samples,
-        args.seed,
-        limit_of(model),
-        tuple(args.text),
-        args.data,
-        args.chat,
-    )
+        reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
+        args.data, args.chat,
+    )  # fmt: skip
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
         check_cell(task, cell, bench.limit, settings)

@@ -48,7 +48,9 @@ def parse_setting(text: str) -> Setting:
     """The setting that `text` spells; OptionError where the backend would not take it."""
     name, _, rest = text.partition(":")
     given = [parse_pair(text, pair) for pair in rest.split(",")] if rest else []
-    setting = Setting(name, tuple(sorted(given)))
+    if len(dict(given)) < len(given):
+        raise OptionError(f"method {text!r}: an option is given twice")
+    setting = Setting(name, tuple(sorted(given, key=lambda pair: pair[0])))
     if name == FULL and given:
         raise OptionError(f"method {text!r}: the full cache takes no options")
     try:
@@ -66,9 +68,10 @@ def parse_pair(text: str, pair: str) -> tuple[str, Any]:
     if value.lower() in WORDS:
         return key, WORDS[value.lower()]
     try:
-        return key, ast.literal_eval(value)
+        literal = ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+    return key, tuple(literal) if isinstance(literal, list) else literal
 
 
 @contextlib.contextmanager
