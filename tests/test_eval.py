@@ -53,6 +53,28 @@ def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
         assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
 
 
+def test_longbench_and_ruler_files_run_under_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of the datasets' form around pass keys, which the shipped model can answer."""
+    filler = "def nothing():\n    return None\n" * 12
+    needle, question = "\nThe pass key is 40712. Remember it.\n", "\nWhat is the pass key? The pass key is "
+    record = {"input": question, "context": filler + needle + filler, "answers": ["40712"], "all_classes": None}
+    (tmp_path / "lcc.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"lcc": "{context}{input}"}))
+    (tmp_path / "dataset2maxlen.json").write_text(json.dumps({"lcc": 5}))
+    (tmp_path / "niah_single_1").mkdir()
+    line = {"index": 0, "input": filler + needle + filler + question, "outputs": ["40712"], "length": 800}
+    (tmp_path / "niah_single_1" / "validation.jsonl").write_text(json.dumps(line) + "\n")
+    methods = ("--methods", "full", "specache:bits=1")
+    assert evaluate(tmp_path / "out", "--tasks", "longbench", "ruler", "--data", str(tmp_path), *methods) == 0
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [(row["task"], row["cell"]) for row in rows] == [("longbench", "lcc"), ("ruler", "niah_single_1")] * 2
+    assert all(row["score"] == 1.0 for row in rows)
+    # Other contents of a file are another row.
+    (tmp_path / "lcc.jsonl").write_text(json.dumps({**record, "answers": ["other"]}) + "\n")
+    assert evaluate(tmp_path / "out", "--tasks", "longbench", "--data", str(tmp_path), "--methods", "full") == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"][0]["score"] < 0.5
+
+
 class Interrupted:
     """`measure`, which a person interrupts before its n-th row."""
 
