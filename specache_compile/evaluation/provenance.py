@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import subprocess
@@ -23,6 +24,7 @@ def model_hash(model: Any) -> str:
     return digest.hexdigest()[:12]
 
 
+@functools.cache
 def commit() -> str | None:
     """The commit of the checkout that this code runs from, with a + where files differ; None outside of one."""
     here = Path(__file__).parents[2]
