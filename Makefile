@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test lint bench train format clean
+.PHONY: demo test lint bench quality train format clean
 
 demo: .venv/ready          ## ask the shipped model for needles: table and picture
 	$(BIN)/python examples/demo.py
@@ -21,8 +21,13 @@ lint: .venv/ready          ## style, formatting and types
 bench: .venv/ready         ## decode step on the CPU at 1k, 4k and 16k of context
 	$(BIN)/python benchmarks/cpu_decode.py
 
-train: .venv/ready         ## train the needle model again (half an hour on two cores)
+quality: .venv/ready       ## the quality tables, method by method; goes on where it was
+	$(BIN)/python benchmarks/quality.py
+
+train: .venv/ready         ## train the small models again (half an hour each on two cores)
 	$(BIN)/python examples/train_needle.py
+	$(BIN)/python examples/train_text.py
+	$(BIN)/python examples/train_keys.py
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

@@ -29,7 +29,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import specache_compile as sc
-from needle import KEY_DIGITS, library_source, sample
+from needle import sample
+from specache_compile.tasks.haystack import library_source
+from specache_compile.tasks.needle import KEY_DIGITS
 
 HERE = Path(__file__).parent
 METHODS: dict[str, dict[str, Any] | None] = {

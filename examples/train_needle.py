@@ -8,44 +8,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from needle import KEY_DIGITS, library_source, sample
-
-
-@dataclass(frozen=True)
-class Stage:
-    """`steps` optimiser steps on sequences of `length` tokens."""
-
-    length: int
-    steps: int
-
+from needle import sample
+from specache_compile.tasks.haystack import library_source
+from specache_compile.tasks.needle import KEY_DIGITS
+from training import Stage, byte_llama, scaled, train
 
 STAGES = (Stage(128, 1200), Stage(256, 800), Stage(512, 800), Stage(1024, 500), Stage(2048, 900))
 TOKENS_PER_STEP = 8192
-PEAK_LEARNING_RATE = 2e-3
-WARMUP_STEPS = 100
 ANSWER_WEIGHT = 1.0  # the answer's mean loss, beside the mean loss of all other tokens
-
-
-def build_model() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2304,
-            tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        )
-    )  # fmt: skip
 
 
 def batch(source: bytes, length: int, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,14 +50,6 @@ def batch(source: bytes, length: int, rng: random.Random) -> tuple[torch.Tensor,
     return torch.stack(rows), torch.stack(weights)
 
 
-def learning_rate(step: int, total: int) -> float:
-    """Linear warm-up, then cosine down to a twentieth of the peak."""
-    if step < WARMUP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / max(1, total - WARMUP_STEPS)
-    return PEAK_LEARNING_RATE * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
 @torch.no_grad()
 def accuracy(model: LlamaForCausalLM, source: bytes, length: int, samples: int, seed: int = 1) -> float:
     """Share of pass keys that the full cache recalls, all five digits, needles at evenly spread depths."""
@@ -94,51 +63,6 @@ def accuracy(model: LlamaForCausalLM, source: bytes, length: int, samples: int, 
     return right / samples
 
 
-def train(out: Path, stages: tuple[Stage, ...], seed: int) -> LlamaForCausalLM:
-    """Run every stage, saving after each 100 steps so that nothing is lost; returns the trained model."""
-    torch.manual_seed(seed)
-    source, held_out = library_source(held_out=False), library_source(held_out=True)
-    model = build_model()
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.98)
-    )
-    saved = out / "training.pt"
-    step = 0
-    if saved.exists():
-        state = torch.load(saved, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    total = sum(stage.steps for stage in stages)
-    bar = tqdm(total=total, initial=step, desc="training", file=sys.stderr)
-    end = 0
-    for stage in stages:
-        end += stage.steps
-        while step < end:
-            ids, weights = batch(source, stage.length, random.Random(f"{seed}/{step}"))
-            logits = model(ids).logits
-            losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            loss = (losses * weights[:, 1:].flatten()).sum() / ids.shape[0]
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, total)
-            optimizer.step()
-            step += 1
-            bar.update()
-            bar.set_postfix(length=stage.length, loss=f"{loss.item():.3f}")
-            if step % 100 == 0 or step == end:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved)
-            if step % 200 == 0 or step == end:
-                share = accuracy(model, held_out, stage.length, 32)
-                bar.write(f"step {step}: {share:.0%} of pass keys at {stage.length} tokens")
-    bar.close()
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "needle-llama", help="checkpoint folder")
@@ -147,11 +71,17 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's steps (0.01 for a dry run)")
     parser.add_argument("--samples", type=int, default=100, help="pass keys asked at each length afterwards")
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    stages = tuple(Stage(s.length, max(1, round(s.steps * args.scale))) for s in STAGES)
-    start = time.time()
-    model = train(args.work, stages, args.seed).eval()
-    held_out = library_source(held_out=True)
+    torch.manual_seed(args.seed)
+    source, held_out = library_source(held_out=False), library_source(held_out=True)
+    stages, start = scaled(STAGES, args.scale), time.time()
+    model = train(
+        byte_llama(),
+        args.work,
+        stages,
+        args.seed,
+        lambda length, rng: batch(source, length, rng),
+        lambda model, length: f"{accuracy(model, held_out, length, 32):.0%} of pass keys at {length} tokens",
+    ).eval()
     report = {str(length): accuracy(model, held_out, length, args.samples) for length in (256, 512, 1024, 2048)}
     model.save_pretrained(args.out)
     (args.out / "training.json").write_text(

@@ -1,4 +1,4 @@
-"""The `specache` command: generate from a local checkpoint, and explain what the backend does to a model."""
+"""The `specache` command: explain what the backend does to a model, generate from it, evaluate methods on it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from .checkpoints import checked, is_byte_level
 from .devices import find_device
 from .errors import OptionError, SpecacheError
+from .evaluation.command import add_eval, run_eval
 from .options import BITS, GROUP_SIZES, Options, parse_options
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: `specache explain` and `specache generate`."""
+    """The command line: `specache explain`, `specache generate` and `specache eval`."""
     top = argparse.ArgumentParser(prog="specache", description=DESCRIPTION)
     commands = top.add_subparsers(dest="command", required=True)
     explain = commands.add_parser(
@@ -61,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
     for command in (explain, generate):
         add_options(command)
+    add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))
     return top
 
 
@@ -82,14 +85,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     names = ("bits", "group_size", "residual_length", "top_k", "lowering")
     return {**{name: getattr(args, name) for name in names}, "speculate": not args.one_lane}
-
-
-def checked(model: str) -> str:
-    """The path or hub name, or an OSError that names a path which is not there."""
-    looks_local = model.startswith((".", "/", "~")) or model.endswith(".json")
-    if looks_local and not Path(model).expanduser().exists():
-        raise OSError(f"no checkpoint at {model}: give a folder with config.json, a config.json, or a hub name")
-    return model
 
 
 def run_explain(args: argparse.Namespace) -> None:
@@ -135,16 +130,6 @@ def run_generate(args: argparse.Namespace) -> None:
         print(stats(model), file=sys.stderr)
 
 
-def is_byte_level(model: str) -> bool:
-    """A local checkpoint of 256 tokens without a tokenizer reads bytes, as the shipped example does."""
-    folder = Path(model)
-    if not folder.is_dir() or (folder / "tokenizer.json").exists() or (folder / "tokenizer_config.json").exists():
-        return False
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model).vocab_size == 256
-
-
 class ByteTokenizer:
     """Token id = byte value; as much of a tokenizer as `generate` and its streamer ask for."""
 
@@ -161,8 +146,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; a bad path, option or phase is one line on stderr and exit status 2."""
     args = parser().parse_args(arguments)
     try:
-        parse_options(options_of(args))
-        {"explain": run_explain, "generate": run_generate}[args.command](args)
+        if args.command == "eval":
+            run_eval(args, sys.argv[1:] if arguments is None else arguments)
+        else:
+            parse_options(options_of(args))
+            {"explain": run_explain, "generate": run_generate}[args.command](args)
     except (SpecacheError, OptionError, OSError, ValueError) as error:
         print(f"specache: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

@@ -72,3 +72,9 @@ def record_of(arguments: Sequence[Any]) -> ModelRecord:
 def find_record(model: torch.nn.Module) -> ModelRecord | None:
     """The record of a compiled model, or None where it has not run yet."""
     return next((_records[p] for p in model.parameters() if p in _records), None)
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Drop what is remembered of a model, its compiled graphs with it: before it is compiled with other options."""
+    for parameter in model.parameters():
+        _records.pop(parameter, None)

@@ -16,9 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
-from needle import KEY_DIGITS, library_source, sample  # noqa: E402
+from needle import sample  # noqa: E402
+from quality import TABLES, arguments  # noqa: E402
+from specache_compile.cli import parser  # noqa: E402
+from specache_compile.evaluation.settings import parse_setting  # noqa: E402
+from specache_compile.tasks import TASKS  # noqa: E402
+from specache_compile.tasks.haystack import library_source  # noqa: E402
+from specache_compile.tasks.needle import KEY_DIGITS  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +94,41 @@ def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None
     assert report["rows"][0]["overall"] == 1.0
 
 
-def test_the_training_script_trains_saves_and_resumes(tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / "train_needle.py")
-    arguments = (script, "--out", "model", "--work", "work", "--scale", "0.0001", "--samples", "2")
+@pytest.mark.parametrize(
+    ("script", "samples", "steps"), [("needle", "--samples", 5), ("text", "--rows", 4), ("keys", "--samples", 4)]
+)
+def test_a_training_script_trains_saves_and_resumes(tmp_path: Path, script: str, samples: str, steps: int) -> None:
+    path = str(ROOT / "examples" / f"train_{script}.py")
+    arguments = (path, "--out", "model", "--work", "work", "--scale", "0.0001", samples, "2")
     run(*arguments, cwd=tmp_path)
     state = torch.load(tmp_path / "work" / "training.pt", weights_only=True)
-    assert state["step"] == 5
+    assert state["step"] == steps
     run(*arguments, cwd=tmp_path)  # nothing left to do but to evaluate and save again
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_the_text_model_is_as_good_as_it_says_on_text_that_it_never_saw() -> None:
+    from train_text import bits_per_byte
+
+    folder = ROOT / "examples" / "text-llama"
+    told = json.loads((folder / "training.json").read_text())["held_out_bits_per_byte"]["512"]
+    text_model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert bits_per_byte(text_model, library_source(held_out=True), 512, 24) == pytest.approx(told, abs=0.3)
+
+
+def test_checkpoints_are_small() -> None:
+    assert sum(path.stat().st_size for path in (ROOT / "examples").rglob("*.safetensors")) < 20e6
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_quality_table_is_a_command_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parser().parse_args(arguments(name))
+    assert (ROOT / args.model / "config.json").exists()
+    assert set(args.tasks) <= set(TASKS)
+    assert args.methods[0] == "full"
+    assert [parse_setting(method) for method in args.methods]
+    left_out = len(TABLES[name].methods) - len(args.methods)
+    assert capsys.readouterr().err.count("left out: method") == left_out
 
 
 def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""The quality tables: each is one `specache eval`, its results in benchmarks/results/quality/NAME with their command.
+
+    python benchmarks/quality.py                 every table; finished rows are kept, so it may be interrupted
+    python benchmarks/quality.py k zero_point    some of them
+    python benchmarks/quality.py --list          the commands only
+
+Methods that this backend does not know are left out, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from specache_compile.cli import main as specache
+from specache_compile.errors import OptionError
+from specache_compile.evaluation.settings import parse_setting
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path("benchmarks/results/quality")
+NEEDLE, TEXT, KEYS = "examples/needle-llama", "examples/text-llama", "examples/keys-llama"
+
+SPECACHE = ("specache:bits=1", "specache:bits=2")
+KIVI = ("kivi:bits=1", "kivi:bits=2")
+# A quarter of the pairs: a little more device memory than specache's 1 bit takes at these lengths.
+EVICTION = tuple(f"{name}:budget=0.25" for name in ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco"))
+METHODS = ("full", *KIVI, *SPECACHE, "kcache", *EVICTION)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One evaluation: what it shows, on which model, and the arguments of `specache eval`."""
+
+    what: str
+    model: str
+    tasks: tuple[str, ...]
+    methods: tuple[str, ...]
+    more: tuple[str, ...] = ("--lengths", "512", "1024", "2048", "--samples", "33")
+
+
+LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "8")
+TABLES = {
+    "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
+    "text": Table("method × device KV × perplexity and fidelity", TEXT, ("perplexity", "fidelity"), METHODS, LONG_TEXT),
+    "k": Table(
+        "pairs fetched (SpeCache, Figure 5)",
+        NEEDLE,
+        ("needle",),
+        ("full", *(f"specache:bits=1,top_k={k}" for k in (0, 4, 16, 32, 64, 128))),
+    ),
+    "zero_point": Table(
+        "the 1-bit zero point: KIVI's and the paper's (SpeCache, Table 5)",
+        NEEDLE,
+        ("needle",),
+        ("full", *(f"{m}:bits=1,zero_point={z}" for m in ("kivi", "specache") for z in ("minimum", "midpoint"))),
+    ),
+    "speculation": Table(
+        "who chooses the pairs: the speculative token, or the output token (SpeCache, Table 4, quality)",
+        NEEDLE,
+        ("needle",),
+        ("full", *(f"specache:bits=1,top_k={k},speculate={s}" for k in (4, 16, 64) for s in (True, False))),
+    ),
+    "groups": Table(
+        "group size g and residual length R",
+        NEEDLE,
+        ("needle",),
+        (
+            "full",
+            *(f"{m}:bits=1,group_size={g},residual_length={r}" for m in ("kivi", "specache") for g in (32, 64, 128)
+              for r in (32, 64, 128)),
+        ),
+        ("--lengths", "1024", "2048", "--samples", "22"),
+    ),
+    "keys": Table(
+        "named keys, and four questions on one cached context (RULER's and SCBench's manner)",
+        KEYS,
+        ("multikey", "shared_context"),
+        METHODS,
+        ("--lengths", "512", "1024", "--samples", "32"),  # at 2,048 tokens the model itself finds but half of them
+    ),
+    "beyond": Table(
+        "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",
+        KEYS,
+        ("variables", "aggregation"),
+        ("full", "kivi:bits=1", "specache:bits=1"),
+        ("--lengths", "1024", "--samples", "16"),
+    ),
+}  # fmt: skip
+
+
+def known(methods: tuple[str, ...]) -> list[str]:
+    """Those that the backend accepts; the others are named on stderr."""
+    kept = []
+    for method in methods:
+        try:
+            parse_setting(method)
+        except OptionError as error:
+            print(f"left out: {error}", file=sys.stderr)
+        else:
+            kept.append(method)
+    return kept
+
+
+def arguments(name: str) -> list[str]:
+    """What stands after `specache`."""
+    table = TABLES[name]
+    return [
+        "eval", table.model, "--tasks", *table.tasks, "--methods", *known(table.methods), *table.more,
+        "--out", str(RESULTS / name),
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"some of {', '.join(TABLES)} (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the commands and stop")
+    args = parser.parse_args()
+    unknown = [name for name in args.tables if name not in TABLES]
+    if unknown:
+        parser.error(f"unknown table {unknown[0]!r}: known are {', '.join(TABLES)}")
+    os.chdir(ROOT)
+    for name in args.tables or TABLES:
+        print(f"\n{name}: {TABLES[name].what}\n$ {shlex.join(['specache', *arguments(name)])}\n", flush=True)
+        if not args.list:
+            status = specache(arguments(name))
+            if status:
+                return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""EleutherAI's lm-evaluation-harness drives a compiled model unchanged: a pass-key task made here, both ways.
+
+    pip install 'specache-compile[harness]'
+    python examples/harness.py                                    the shipped model, full cache and 1-bit SpeCache
+    python examples/harness.py --model PATH --tasks hellaswag     any checkpoint and the harness's own tasks
+
+Only `model.compile(backend="specache", ...)` stands between the two columns: `HFLM` receives the model itself.
+Tasks that are scored by likelihood are all prefill, which is attended exactly; those that generate show a method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from needle import sample
+from specache_compile.checkpoints import is_byte_level
+from specache_compile.tasks.haystack import library_source
+from specache_compile.tasks.needle import KEY_DIGITS
+
+HERE = Path(__file__).parent
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Token id = byte value, as a Hugging Face tokenizer: byte-level BPE without a single merge."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    zero = bytes_to_unicode()[0]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=zero, pad_token=zero)
+
+
+def pass_keys(folder: Path, length: int, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Two tasks of the harness over one local file: generate the key, and tell it from three others by likelihood."""
+    source, rng = library_source(held_out=True), random.Random(seed)
+    records = []
+    for i in range(count):
+        one = sample(source, length - KEY_DIGITS, i / max(1, count - 1), rng)
+        others = ["".join(rng.choice("0123456789") for _ in range(KEY_DIGITS)) for _ in range(3)]
+        prompt, answer = one.prompt.decode(errors="replace"), one.answer.decode()
+        records.append({"prompt": prompt, "answer": answer, "choices": [answer, *others]})
+    path = folder / "pass_keys.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    common = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(folder)},
+        "test_split": "test", "doc_to_text": "{{prompt}}", "target_delimiter": "",
+    }  # fmt: skip
+    return [
+        {
+            **common, "task": "pass_key_generate", "output_type": "generate_until", "doc_to_target": "{{answer}}",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": KEY_DIGITS, "do_sample": False},
+            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        },
+        {
+            **common, "task": "pass_key_choose", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}",
+            "doc_to_target": 0,
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        },
+    ]  # fmt: skip
+
+
+def evaluate(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None = None) -> dict[str, float]:
+    """The harness's figure for each task (its first metric)."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device=str(model.device))
+    found = simple_evaluate(model=wrapped, tasks=tasks, limit=limit, bootstrap_iters=0)
+    assert found is not None
+    return {
+        name: next(value for key, value in metrics.items() if "," in key and "stderr" not in key)
+        for name, metrics in found["results"].items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(HERE / "needle-llama"), help="checkpoint (default: the shipped one)")
+    parser.add_argument("--tasks", nargs="+", help="the harness's own tasks (default: pass keys made here)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a pass-key prompt (default: 1024)")
+    parser.add_argument("--samples", type=int, default=20, help="questions a task (default: 20)")
+    parser.add_argument("--bits", type=int, default=1)
+    parser.add_argument("--top-k", type=int, default=64)
+    parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
+    tokenizer: Any = byte_tokenizer() if is_byte_level(args.model) else AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend="specache", options={"bits": args.bits, "top_k": args.top_k, "lowering": args.lowering})
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = args.tasks or pass_keys(Path(folder), args.length, args.samples)
+        full = evaluate(model, tokenizer, tasks, args.samples)
+        ours = evaluate(compiled, tokenizer, tasks, args.samples)
+    print(tabulate([(name, full[name], ours[name]) for name in full], ("task", "full cache", "specache")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""`specache eval`: tasks × methods, one finished row at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specache_compile.checkpoints import checked, is_byte_level
+from specache_compile.errors import SpecacheError
+from specache_compile.options import LOWERINGS
+from specache_compile.stats import stats
+from specache_compile.tasks import TASKS
+from specache_compile.tasks.records import file_hash
+from specache_compile.tasks.task import Bench, Cell, Outcome
+
+from .plots import draw
+from .provenance import model_hash, provenance
+from .reader import ByteReader, Reader, TokenizerReader
+from .rows import Row, append_row, read_rows, sources
+from .runner import Runner
+from .settings import Setting, parse_setting, running, tokens_of_budget
+from .tables import table, write_csv, write_json
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+METHODS = ("full", "kivi:bits=1", "specache:bits=1")
+
+
+def add_eval(command: argparse.ArgumentParser) -> None:
+    """The arguments of `specache eval`."""
+    command.add_argument("model", help="a checkpoint folder, or a hub name")
+    command.add_argument(
+        "--tasks", nargs="+", default=["needle"], metavar="TASK", help=f"some of {', '.join(TASKS)} (default: needle)"
+    )
+    command.add_argument(
+        "--methods", nargs="+", default=list(METHODS), metavar="NAME[:option=value,...]",
+        help=f"full, or a method with its options (default: {' '.join(METHODS)})",
+    )  # fmt: skip
+    command.add_argument(
+        "--lengths", nargs="+", type=int, default=[512, 1024], metavar="N",
+        help="contexts in tokens, answer included (512 1024)",
+    )  # fmt: skip
+    command.add_argument("--samples", type=int, default=22, help="questions, or windows of text, a cell (default: 22)")
+    command.add_argument("--seed", type=int, default=0, help="of every draw (default: 0)")
+    command.add_argument(
+        "--text", nargs="+", type=Path, default=[], metavar="FILE",
+        help="texts for haystacks and perplexity (default: library source held out of training)",
+    )  # fmt: skip
+    command.add_argument("--data", type=Path, metavar="DIR", help="folder of LongBench's or RULER's files")
+    command.add_argument("--chat", action="store_true", help="put the chat template around LongBench's prompts")
+    command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
+    command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")
+    cuda = torch.cuda.is_available()
+    command.add_argument("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
+    command.add_argument(
+        "--lowering", choices=LOWERINGS, default="inductor" if cuda else "eager",
+        help="default: inductor with a GPU, else eager",
+    )  # fmt: skip
+    command.add_argument("--no-plots", action="store_true", help="tables only")
+
+
+def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """Check everything, load the model, measure what is not on disk yet, print and write the results."""
+    settings = list(dict.fromkeys(parse_setting(text) for text in args.methods))
+    check_arguments(args)
+    model, reader = load(args.model, args.device, DTYPES[args.dtype])
+    bench = Bench(
+        reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
+        args.data, args.chat,
+    )  # fmt: skip
+    cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
+    for task, cell in cells:
+        check_cell(task, cell, bench.limit, settings)
+    fingerprint = model_hash(model)
+    line = provenance(shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "rows.jsonl"
+    keys = {
+        (setting, task, cell.name): key_of(setting, task, cell, bench, fingerprint, args)
+        for setting in settings
+        for task, cell in cells
+    }
+    runner = Runner(model, reader, args.batch_size)
+    try:
+        measure_missing(runner, settings, cells, keys, path, args, line)
+    except KeyboardInterrupt:
+        print("interrupted: finished rows are kept; the same command goes on from here", file=sys.stderr)
+        raise
+    finally:
+        done = read_rows(path)
+        report([done[key] for key in keys.values() if key in done], args)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Errors that need no model."""
+    for task in args.tasks:
+        if task not in TASKS:
+            raise SpecacheError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
+    for name, value in (
+        ("samples", args.samples),
+        ("batch-size", args.batch_size),
+        *(("lengths", n) for n in args.lengths),
+    ):
+        if value < 1:
+            raise SpecacheError(f"--{name} {value}: give a whole number, 1 or more")
+    for path in args.text:
+        if not path.is_file():
+            raise SpecacheError(f"no text file {path}")
+    if args.data is not None and not args.data.is_dir():
+        raise SpecacheError(f"no folder {args.data}: --data wants the folder of the data files")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SpecacheError("--device cuda: torch sees no CUDA device")
+
+
+def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -> None:
+    """A context that the model or a method's budget does not fit, before anything runs."""
+    if cell.context > limit:
+        raise SpecacheError(f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {limit:,}")
+    for setting in settings:
+        budget = tokens_of_budget(setting)
+        if budget is not None and budget > cell.context:
+            raise SpecacheError(f"method {setting}: a budget of {budget:,} tokens is more than the context of "
+                                f"{task} {cell.name}, {cell.context:,} tokens")  # fmt: skip
+
+
+def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
+    checked(name)
+    reader: Reader = ByteReader() if is_byte_level(name) else TokenizerReader(AutoTokenizer.from_pretrained(name))
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return model.to(device).eval(), reader
+
+
+def limit_of(model: Any) -> int:
+    """The model's longest context."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 62))
+
+
+def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, fingerprint: str, args: argparse.Namespace) -> str:
+    """Everything that a row's figures depend on."""
+    texts = [file_hash(path) for path in bench.texts] or f"library of python {platform.python_version()}"
+    return json.dumps(
+        {
+            "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
+            "seed": bench.seed, "model": fingerprint, "dtype": args.dtype, "device": args.device,
+            "lowering": args.lowering, "texts": texts, **cell.facts,
+        },
+        sort_keys=True,
+    )  # fmt: skip
+
+
+def measure_missing(
+    runner: Runner, settings: Sequence[Setting], cells: Sequence[tuple[str, Cell]], keys: dict[Any, str], path: Path,
+    args: argparse.Namespace, line: str,
+) -> None:  # fmt: skip
+    """Measure every row whose key is not on disk; each goes to the disk as soon as it is finished."""
+    done = read_rows(path)
+    with tqdm(total=len(keys), file=sys.stderr, desc="specache eval", unit="row") as bar:
+        for setting in settings:
+            for task, cell in cells:
+                key = keys[setting, task, cell.name]
+                bar.set_postfix_str(f"{setting}, {task} {cell.name}")
+                if key not in done:
+                    append_row(path, measure(runner, setting, task, cell, key, args, line))
+                bar.update()
+
+
+def measure(
+    runner: Runner, setting: Setting, task: str, cell: Cell, key: str, args: argparse.Namespace, line: str
+) -> Row:
+    """One row: the cell under the setting, compiled afresh."""
+    torch.manual_seed(args.seed)
+    start = time.perf_counter()
+    with running(runner.model, setting, args.lowering):
+        outcome: Outcome = cell.measure(runner)
+        ratio = 1.0 if setting.options is None else kv_ratio(runner.model)
+    return Row(
+        key=key, task=task, method=str(setting), cell=cell.name, context=cell.context, score=outcome.score,
+        metric=outcome.metric, samples=outcome.samples, seed=args.seed, kv_ratio=ratio,
+        seconds=round(time.perf_counter() - start, 2), detail=outcome.detail, provenance=line,
+    )  # fmt: skip
+
+
+def kv_ratio(model: Any) -> float | None:
+    """Device KV over the full cache's in the last batch; None where the backend rewrote nothing (it has warned)."""
+    try:
+        return stats(model).kv_ratio
+    except SpecacheError:
+        return None
+
+
+def report(rows: Sequence[Row], args: argparse.Namespace) -> None:
+    """Print the table; write table.txt, rows.csv, results.json and the pictures."""
+    if not rows:
+        return
+    print(table(rows))
+    (args.out / "table.txt").write_text("\n".join((table(rows), "", *sources(rows), "")))
+    write_csv(args.out / "rows.csv", rows)
+    write_json(args.out / "results.json", rows)
+    made = [] if args.no_plots else pictures(rows, args.out)
+    print("", *sources(rows), sep="\n", file=sys.stderr)
+    print(f"written: {', '.join(str(path) for path in written(args.out, made))}", file=sys.stderr)
+
+
+def pictures(rows: Sequence[Row], folder: Path) -> list[Path]:
+    try:
+        return draw(rows, folder)
+    except ImportError:
+        print("no pictures: pip install matplotlib", file=sys.stderr)
+        return []
+
+
+def written(folder: Path, made: Sequence[Path]) -> Iterator[Path]:
+    yield from (folder / name for name in ("rows.jsonl", "table.txt", "rows.csv", "results.json"))
+    yield from made

@@ -1,0 +1,81 @@
+"""Scores of an answer, 0 to 1, against one reference; each is the dataset's own, and says whose."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+from specache_compile.errors import SpecacheError
+
+
+def exact(answer: str, reference: str) -> float:
+    """Whether the answer begins with the reference: pass keys."""
+    return float(answer.lstrip().startswith(reference))
+
+
+def found_all(answer: str, references: Sequence[str]) -> float:
+    """RULER: the share of the references that occur in the answer, letters' case aside."""
+    return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+
+
+def found_any(answer: str, references: Sequence[str]) -> float:
+    """RULER's question answering: whether any of the references occurs in the answer."""
+    return float(any(reference.lower() in answer.lower() for reference in references))
+
+
+def words(text: str) -> list[str]:
+    """SQuAD's normal form: lower case, no punctuation, no articles."""
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+def f1(answer: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over words (SQuAD, LongBench's question answering)."""
+    given, wanted = words(answer), words(reference)
+    shared = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """F-measure of the longest common subsequence of words, by Google's rouge-score, without stemming.
+
+    LongBench itself uses the package `rouge`, which cuts words at white space only and joins sentences otherwise:
+    figures differ by a point or so.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise missing("rouge-score") from None
+    return float(RougeScorer(["rougeL"]).score(reference, answer)["rougeL"].fmeasure)
+
+
+def edit_similarity(answer: str, reference: str) -> float:
+    """LongBench's code completion: similarity of the answer's first line that is code, by rapidfuzz (indel ratio)."""
+    try:
+        from rapidfuzz.fuzz import ratio
+    except ImportError:
+        raise missing("rapidfuzz") from None
+    lines = answer.lstrip("\n").split("\n")
+    code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return ratio(code, reference) / 100
+
+
+def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
+    """LongBench: 1 / (classes that the answer names) if the right one is among them.
+
+    A class whose name is part of the right one's does not count against it.
+    """
+    named = [name for name in classes if name in answer and not (name in reference and name != reference)]
+    return 1 / len(named) if reference in named else 0.0
+
+
+def numbers(answer: str, reference: str) -> float:
+    """LongBench's counting and retrieval: the share of the answer's numbers that are the reference's last one."""
+    given, wanted = re.findall(r"\d+", answer), re.findall(r"\d+", reference)
+    return given.count(wanted[-1]) / len(given) if given and wanted else 0.0
+
+
+def missing(package: str) -> SpecacheError:
+    return SpecacheError(f"this metric needs the package {package}: pip install 'specache-compile[eval]'")

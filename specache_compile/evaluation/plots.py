@@ -1,0 +1,127 @@
+"""The pictures of an evaluation: depth × length, score against position, score against device KV.
+
+Each carries its provenance in one line at its foot.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .rows import Row, sources
+
+MARKERS = "os^Dv"
+
+
+def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Every picture that these rows allow; their paths. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    made = []
+    for task in dict.fromkeys(row.task for row in rows):
+        mine = [row for row in rows if row.task == task]
+        for name, fits, drawing in PICTURES:
+            chosen = [row for row in mine if fits(row)]
+            if chosen:
+                path = folder / f"{task}-{name}.png"
+                save(drawing(chosen), chosen, path)
+                made.append(path)
+    return made
+
+
+def save(figure: Any, rows: Sequence[Row], path: Path) -> None:
+    """Write a figure with its rows' provenance at its foot."""
+    import matplotlib.pyplot as plt
+
+    width = int(figure.get_size_inches()[0] * 24)
+    foot = "\n".join(textwrap.fill(line, width) for line in sources(rows))
+    figure.text(0.005, -0.01, foot, fontsize=5, va="top", color="gray")
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+    plt.close(figure)
+
+
+def depth_by_length(rows: Sequence[Row]) -> Any:
+    """One panel a method: the share of the needles found at each depth (down) and length (across)."""
+    import matplotlib.pyplot as plt
+
+    methods = list(dict.fromkeys(row.method for row in rows))
+    columns = min(4, len(methods))
+    lines = -(-len(methods) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.1 * columns + 1, 2.7 * lines + 0.5), squeeze=False, layout="constrained"
+    )
+    image: Any = None
+    for axis in axes.flat[len(methods) :]:
+        axis.set_visible(False)
+    for axis, method in zip(axes.flat, methods, strict=False):
+        mine = sorted((row for row in rows if row.method == method), key=lambda row: row.context)
+        depths = sorted({one["depth"] for row in mine for one in row.detail["each"]})
+        grid = [[share_at(row, depth) for row in mine] for depth in depths]
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", interpolation="nearest")
+        ratio = mine[-1].kv_ratio
+        foot = "" if ratio is None else f", device KV {ratio:.2f}"
+        axis.set_title(f"{method}\n{sum(row.score for row in mine) / len(mine):.0%} found{foot}", fontsize=8)
+        axis.set_xticks(range(len(mine)), [f"{row.context:,}" for row in mine], fontsize=7)
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=6)
+    figure.supxlabel("context, tokens", fontsize=9)
+    figure.supylabel("depth of the needle", fontsize=9)
+    figure.colorbar(image, ax=axes, label="keys found", shrink=0.8)
+    return figure
+
+
+def share_at(row: Row, depth: float) -> float:
+    scores = [one["score"] for one in row.detail["each"] if one["depth"] == depth]
+    return sum(scores) / len(scores) if scores else float("nan")
+
+
+def by_position(rows: Sequence[Row]) -> Any:
+    """One panel a length: the figure against the position of the token, a curve a method."""
+    import matplotlib.pyplot as plt
+
+    lengths = list(dict.fromkeys(row.cell for row in rows))
+    figure, axes = plt.subplots(1, len(lengths), figsize=(4 * len(lengths) + 1, 3.4), squeeze=False)
+    for axis, length in zip(axes.flat, lengths, strict=True):
+        for row in (row for row in rows if row.cell == length):
+            points = row.detail["by_position"]
+            axis.plot([int(position) for position in points], list(points.values()), marker=".", label=row.method)
+        axis.set_title(f"context {length}", fontsize=9)
+        axis.set_xlabel("token position", fontsize=8)
+        axis.set_ylabel(rows[0].metric, fontsize=8)
+        axis.grid(alpha=0.3)
+    axes.flat[-1].legend(fontsize=6)
+    figure.tight_layout()
+    return figure
+
+
+def against_kv(rows: Sequence[Row]) -> Any:
+    """Mean score over cells against the device's share of the full cache, a mark a method."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 3.6))
+    methods = list(dict.fromkeys(row.method for row in rows))
+    for i, method in enumerate(methods):
+        mine = [row for row in rows if row.method == method]
+        ratios = [row.kv_ratio for row in mine if row.kv_ratio is not None]
+        x, y = sum(ratios) / len(ratios), sum(row.score for row in mine) / len(mine)
+        axis.plot(x, y, MARKERS[i // 10 % len(MARKERS)], color=f"C{i % 10}", label=method, markersize=6)
+    axis.set_xlabel("device KV / full cache (mean over cells)", fontsize=8)
+    axis.set_ylabel(f"{rows[0].metric} (mean over cells)", fontsize=8)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    return figure
+
+
+def has_even_depths(row: Row) -> bool:
+    each = row.detail.get("each", [])
+    return row.task == "needle" and bool(each)
+
+
+PICTURES: tuple[tuple[str, Callable[[Row], bool], Callable[[Sequence[Row]], Any]], ...] = (
+    ("depth", has_even_depths, depth_by_length),
+    ("position", lambda row: "by_position" in row.detail, by_position),
+    ("kv", lambda row: row.kv_ratio is not None, against_kv),
+)

@@ -1,0 +1,57 @@
+"""Where a figure comes from, in one line: command, versions, commit if any, model, machine, seed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("specache-compile", "torch", "transformers")
+
+
+def model_hash(model: Any) -> str:
+    """Twelve hex digits over the names, shapes and values of a model's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the checkout that this code runs from, with a + where files differ; None outside of one."""
+    here = Path(__file__).parents[2]
+    if not (here / ".git").exists():  # installed: a checkout around it would be another project's
+        return None
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"],
+            cwd=here, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed.strip() else "")
+
+
+def provenance(command: str, fingerprint: str, device: str, dtype: str, seed: int) -> str:
+    """One line."""
+    parts = [
+        command,
+        *(f"{name} {version(name)}" for name in PACKAGES),
+        f"python {platform.python_version()}",
+        f"commit {commit()}" if commit() else "no commit",
+        f"weights {fingerprint}",
+        f"{device} {dtype}, {torch.get_num_threads()} threads",
+        f"seed {seed}",
+    ]
+    return "; ".join(parts)

@@ -1,0 +1,60 @@
+"""Text to token ids and back, the same for a byte-level checkpoint and for one with a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specache_compile.errors import SpecacheError
+
+
+class Reader(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def begin(self) -> list[int]: ...
+    def chat(self, text: str) -> list[int]: ...
+
+
+class ByteReader:
+    """Token id = byte value; nothing stands before a prompt."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def begin(self) -> list[int]:
+        return []
+
+    def chat(self, text: str) -> list[int]:
+        raise no_chat_template()
+
+
+@dataclass
+class TokenizerReader:
+    """A Hugging Face tokenizer; its special tokens (a BOS, mostly) stand once, before the prompt."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def begin(self) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        return [] if bos is None or list(self.tokenizer("")["input_ids"])[:1] != [bos] else [bos]
+
+    def chat(self, text: str) -> list[int]:
+        """The whole prompt of one turn in which a user says `text`, special tokens and all."""
+        if not self.tokenizer.chat_template:
+            raise no_chat_template()
+        turn = [{"role": "user", "content": text}]
+        return list(self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def no_chat_template() -> SpecacheError:
+    return SpecacheError("--chat: this checkpoint's tokenizer has no chat template")

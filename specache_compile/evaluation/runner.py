@@ -1,0 +1,87 @@
+"""What a task asks of a model under a setting: answers to prompts, answers over one shared cache, forced logits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reader import Reader
+
+Prompt = Sequence[int]
+
+
+@dataclass
+class Runner:
+    """A model (compiled in place or not), its reader, and the most prompts that go into one batch."""
+
+    model: Any
+    reader: Reader
+    batch_size: int = 8
+
+    def ids(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Prompts of one length as token ids [rows, tokens] on the model's device."""
+        return torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
+
+    def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
+        """Greedy continuations of `ids` [rows, tokens]."""
+        mask = torch.ones_like(ids)
+        out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more)
+        return [self.reader.decode(row[ids.shape[1] :].tolist()) for row in out]
+
+    def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> list[str]:
+        """One answer a prompt. Neighbours of one length share a batch, so that no row is padded."""
+        found: list[str] = []
+        for _, same in itertools.groupby(prompts, len):
+            for batch in chunks(list(same), self.batch_size):
+                found += self.generate(self.ids(batch), new_tokens)
+        return found
+
+    def answers_over(self, context: Prompt, questions: Sequence[Prompt], new_tokens: int) -> list[str]:
+        """One answer a question, the context read once: each question goes on from a copy of its cache."""
+        from transformers import DynamicCache
+
+        ids = self.ids([context])
+        with torch.inference_mode():
+            cache = self.model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1).past_key_values
+        return [
+            self.generate(self.ids([[*context, *question]]), new_tokens, past_key_values=copy.deepcopy(cache))[0]
+            for question in questions
+        ]
+
+    @torch.inference_mode()
+    def forced_logits(self, ids: Tensor, prefill: int) -> Tensor:
+        """Logits [rows, n - 1 - prefill, vocabulary] of the tokens after `prefill`, fed one by one through the cache.
+
+        ids [rows, n]. A method shows itself in its decode steps alone: the prefill attends exactly. Step i has read
+        ids[:, : prefill + 1 + i] and predicts the next one.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        self.model(ids[:, :prefill], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        steps = []
+        for position in range(prefill, ids.shape[1] - 1):
+            token = ids[:, position : position + 1]
+            steps.append(self.model(token, past_key_values=cache, use_cache=True).logits[:, -1].float().cpu())
+        return torch.stack(steps, 1)
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[Runner]:
+        """Within it, the same model without the backend: the full cache."""
+        before = self.model._compiled_call_impl
+        self.model._compiled_call_impl = None
+        try:
+            yield self
+        finally:
+            self.model._compiled_call_impl = before
+
+
+def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

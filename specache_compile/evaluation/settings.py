@@ -1,0 +1,97 @@
+"""A method and its options as one word on the command line: `specache:bits=1,top_k=64`, `kivi:bits=2`, `full`.
+
+`full` is the uncompiled model. Every other name is looked up where it can be: among the backend's methods, or, where
+the backend has no option of that name, among the few option sets that are methods by themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from specache_compile.errors import OptionError
+from specache_compile.options import Options, parse_options
+from specache_compile.records import forget
+
+FULL = "full"
+BY_OPTIONS: dict[str, dict[str, Any]] = {"specache": {}, "kivi": {"top_k": 0, "speculate": False}}
+WORDS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method's name and what was given with it; `options` is what the backend receives, None for the full cache."""
+
+    name: str
+    given: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return self.name + (":" + ",".join(f"{key}={value}" for key, value in self.given) if self.given else "")
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        if self.name == FULL:
+            return None
+        if any(option.name == "method" for option in fields(Options)):
+            return {"method": self.name, **dict(self.given)}
+        if self.name not in BY_OPTIONS:
+            raise OptionError(f"unknown method {self.name!r}: known are {', '.join((FULL, *BY_OPTIONS))}")
+        return {**BY_OPTIONS[self.name], **dict(self.given)}
+
+
+def parse_setting(text: str) -> Setting:
+    """The setting that `text` spells; OptionError where the backend would not take it."""
+    name, _, rest = text.partition(":")
+    given = [parse_pair(text, pair) for pair in rest.split(",")] if rest else []
+    if len(dict(given)) < len(given):
+        raise OptionError(f"method {text!r}: an option is given twice")
+    setting = Setting(name, tuple(sorted(given, key=lambda pair: pair[0])))
+    if name == FULL and given:
+        raise OptionError(f"method {text!r}: the full cache takes no options")
+    try:
+        parse_options(setting.options)
+    except OptionError as error:
+        raise OptionError(f"method {text!r}: {error}") from None
+    return setting
+
+
+def parse_pair(text: str, pair: str) -> tuple[str, Any]:
+    """`key=value`; a value is a Python literal, true, false, none, or a word."""
+    key, equals, value = pair.partition("=")
+    if not (equals and key and value):
+        raise OptionError(f"method {text!r}: {pair!r} is no option=value")
+    if value.lower() in WORDS:
+        return key, WORDS[value.lower()]
+    try:
+        literal = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+    return key, tuple(literal) if isinstance(literal, list) else literal
+
+
+@contextlib.contextmanager
+def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
+    """Within it, calls of `model` run under the setting; afterwards the model is as it was. No weights are copied."""
+    before = model._compiled_call_impl
+    torch._dynamo.reset()
+    forget(model)
+    try:
+        model._compiled_call_impl = None
+        if setting.options is not None:
+            model.compile(backend="specache", options={"lowering": lowering, **setting.options})
+        yield model
+    finally:
+        model._compiled_call_impl = before
+        forget(model)
+        torch._dynamo.reset()
+
+
+def tokens_of_budget(setting: Setting) -> int | None:
+    """The budget in tokens that the setting asks for; None where it names none, or a rate."""
+    budget = dict(setting.given).get("budget")
+    return budget if isinstance(budget, int) and not isinstance(budget, bool) else None

@@ -1,0 +1,52 @@
+"""Text to hide things in: the running interpreter's own library, a tenth of which no training here ever sees."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from specache_compile.errors import SpecacheError
+
+
+def library_source(held_out: bool) -> bytes:
+    """All of the standard library's source, or the tenth of its files that training never sees."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "site-packages", "idlelib", "lib2to3", "__pycache__"}
+    files = (path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts))
+    chosen = [p for p in files if (zlib.crc32(p.relative_to(root).as_posix().encode()) % 10 == 0) == held_out]
+    return b"\n".join(path.read_bytes() for path in chosen)
+
+
+def window(haystack: Sequence[int], length: int, rng: random.Random) -> Sequence[int]:
+    """`length` neighbouring tokens of the haystack, from a random place."""
+    if length >= len(haystack):
+        raise SpecacheError(f"the text has {len(haystack):,} tokens, and {length:,} are asked for: give more --text")
+    start = rng.randrange(len(haystack) - length)
+    return haystack[start : start + length]
+
+
+def hide(
+    haystack: Sequence[int],
+    length: int,
+    needles: Sequence[tuple[float, Sequence[int]]],
+    question: Sequence[int],
+    rng: random.Random,
+) -> list[int]:
+    """A prompt of exactly `length` tokens that ends in `question`.
+
+    Each needle stands at its depth of the text around it (0 = first, 1 = right before the question).
+    """
+    room = length - len(question) - sum(len(needle) for _, needle in needles)
+    if room < 0:
+        raise SpecacheError(f"this prompt needs at least {length - room} tokens, not {length}")
+    text = window(haystack, room, rng)
+    out: list[int] = []
+    done = 0
+    for depth, needle in sorted(needles, key=lambda item: item[0]):
+        cut = round(depth * room)
+        out += [*text[done:cut], *needle]
+        done = cut
+    return [*out, *text[done:], *question]

@@ -1,0 +1,50 @@
+"""Several questions on one cached context, each from a copy of its cache (SCBench's shared-context mode).
+
+The context is read before any question is known. A method that drops pairs has then dropped what a later question may
+want; one that keeps them all, here on the host, has not.
+"""
+
+from __future__ import annotations
+
+import random
+
+from specache_compile.evaluation.metrics import exact
+from specache_compile.evaluation.runner import Runner
+
+from .haystack import hide
+from .multikey import NAMES, NEEDLE, QUESTION
+from .needle import KEY_DIGITS, random_key
+from .task import Ask, Bench, Cell, Outcome, outcome
+
+QUESTIONS = 4
+
+
+def shared(bench: Bench, length: int, rng: random.Random) -> tuple[list[int], list[Ask]]:
+    """A context with four named keys, and a question for each (its prompt is what follows the context)."""
+    encode, begin = bench.reader.encode, bench.reader.begin()
+    names = rng.sample(NAMES, QUESTIONS)
+    keys = {name: random_key(rng) for name in names}
+    asks = [Ask(encode(QUESTION.format(name=name)), (keys[name],), {"turn": i}) for i, name in enumerate(names)]
+    needles = [(rng.random(), encode(NEEDLE.format(name=name, key=key))) for name, key in keys.items()]
+    room = length - len(begin) - max(len(ask.prompt) for ask in asks)
+    return [*begin, *hide(bench.haystack, room, needles, (), rng)], asks
+
+
+def measure(runner: Runner, contexts: list[tuple[list[int], list[Ask]]], new_tokens: int) -> Outcome:
+    answers: list[str] = []
+    for context, asks in contexts:
+        answers += runner.answers_over(context, [ask.prompt for ask in asks], new_tokens)
+    every = [ask for _, asks in contexts for ask in asks]
+    return outcome(every, answers, lambda answer, references: exact(answer, references[0]), "keys found")
+
+
+def cells(bench: Bench) -> list[Cell]:
+    """One cell a length; a fourth as many contexts as samples, four questions on each."""
+    answer = len(bench.reader.encode("9" * KEY_DIGITS))
+
+    def cell(length: int) -> Cell:
+        rng = random.Random(f"{bench.seed}/{length}")
+        contexts = [shared(bench, length - answer, rng) for _ in range(-(-bench.samples // QUESTIONS))]
+        return Cell(str(length), length, lambda runner: measure(runner, contexts, answer))
+
+    return [cell(length) for length in bench.lengths]
