@@ -1,11 +1,16 @@
-"""Compile every Triton kernel for sm_80 and sm_90; no GPU is needed. Prints a line for each: its sizes.
+"""Compile every Triton kernel for sm_80 and sm_90; no GPU is needed.
 
-python tests/compile_kernels.py
+Prints a line for each: its sizes and, for the low-bit tier's attention, the PTX instructions that its loop spends on
+one stored number (a channel of a key or a value), those that unpack it (shift, mask, convert) beside.
+
+    python tests/compile_kernels.py
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -44,7 +49,22 @@ def build(
     for name, target in TARGETS.items():
         made = compile_kernel(ASTSource(kernel, signature, places), target=target, options={"num_warps": warps})
         size = len(made.asm["cubin"])
-        print(f"{name} {kernel.__name__:16} {label:40} {size:7,} bytes, {made.metadata.shared:6,} shared")
+        cost = per_element(made.asm["ptx"], warps, **constants) if constants.get("bits", 16) < 16 else ""
+        print(f"{name} {kernel.__name__:16} {label:40} {size:7,} bytes, {made.metadata.shared:6,} shared{cost}")
+
+
+def per_element(ptx: str, warps: int, group: int, d: int, **_: Any) -> str:
+    """Instructions a stored number in the loop that multiplies most: one turn of it is `group` keys and values."""
+    blocks = [
+        Counter(name.split(".")[0] for name in re.findall(r"^\s+(?:@%p\d+ )?([a-z_]+[.\w:]*)\s", block, re.M))
+        for block in re.split(r"\n\$L__BB\d+_\d+:", ptx)
+    ]
+    loop = max(blocks, key=lambda count: count["mma"] + count["wgmma"])
+    if not loop["mma"] + loop["wgmma"]:
+        return ""
+    elements = 2 * group * d / (32 * warps)
+    unpacking = sum(loop[name] for name in ("shr", "shl", "and", "prmt", "cvt"))
+    return f", {loop.total() / elements:.1f} instructions an element, {unpacking / elements:.1f} to unpack"
 
 
 def main() -> None:
