@@ -344,7 +344,7 @@ def decode_attention(
         logits, partial, peaks, totals, scale, softcap or 1.0, heads, capacity, splits,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
         d, bits, group, value_group, recent.shape[2], top_k, lanes, queries, kind, softcap is not None,
-        rows, channels, plane, EXACT_BLOCK, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        rows, channels, plane, EXACT_BLOCK, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps_for(bits),
     )  # fmt: skip
     merge_splits[(batch * query_heads * lanes,)](
         partial, peaks, totals, q if sinks is None else sinks, out, lse, splits + 1, query_heads,
@@ -358,6 +358,12 @@ def decode_attention(
     else:
         scores.fill_(-1.0)
     return out, scores
+
+
+def warps_for(bits: int) -> int:
+    """Warps of a program of `attend_tiers`. At 1 bit a plane of d 128 is 16 channels wide, too narrow to be shared by
+    four: each would unpack, and multiply by, what the others do (tests/compile_kernels.py counts it)."""
+    return 2 if bits == 1 else 4
 
 
 def mask_form(

@@ -77,10 +77,11 @@ def main() -> None:
         shape = {"d": d, "window": 64 + group, "group": group}
         label = f"{dtype}, {bits} bits, d {d}, g {group}"
         build(
-            decode.attend_tiers, label, dtype, types={"codes": f"*{dtype}" if bits == 16 else "*u8"}, **shape,
-            bits=bits, value_group=value_group, top_k=64, lanes=2, queries=4, MASK=1, CAP=False,
-            ROWS=decode.SMALLEST, CHANNELS=next_power_of_2(d), PLANE=max(decode.SMALLEST, next_power_of_2(width)),
-            EXACT=decode.EXACT_BLOCK, PRECISION="ieee" if dtype == "fp32" else "tf32",
+            decode.attend_tiers, label, dtype, warps=decode.warps_for(bits),
+            types={"codes": f"*{dtype}" if bits == 16 else "*u8"}, **shape, bits=bits, value_group=value_group,
+            top_k=64, lanes=2, queries=4, MASK=1, CAP=False, ROWS=decode.SMALLEST, CHANNELS=next_power_of_2(d),
+            PLANE=max(decode.SMALLEST, next_power_of_2(width)), EXACT=decode.EXACT_BLOCK,
+            PRECISION="ieee" if dtype == "fp32" else "tf32",
         )  # fmt: skip
         if bits == 16:
             build(append.copy_groups, label, dtype, types={"codes": f"*{dtype}"}, **shape, CHANNELS=next_power_of_2(d))
