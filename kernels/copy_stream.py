@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import kcache, tiers
 from . import measure as hit_rate
-from . import tiers
 from .copy_queue import CURSOR_SIZE, LENGTH
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
@@ -196,6 +196,13 @@ def measure(q: Tensor, *rest: Any) -> None:
     """As `measure.measure`, behind all copies to the host."""
     join(q.device)
     hit_rate.measure(q, *rest)
+
+
+def kcache_attention(q: Tensor, *rest: Any) -> Tensor:
+    """As `kcache.kcache_attention`, behind all copies to the host."""
+    join(q.device)
+    torch.cuda.current_stream(q.device).synchronize()  # the host itself picks the values
+    return kcache.kcache_attention(q, *rest)
 
 
 class StreamCopies:

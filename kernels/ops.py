@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, low_bit_cpu, tiers
+from . import attention, evict, kcache, low_bit_cpu, tiers
 from .measure import measure
 
 
@@ -97,6 +97,27 @@ OPS = (
         tiers.wait,
         fake_nothing,
         "copy_stream:wait",
+    ),
+    Op(
+        "budget_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor(a!) kept, "
+        "Tensor(b!) kept_token, Tensor(c!) history, str policy, int block, int seed, float scale, float? softcap) "
+        "-> Tensor",
+        evict.budget_attention,
+        fake_extend_attention,
+        "evict:budget_attention",
+    ),
+    Op(
+        "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor keys, "
+        "Tensor host, int top_n, float scale, float? softcap) -> Tensor",
+        kcache.kcache_attention,
+        fake_extend_attention,
+        "copy_stream:kcache_attention",
+    ),
+    Op(
+        "keep_keys(Tensor k, Tensor v, Tensor cursor, Tensor(a!) keys) -> ()",
+        kcache.keep_keys,
+        fake_nothing,
+        "kcache:keep_keys",
     ),
     Op(
         "measure(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, Tensor slot_index, "

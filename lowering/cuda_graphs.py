@@ -24,6 +24,12 @@ NO_TREES = {"triton.cudagraphs": False}
 # Arguments up to this size are copied in for each replay; larger ones, and parameters, must stay where they are.
 COPIED_BYTES = 1 << 20
 
+# Ops that no decode step of specache or KIVI has, and that are not written for a GPU alone.
+READS_THE_CURSOR = tuple(
+    getattr(torch.ops.specache, name).default
+    for name in ("extend_attention", "budget_attention", "kcache_attention", "keep_keys")
+)
+
 Lowered = Callable[..., Sequence[Any]]
 
 
@@ -36,6 +42,9 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
     """Why a rewritten decode step cannot be captured; None where it can."""
     if context.hit_rate:
         return "the hit rate is measured"
+    for node in graph_module.graph.nodes:
+        if node.target in READS_THE_CURSOR:
+            return f"{node.target} reads the cache's length on the host"
     for node in graph_module.graph.find_nodes(op="placeholder"):
         value = value_of(node)
         sizes = value.shape if isinstance(value, Tensor) else (value,)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch.fx import GraphModule, Node
 
+from .recipe import RecipeOf
+
 Phase = Literal["prefill", "extend", "pre-decode", "decode"]
 
 
@@ -72,8 +74,8 @@ class Context:
     phase: Phase
     top_k: int
     speculate: bool
-    zero_point: str
     hit_rate: bool
+    recipe: RecipeOf
     # Fakes of a layer's state tensors by field, and of the cursor, in the graph's own fake mode.
     state: Sequence[dict[str, Any]]
     cursor: Any

@@ -17,6 +17,7 @@ COPIES = (
     torch.ops.specache.prefetch.default,
     torch.ops.specache.offload.default,
     torch.ops.specache.append.default,
+    torch.ops.specache.keep_keys.default,
 )
 # What takes long enough to hide a copy behind.
 WORK = (
@@ -27,6 +28,8 @@ WORK = (
     "addmm",
     "decode_attention",
     "extend_attention",
+    "kcache_attention",
+    "budget_attention",
     "scaled_dot_product_attention",
 )
 

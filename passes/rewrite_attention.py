@@ -1,4 +1,4 @@
-"""Each site with a past becomes a `specache::` op on its new pairs and its layer's tiers."""
+"""Each site becomes the `specache::` op that the method's recipe names, on its new pairs and its layer's state."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from torch.fx import GraphModule
 
 from .clean_up import drop_dead
 from .context import Context, PassReport, Site, cursor_input, state_input, value_of
-
-DECODE_STATE = ("codes", "key_params", "value_params", "recent", "slots", "slot_index")
+from .recipe import Call
 
 
 def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
-    """Decode attends over the tiers, extend over the host tier; a prefill's attention is exact already.
+    """Under specache decode attends over the tiers, extend over the host tier; a prefill's attention is exact already.
 
     keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., codes_0, ...)
     values = cat([past_v, v], -2)      out = pair[0]
     out = sdpa(q, keys, values)
     """
-    if context.phase == "prefill":
-        return graph_module, PassReport("rewrite_attention", {"rewritten": 0})
+    calls = {site.layer: context.recipe(site.layer).attend.get(context.phase) for site in context.sites}
+    rewritten = 0
     for site in context.sites:
-        replace_site(graph_module, context, site)
-    drop_dead(graph_module, context)  # the held inputs go with their concatenations
-    return graph_module, PassReport("rewrite_attention", {"rewritten": len(context.sites)})
+        call = calls[site.layer]
+        if call is not None:
+            replace_site(graph_module, context, site, call)
+            rewritten += 1
+    if rewritten:
+        drop_dead(graph_module, context)  # the held inputs go with their concatenations
+    return graph_module, PassReport("rewrite_attention", {"rewritten": rewritten})
 
 
-def replace_site(graph_module: GraphModule, context: Context, site: Site) -> None:
+def replace_site(graph_module: GraphModule, context: Context, site: Site, call: Call) -> None:
     graph = graph_module.graph
-    common = (site.q, site.k, site.v, site.mask, site.sinks, cursor_input(graph_module, context))
-    fields = ("host",) if context.phase == "extend" else DECODE_STATE
-    state = [state_input(graph_module, context, site.layer, field) for field in fields]
+    pairs = (site.q, site.k, site.v, site.mask, site.sinks, cursor_input(graph_module, context))
+    state = [state_input(graph_module, context, site.layer, field) for field in call.state]
+    op = getattr(torch.ops.specache, call.op).default
     with graph.inserting_before(site.attention):
-        if context.phase == "extend":
-            op = torch.ops.specache.extend_attention.default
-            new = graph.call_function(op, (*common, *state, site.scale, site.softcap))
-        else:
-            op = torch.ops.specache.decode_attention.default
-            pair = graph.call_function(op, (*common, *state, site.scale, site.softcap))
-            new = graph.call_function(operator.getitem, (pair, 0))
+        new = graph.call_function(op, (*pairs, *state, *call.settings, site.scale, site.softcap))
+        if call.scores:
+            new = graph.call_function(operator.getitem, (new, 0))
     new.meta["example_value"] = value_of(site.attention)
     site.attention.replace_all_uses_with(new)
     graph.erase_node(site.attention)

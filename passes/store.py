@@ -10,7 +10,7 @@ from .in_place import take_writes
 
 
 def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
-    """Append and offload each site's new pairs; of two lanes, only lane 0's. A pre-decode stores nothing.
+    """Store each site's new pairs as the recipe says; of two lanes, only lane 0's. A pre-decode stores nothing.
 
         out = sdpa(q, k, v)                out = sdpa(q, k, v)
         return (logits, None, None)        specache.append(k, v, cursor, recent_0, codes_0, ...)
@@ -24,15 +24,13 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context) if context.sites else None
     for site in context.sites:
-        state = {
-            name: state_input(graph_module, context, site.layer, name)
-            for name in ("host", "recent", "codes", "key_params", "value_params")
-        }
+        calls = context.recipe(site.layer).stores
+        state = [[state_input(graph_module, context, site.layer, field) for field in call.state] for call in calls]
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, context.lanes) for node in (site.k, site.v))
-            tiers = (state["recent"], state["codes"], state["key_params"], state["value_params"])
-            graph.call_function(torch.ops.specache.append.default, (k, v, cursor, *tiers, context.zero_point))
-            graph.call_function(torch.ops.specache.offload.default, (k, v, cursor, state["host"]))
+            for call, tensors in zip(calls, state, strict=True):
+                op = getattr(torch.ops.specache, call.op).default
+                graph.call_function(op, (k, v, cursor, *tensors, *call.settings))
     return graph_module, PassReport("store", {"stored": len(context.sites)})
 
 

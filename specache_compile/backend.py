@@ -8,6 +8,7 @@ session's state, and hands back held tensors of the new length.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import time
 import warnings
@@ -28,6 +29,7 @@ from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES, PIPELINE, Tr
 from .dump import dump_explanation
 from .errors import OptionError, SpecacheError, SpecacheWarning, copy_failed, mixed_caches, unmatched_held
 from .held import Handle, HeldTensor
+from .methods import METHODS
 from .options import Options, parse_options
 from .records import ModelRecord, record_of
 from .session import Session
@@ -149,8 +151,8 @@ class CapturedGraph:
             phase=phase,
             top_k=0 if "prefetch" in options.disable_passes else options.top_k,
             speculate=options.speculate,
-            zero_point=options.zero_point,
             hit_rate=options.hit_rate,
+            recipe=functools.partial(METHODS[options.method].recipe, options),
             state=state,
             cursor=cursor,
             exact=frozenset(options.exact_layers),
@@ -176,13 +178,13 @@ class CapturedGraph:
 
     def layer_shapes(self) -> list[LayerShape]:
         return [
-            LayerShape(site.heads, site.head_dim, value_of(site.k).dtype, value_of(site.k).device)
+            LayerShape(site.heads, site.head_dim, value_of(site.k).dtype, value_of(site.k).device, site.layer)
             for site in self.sites
         ]
 
     def specialise(self, session: Session, phase: Phase, ahead: bool = False) -> tuple[Callable[..., Any], Context]:
         """The rewritten graph for this phase and the shapes of this session's state; compiled on first use."""
-        key = phase, session.batch, session.capacity, session.later is None
+        key = phase, session.batch, session.capacity, session.later is None, session.options.budget
         if key not in self.lowered:
             self.lowered[key] = within_tracing(self.fake_mode, lambda: self.rewrite(session, phase), late=not ahead)
             if phase == self.phase:

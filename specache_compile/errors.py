@@ -62,6 +62,13 @@ def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
     )
 
 
+def evicted(method: str) -> SpecacheError:
+    return SpecacheError(
+        f"method {method!r} keeps only the pairs that its policy chose, each head its own: there are no keys and "
+        "values of all tokens to copy. Use a method that keeps them: specache, kivi, kcache, offload or full."
+    )
+
+
 def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None) -> SpecacheError:
     limit = "half of what is free" if asked is None else "option host_memory"
     return SpecacheError(

@@ -57,6 +57,7 @@ def explain(
         raise SpecacheError(f"reuse={reuse}: give a share between 0 and 1")
     chosen = device if isinstance(device, Device) else find_device(device)
     model = load_config(model) if isinstance(model, (str, Path)) else model
+    parsed = parsed.for_prompt(prompt_length)
     config = getattr(model, "config", model)
     captured: list[Any] = []
     # A process may explain many models, each a compilation of the same code of Hugging Face's; and what it explains

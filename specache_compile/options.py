@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -9,17 +10,23 @@ from typing import Any
 import torch
 
 from .errors import OptionError
+from .methods import METHODS
 
 BITS = (1, 2, 4, 8, 16)
 GROUP_SIZES = (32, 64, 128)
 ZERO_POINTS = ("midpoint", "minimum")
+# Whole numbers, and the least that each may be. R is at least one: a token is selected for fetching while it is in the
+# window, where the newest is not yet.
+LEAST = {"residual_length": 1, "top_k": 0, "eviction_block": 1, "seed": 0, "top_n": 1, "kept_layers": 0}
 LOWERINGS = ("inductor", "eager")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `torch.compile(..., options={...})` accepts; the defaults are the paper's.
+    """What `torch.compile(..., options={...})` accepts; the defaults are the paper's. Which of them mean something
+    depends on the method: `parse_options` refuses the others.
 
+    method: a name from `methods.METHODS`.
     bits: of the low-bit tier; 16 keeps it unquantised. group_size: g, tokens (keys) or channels (values) that share
     a scale. residual_length: R, newest tokens kept in 16 bits. top_k: k, pairs fetched for each layer and KV head;
     0 is plain KIVI. speculate: run the speculative token beside the output token; False lets the output token
@@ -30,8 +37,12 @@ class Options:
     min_context: tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it has grown
     to them. "auto": the measured break-even of a GPU, 0 where there is none. mode: one of torch.compile's, which takes
     no `mode=` beside `options=`. inductor: config patches handed to Inductor.
+    budget (eviction): pairs that each KV head keeps, or as a rate between 0 and 1 of the prompt's tokens.
+    eviction_block: tokens encoded before as many pairs go, where a prompt is past the budget. seed: of `random`.
+    top_n (kcache): values that each query head fetches in a step. kept_layers: first layers whose values stay.
     """
 
+    method: str = "specache"
     bits: int = 2
     group_size: int = 64
     residual_length: int = 64
@@ -46,17 +57,30 @@ class Options:
     min_context: int | str = "auto"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    budget: int | float = 0.25
+    eviction_block: int = 1
+    seed: int = 0
+    top_n: int = 128
+    kept_layers: int = 1
 
     def __post_init__(self) -> None:
+        one_of("method", self.method, tuple(METHODS))
+        for name, value in METHODS[self.method].defaults.items():
+            if name not in METHODS[self.method].takes:
+                object.__setattr__(self, name, value)
         one_of("bits", self.bits, BITS)
         one_of("group_size", self.group_size, GROUP_SIZES)
         one_of("zero_point", self.zero_point, ZERO_POINTS)
         one_of("lowering", self.lowering, LOWERINGS)
-        # R is at least one: a token is selected for fetching while it is in the window, where the newest is not yet.
-        for name, least in (("residual_length", 1), ("top_k", 0)):
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(f"option {name}={value!r}: give a whole number of tokens, {least} or more")
+                raise OptionError(f"option {name}={value!r}: give a whole number, {least} or more")
+        pairs, rate = type(self.budget) is int and self.budget >= 1, type(self.budget) is float and 0 < self.budget <= 1
+        if not (pairs or rate):
+            raise OptionError(
+                f"option budget={self.budget!r}: give a number of pairs, or a rate above 0.0, at most 1.0"
+            )
         if self.host_memory is not None and (type(self.host_memory) is not int or self.host_memory < 0):
             raise OptionError(f"option host_memory={self.host_memory!r}: give a number of bytes, or None")
         if self.min_context != "auto" and (type(self.min_context) is not int or self.min_context < 0):
@@ -81,6 +105,14 @@ class Options:
         """What holds below `min_context`: every pair on the device in 16 bits, none fetched, one lane."""
         return replace(self, bits=16, top_k=0, speculate=False)
 
+    def budget_in_tokens(self, tokens: int) -> int:
+        """Pairs that each KV head keeps of a prompt of `tokens`; a rate rounds up."""
+        return self.budget if isinstance(self.budget, int) else math.ceil(self.budget * tokens)
+
+    def for_prompt(self, tokens: int) -> Options:
+        """These options with a budget that is a rate fixed to pairs: a cache keeps the budget that it started with."""
+        return self if isinstance(self.budget, int) else replace(self, budget=self.budget_in_tokens(tokens))
+
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""
         return self.group_size * max(0, (length - self.residual_length) // self.group_size)
@@ -94,8 +126,12 @@ def one_of(name: str, value: object, accepted: tuple[object, ...]) -> None:
 def parse_options(given: Mapping[str, Any] | None) -> Options:
     """The options that a user passed, with the bad name or value and the accepted ones in the error."""
     given = dict(given or {})
-    accepted = [f.name for f in fields(Options)]
+    known = [f.name for f in fields(Options)]
+    one_of("method", given.get("method", "specache"), tuple(METHODS))
+    method = METHODS[given.get("method", "specache")]
     for name in given:
-        if name not in accepted:
-            raise OptionError(f"unknown option {name!r}: accepted are {', '.join(accepted)}")
-    return Options(**given)
+        if name not in known:
+            raise OptionError(f"unknown option {name!r}: accepted are {', '.join(known)}")
+        if name not in method.accepted:
+            raise OptionError(f"option {name}: method {method.name!r} has none; it takes {', '.join(method.accepted)}")
+    return Options(**{**method.defaults, **given})

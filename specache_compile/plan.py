@@ -38,7 +38,7 @@ def largest_batch(
     """The most rows for which weights (`fixed` bytes), a row's temporaries (`per_row`) and the tiers fit into `vram`
     and `host` bytes."""
     row = predicted_bytes(options, list(layers), 1, length)
-    on_device, on_host = device_total(row) + per_row, row["host"]
+    on_device, on_host = device_total(row) + per_row, row.get("host", 0)
     fits = min((vram - fixed) / max(1, on_device), host / max(1, on_host))
     return max(0, int(fits))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from specache_compile.kernels.evict import HISTORY_SIZE
 from specache_compile.kernels.quantize import value_group
 from specache_compile.passes.context import value_of
 from specache_compile.passes.overlap import is_work
@@ -180,7 +181,29 @@ def extend_attention_cost(node: Node, load: Workload, number: int) -> Cost:
     layer, q = load.layers[number], value_of(node.args[0])  # type: ignore[arg-type]
     past = load.batch * layer.heads * load.length * pair_bytes(load.options, layer).exact
     seen = load.length + size_of(q.shape[2]) / 2
-    return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past)
+    from_host = any(state.name.startswith("host_") for state in node.all_input_nodes)
+    return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if from_host else 0)
+
+
+def kcache_attention_cost(node: Node, load: Workload, number: int) -> Cost:
+    """All keys from the device; the values that each query head picks cross PCIe."""
+    layer, q = load.layers[number], value_of(node.args[0])  # type: ignore[arg-type]
+    exact = pair_bytes(load.options, layer).exact
+    keys = load.batch * layer.heads * load.length * exact / 2
+    picked = load.batch * load.query_heads[number] * min(load.options.top_n, load.length) * exact / 2
+    return Cost(2 * elements(q) * load.length, keys + picked + 2 * bytes_of(q), to_device=picked)
+
+
+def budget_attention_cost(node: Node, load: Workload, number: int) -> Cost:
+    """The kept pairs are read, and written again without the evicted ones, as is what is counted of them."""
+    layer, q = load.layers[number], value_of(node.args[0])  # type: ignore[arg-type]
+    kept = min(load.options.budget_in_tokens(load.length), load.length)
+    moved = 2 * load.batch * layer.heads * kept * (pair_bytes(load.options, layer).exact + 4 * (HISTORY_SIZE + 1))
+    return Cost(4 * elements(q) * kept, moved + 2 * bytes_of(q))
+
+
+def keep_keys_cost(node: Node, load: Workload, number: int) -> Cost:
+    return Cost(hbm=2 * bytes_of(value_of(node.args[0])))  # type: ignore[arg-type]
 
 
 def append_cost(node: Node, load: Workload, number: int) -> Cost:
@@ -222,6 +245,9 @@ def nothing(node: Node, load: Workload, number: int) -> Cost:
 TIER_COSTS: dict[str, Callable[[Node, Workload, int], Cost]] = {
     "decode_attention": decode_attention_cost,
     "extend_attention": extend_attention_cost,
+    "kcache_attention": kcache_attention_cost,
+    "budget_attention": budget_attention_cost,
+    "keep_keys": keep_keys_cost,
     "append": append_cost,
     "offload": offload_cost,
     "select_topk": select_cost,

@@ -22,7 +22,8 @@ from .roofline import is_launch, is_tier_op, operator_name
 from .tiers import FIELDS
 
 COPIES = ("prefetch", "offload")
-READS_HOST = ("extend_attention", "measure")  # on the compute stream, behind a wait of their own for the offloads
+# On the compute stream, behind a wait of their own for the offloads.
+READS_HOST = ("extend_attention", "kcache_attention", "measure")
 Key = tuple[int, str]
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels import copy_stream
+from specache_compile.kernels import copy_stream, evict
 from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
 from specache_compile.kernels.host_memory import budget
 from specache_compile.lowering.cuda_graphs import CapturedSteps
 from specache_compile.passes.context import Input
 
 from .break_even import min_context
-from .errors import copy_failed, no_host_memory, stale_cache
+from .errors import copy_failed, evicted, no_host_memory, stale_cache
 from .held import Crop, Edit, Handle, HeldTensor
 from .options import Options
 from .records import Statistics
@@ -54,6 +54,7 @@ class Session:
         self.guess: Tensor | None = None
         self.primed = False
         self.capacity = 0
+        self.reserved = 0
         self.state: list[LayerState] = []
         self.queue = self.new_queue()
         self.captured = CapturedSteps()
@@ -67,7 +68,9 @@ class Session:
         return copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
 
     def start_for(self, tokens: int) -> None:
-        """Before anything is allocated: 16 bits, where the first `tokens` are too few to gain."""
+        """Before anything is allocated: the budget that a prompt of `tokens` gives; 16 bits, where they are too few to
+        gain."""
+        self.options = self.options.for_prompt(tokens)
         if tokens < min_context(self.options, self.layers[0].device):
             self.options, self.later = self.options.in_16_bits, self.options
 
@@ -94,11 +97,12 @@ class Session:
         Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
         where the host tier would outgrow its budget.
         """
-        there = self.state[0]["host"].shape[2] if self.state else 0
+        there = self.reserved
         if there == self.capacity:
             return
-        held = sum(layer["host"].nbytes for layer in self.state)
-        needed, allowed = host_bytes(self.layers, self.batch, self.capacity), budget(held, self.options.host_memory)
+        held = sum(host.nbytes for host in self.fields("host"))
+        needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
+        allowed = budget(held, self.options.host_memory)
         if needed > allowed:
             wanted, self.capacity = self.capacity, there
             raise no_host_memory(needed, allowed, wanted, self.batch, self.options.host_memory)
@@ -108,14 +112,19 @@ class Session:
                 self.state.append(allocate(self.options, layer, self.batch, self.capacity))
             else:
                 self.state[number] = allocate(self.options, layer, self.batch, self.capacity, self.state[number])
+        self.reserved = self.capacity
         self.note_memory()
+
+    def fields(self, name: str) -> list[Tensor]:
+        """One state tensor of each layer that has it."""
+        return [layer[name] for layer in self.state if name in layer]
 
     def note_memory(self) -> None:
         """After the state's tensors have changed: drop what was captured over the old ones, and let the statistics know
         the tiers' sizes, which may be asked for when the session is gone."""
         self.captured.clear()
-        self.statistics.tallies = [layer["tally"] for layer in self.state]
-        self.statistics.fetched = [layer["fetched"] for layer in self.state]
+        self.statistics.tallies = self.fields("tally")
+        self.statistics.fetched = self.fields("fetched")
         self.statistics.bytes_by_tier = bytes_by_tier(self.state)
 
     def point(self, tokens: int) -> None:
@@ -167,15 +176,18 @@ class Session:
         self.view = (version, edits) if edits else None
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; the recent tier is filled again from the host tier where it must be."""
+        """Keep the first `length` tokens; the recent tier is filled again from the host tier where it must be. What a
+        policy has evicted of them stays so."""
         low_bit = self.options.low_bit_length(length)
         if low_bit < self.options.low_bit_length(self.length):
             tokens = torch.arange(low_bit, length)
-            for layer in self.state:
-                recent, host = layer["recent"], layer["host"]
+            for recent, host in zip(self.fields("recent"), self.fields("host"), strict=False):
                 recent[:, :, (tokens % recent.shape[2]).to(recent.device)] = host[:, :, tokens].to(recent.device)
-        for layer in self.state:
-            layer["slot_index"].masked_fill_(layer["slot_index"] >= low_bit, -1)
+        for slot_index in self.fields("slot_index"):
+            slot_index.masked_fill_(slot_index >= low_bit, -1)
+        kept = (self.fields(name) for name in ("kept", "kept_token", "history"))
+        for pairs, token, history in zip(*kept, strict=True):
+            evict.forget(pairs, token, history, length)
         self.length = length
         self.primed, self.guess = False, None
 
@@ -198,9 +210,8 @@ class Session:
         self.queue.drain()
         other = copy.copy(self)
         other.state = [copied(state, layer) for state, layer in zip(self.state, self.layers, strict=True)]
-        for layer in other.state:
-            layer["fetched"].zero_()
-            layer["tally"].zero_()
+        for count in (*other.fields("fetched"), *other.fields("tally")):
+            count.zero_()
         other.queue = self.new_queue()
         other.captured = CapturedSteps()
         other.statistics = Statistics(other.queue)
@@ -223,13 +234,16 @@ class Session:
     def pairs(self, layer: int) -> tuple[Tensor, Tensor]:
         """Plain copies of one layer's keys and values [B, H, n, d], from the host tier, bit for bit."""
         self.queue.drain()
-        keys, values = self.state[layer]["host"][:, :, : self.length].unbind(3)
+        whole = self.state[layer].get("host", self.state[layer].get("cache"))
+        if whole is None:
+            raise evicted(self.options.method)
+        keys, values = whole[:, :, : self.length].unbind(3)
         device = self.layers[layer].device
         return keys.to(device, copy=True), values.to(device, copy=True)
 
     def abandon_step(self) -> None:
         """After a step that raised: wait out its copies and empty the slots, so that it can be taken again."""
         self.queue.settle()
-        for layer in self.state:
-            layer["slot_index"].fill_(-1)
+        for slot_index in self.fields("slot_index"):
+            slot_index.fill_(-1)
         self.primed, self.guess = False, None

@@ -114,7 +114,7 @@ def memory_table(e: Explanation) -> str:
     tiers = list(e.bytes_by_tier)
     full = e.full_cache_bytes
     per_layer = grouped(
-        (site.model_layer, (*(size(tier[t]) for t in tiers), size(sum(tier.values()) - tier["host"])))
+        (site.model_layer, (*(size(tier.get(t, 0)) for t in tiers), size(sum(tier.values()) - tier["host"])))
         for site, tier in zip(e.sites, e.bytes_by_layer, strict=True)
     )
     rows = [(f"layer {row[0]}, each", *row[1:]) for row in per_layer]

@@ -6,6 +6,7 @@ predicts and what a session allocates are the same sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from specache_compile.kernels import copy_stream
 from specache_compile.kernels.host_memory import host_zeros
-from specache_compile.kernels.quantize import packed_width, value_group
 from specache_compile.kernels.tiers import store_low_bit
 
+from .methods import METHODS
+from .methods.method import Shapes
 from .options import Options
 
-# Which tier each state tensor belongs to, in the order in which graphs take them.
+# Which tier each state tensor belongs to.
 TIER_OF = {
     "host": "host",
     "codes": "low-bit",
@@ -30,11 +32,15 @@ TIER_OF = {
     "wanted": "slots",
     "fetched": "measure",
     "tally": "measure",
+    "cache": "cache",
+    "keys": "keys",
+    "kept": "kept",
+    "kept_token": "kept",
+    "history": "kept",
 }
 FIELDS = tuple(TIER_OF)
-# State whose second dimension after the heads is tokens (or groups of them), and grows with the context.
-GROWING = ("host", "codes", "key_params", "value_params")
-DEVICE_TIERS = ("low-bit", "recent", "slots")
+# What an empty place of them holds.
+EMPTY_IS_MINUS_1 = ("slot_index", "wanted", "kept_token")
 SMALLEST_BUCKET = 256
 # Tokens quantised at a time where a 16-bit cache moves over: a multiple of every group size.
 MOVED = 2048
@@ -44,12 +50,13 @@ LayerState = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The KV heads of one site: count, channels, dtype and device."""
+    """The KV heads of one site: count, channels, dtype, device, and the site's number."""
 
     heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    number: int = 0
 
 
 def bucket(length: int) -> int:
@@ -62,28 +69,9 @@ def bucket(length: int) -> int:
     return -(-max(length, 1) // step) * step
 
 
-def state_shapes(
-    options: Options, layer: LayerShape, batch: int, capacity: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each state tensor for a `capacity` from `bucket`; scales are in the model's dtype."""
-    rows = (batch, layer.heads)
-    d, dtype = layer.head_dim, layer.dtype
-    quantized = options.bits < 16
-    width = packed_width(d, options.bits) if quantized else d
-    groups = capacity // options.group_size if quantized else 0
-    tokens = capacity if quantized else 0
-    return {
-        "host": ((*rows, capacity, 2, d), dtype),
-        "codes": ((*rows, capacity, 2, width), torch.uint8 if quantized else dtype),
-        "key_params": ((*rows, groups, 2, d), dtype),
-        "value_params": ((*rows, tokens, 2, d // value_group(d, options.group_size)), dtype),
-        "recent": ((*rows, options.window, 2, d), dtype),
-        "slots": ((*rows, options.top_k, 2, d), dtype),
-        "slot_index": ((*rows, options.top_k), torch.int32),
-        "wanted": ((*rows, options.top_k), torch.int32),
-        "fetched": ((1,), torch.int64),
-        "tally": ((3,), torch.float64),
-    }
+def state_shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
+    """Shape and dtype of each state tensor for a `capacity` from `bucket`, as the method has it."""
+    return METHODS[options.method].shapes(options, layer, batch, capacity)
 
 
 def device_of(field: str, layer: LayerShape) -> torch.device:
@@ -100,15 +88,13 @@ def allocate(
     """
     state = {}
     for field, (shape, dtype) in state_shapes(options, layer, batch, capacity).items():
-        if old is not None and field not in GROWING:
+        if old is not None and old[field].shape == shape:
             state[field] = old[field]
             continue
-        state[field] = zeros(field, shape, dtype, layer)
+        state[field] = empty(field, shape, dtype, layer)
         if old is not None:
             state[field][:, :, : old[field].shape[2]] = old[field]
     if old is None:
-        state["slot_index"].fill_(-1)
-        state["wanted"].fill_(-1)
         adopt(state, layer)
     return state
 
@@ -121,23 +107,23 @@ def moved_over(state: LayerState, options: Options, layer: LayerShape, batch: in
     codes = state["codes"]
     kept = ("host", "recent", "fetched", "tally")
     new = {
-        field: state[field] if field in kept else zeros(field, shape, dtype, layer)
+        field: state[field] if field in kept else empty(field, shape, dtype, layer)
         for field, (shape, dtype) in state_shapes(options, layer, batch, codes.shape[2]).items()
     }
     low_bit = options.low_bit_length(length)
     for start in range(0, low_bit, MOVED):
         pairs = codes[:, :, start : min(start + MOVED, low_bit)]
         store_low_bit(pairs, start, new["codes"], new["key_params"], new["value_params"], options.zero_point)
-    new["slot_index"].fill_(-1)
-    new["wanted"].fill_(-1)
     adopt(new, layer)
     return new
 
 
-def zeros(field: str, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
-    """Zeros where a field lives."""
+def empty(field: str, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
+    """An empty tensor where a field lives: zeros, or -1."""
     if field == "host":
         return host_zeros(shape, dtype, pinned=layer.device.type == "cuda")
+    if field in EMPTY_IS_MINUS_1:
+        return torch.full(shape, -1, dtype=dtype, device=layer.device)
     return torch.zeros(shape, dtype=dtype, device=layer.device)
 
 
@@ -147,7 +133,7 @@ def copied(state: LayerState, layer: LayerShape, rows: Tensor | None = None) -> 
     for field, tensor in state.items():
         whole = rows is None or TIER_OF[field] == "measure"
         batch = tensor.shape[0] if whole or rows is None else rows.numel()
-        twin[field] = zeros(field, (batch, *tensor.shape[1:]), tensor.dtype, layer)
+        twin[field] = empty(field, (batch, *tensor.shape[1:]), tensor.dtype, layer)
         if whole or rows is None:
             twin[field].copy_(tensor)
         else:
@@ -158,33 +144,38 @@ def copied(state: LayerState, layer: LayerShape, rows: Tensor | None = None) -> 
 
 def adopt(state: LayerState, layer: LayerShape) -> None:
     """On CUDA, make the copy stream's use of a layer's slots known."""
-    if layer.device.type == "cuda":
+    if layer.device.type == "cuda" and "slots" in state:
         copy_stream.adopt(state)
 
 
-def host_bytes(layers: list[LayerShape], batch: int, capacity: int) -> int:
+def host_bytes(options: Options, layers: list[LayerShape], batch: int, capacity: int) -> int:
     """Bytes of the host tier."""
-    return full_cache_bytes(layers, batch, capacity)
+    shapes = [state_shapes(options, layer, batch, capacity).get("host") for layer in layers]
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in filter(None, shapes))
+
+
+def tier_totals(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Bytes of each tier from those of its fields; the host's is always there."""
+    total = {"host": 0}
+    for field, size in sizes:
+        if TIER_OF[field] != "measure":
+            total[TIER_OF[field]] = total.get(TIER_OF[field], 0) + size
+    return total
 
 
 def bytes_by_tier(state: list[LayerState]) -> dict[str, int]:
     """Bytes of each tier, summed over layers, from the tensors themselves."""
-    total = {"host": 0, "low-bit": 0, "recent": 0, "slots": 0}
-    for layer in state:
-        for field, tensor in layer.items():
-            if TIER_OF[field] in total:
-                total[TIER_OF[field]] += tensor.nbytes
-    return total
+    return tier_totals((field, tensor.nbytes) for layer in state for field, tensor in layer.items())
 
 
 def predicted_bytes(options: Options, layers: list[LayerShape], batch: int, length: int) -> dict[str, int]:
     """Bytes of each tier for `length` tokens, without allocating anything."""
-    total = {"host": 0, "low-bit": 0, "recent": 0, "slots": 0}
-    for layer in layers:
-        for field, (shape, dtype) in state_shapes(options, layer, batch, bucket(length)).items():
-            if TIER_OF[field] in total:
-                total[TIER_OF[field]] += torch.Size(shape).numel() * dtype.itemsize
-    return total
+    options = options.for_prompt(length)
+    return tier_totals(
+        (field, torch.Size(shape).numel() * dtype.itemsize)
+        for layer in layers
+        for field, (shape, dtype) in state_shapes(options, layer, batch, bucket(length)).items()
+    )
 
 
 def full_cache_bytes(layers: list[LayerShape], batch: int, length: int) -> int:

@@ -21,14 +21,14 @@ from specache_compile.records import find_record
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bitz": 2}, "unknown option 'bitz': accepted are bits, group_size"),
+        ({"bitz": 2}, "unknown option 'bitz': accepted are method, bits, group_size"),
         ({"bits": 3}, "bits=3: accepted are 1, 2, 4, 8, 16"),
         ({"bits": True}, "bits=True: accepted are 1, 2, 4, 8, 16"),
         ({"group_size": 48}, "group_size=48: accepted are 32, 64, 128"),
-        ({"top_k": -1}, "top_k=-1: give a whole number of tokens"),
+        ({"top_k": -1}, "top_k=-1: give a whole number, 0"),
         ({"top_k": 1.5}, "top_k=1.5"),
         ({"residual_length": "64"}, "residual_length='64'"),
-        ({"residual_length": 0}, "residual_length=0: give a whole number of tokens, 1 or more"),
+        ({"residual_length": 0}, "residual_length=0: give a whole number, 1 or more"),
         ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum'"),
         ({"lowering": "cuda"}, "lowering='cuda': accepted are 'inductor', 'eager'"),
         ({"speculate": 1}, "speculate=1: accepted are True, False"),

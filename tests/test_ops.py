@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from specache_compile.kernels.ops import OPS, Op
 
 BY_NAME = {op.name: op for op in OPS}
-WINDOW, GROUP, CAPACITY, TOP_K = 64, 32, 256, 12
+WINDOW, GROUP, CAPACITY, TOP_K, BUDGET = 64, 32, 256, 12, 24
 # The cursor's last place: no queue, every copy is done before its op returns.
 NO_QUEUE = 0
 
@@ -84,6 +84,11 @@ class Inputs:
         self.tally = torch.ones(3, dtype=torch.float64)
         self.fetched = torch.zeros(1, dtype=torch.int64)
         self.scale = d**-0.5
+        self.keys = self.normal(*rows, CAPACITY, d)
+        self.kept = self.normal(*rows, BUDGET, 2, d)
+        tokens = torch.arange(BUDGET, dtype=torch.int32)
+        self.kept_token = tokens.masked_fill(tokens >= n, -1).expand(*rows, -1).clone()
+        self.history = torch.rand(*rows, BUDGET, 4)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape).to(self.case.dtype)
@@ -115,6 +120,15 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "select_topk": lambda i: (i.scores, i.wanted),
     "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
     "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index),
+    "budget_attention": lambda i: (
+        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.kept, i.kept_token, i.history, "roco", 1, 0,
+        i.scale, i.case.softcap,
+    ),
+    "kcache_attention": lambda i: (
+        i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.keys, i.host, 8, i.scale,
+        i.case.softcap,
+    ),
+    "keep_keys": lambda i: (i.new_k, i.new_v, i.cursor, i.keys),
     "measure": lambda i: (
         i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.tally, i.scale, i.case.softcap,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import expecttest
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 import specache_compile  # noqa: F401  (registers the ops)
+from specache_compile.methods import METHODS
 from specache_compile.options import Options
 from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
@@ -90,7 +92,8 @@ def context_for(builder: GraphBuilder, phase: Any, layers: int = 1) -> Context:
         cursor = torch.empty(4, dtype=torch.int64)
     held = frozenset(name for name in builder.inputs if name.startswith("past"))
     inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
-    return Context(phase, 4, False, "midpoint", False, state, cursor, held, inputs)
+    recipe = partial(METHODS["specache"].recipe, options)
+    return Context(phase, 4, False, False, recipe, state, cursor, held, inputs)
 
 
 def decode_graph(layers: int = 1) -> tuple[GraphModule, Context]:

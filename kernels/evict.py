@@ -1,0 +1,113 @@
+"""Attention under a budget: a KV head keeps at most b pairs, and its policy says which of them go.
+
+Written in PyTorch for every device: the kept set, not the speed, is what these methods are compared by.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .attention import BLOCK, SEEN, capped, grouped_bias, softmax_denominator
+from .copy_queue import LENGTH
+from .policies import POLICIES
+from .policies.history import History
+
+EMPTY = -1
+# What `history` holds of a pair, in this order: see `History`.
+TOTAL, SQUARES, ABOVE, COUNT = range(4)
+HISTORY_SIZE = 4
+
+
+def budget_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, kept: Tensor,
+    kept_token: Tensor, history: Tensor, policy: str, block: int, seed: int, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of T new tokens over the kept pairs and each other, which then join them; what is over b goes.
+
+    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, n + T] (None: causal), column t is token t; sinks [Hq].
+    Mutates kept [B, H, b, 2, d], kept_token int32 [B, H, b] (-1: empty) and history float32 [B, H, b, 4]. While there
+    is room, nothing goes; then `block` tokens are encoded before as many pairs go (RoCo section 5.3, block-wise
+    eviction; one by one in a decode step). Returns [B, Hq, T, d] in q's dtype.
+    """
+    length, tokens, budget = int(cursor[LENGTH]), k.shape[2], kept.shape[2]
+    heads, filled = k.shape[1], min(length, budget)
+    query = q.float().unflatten(1, (heads, -1)) * scale
+    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    pairs, token, past = kept[:, :, :filled], kept_token[:, :, :filled], history[:, :, :filled]
+    new = torch.stack([k, v], dim=3)
+    numbers = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
+    outputs, start = [], 0
+    while start < tokens:
+        room = min(budget - pairs.shape[2], BLOCK)
+        stop = min(tokens, start + (room if room > 0 else block))
+        pairs = torch.cat([pairs, new[:, :, start:stop]], 2)
+        token = torch.cat([token, numbers[:, :, start:stop]], 2)
+        past = torch.cat([past, past.new_zeros(*past.shape[:2], stop - start, HISTORY_SIZE)], 2)
+        rows = slice(start, stop)
+        seen_bias = None if bias is None else (bias if bias.shape[3] == 1 else bias[:, :, :, rows])
+        attention, seen = attention_over(query[:, :, :, rows], pairs[:, :, :, 0], token, length + start, seen_bias,
+                                         sink, softcap)  # fmt: skip
+        outputs.append(attention.flatten(2, 3) @ pairs[:, :, :, 1].float())
+        mean = attention.mean(2)  # over the query group (RoCo section 5.3)
+        past = past + received(mean, seen)
+        if pairs.shape[2] > budget:
+            random = torch.Generator().manual_seed(hash((seed, length + stop)) % 2**63)
+            stays = survivors(policy, token, past, mean[:, :, -1], seen[:, :, -1], budget, random)
+            pairs = pairs.gather(2, stays[..., None, None].expand(*stays.shape, *pairs.shape[3:]))
+            token, past = token.gather(2, stays), past.gather(2, stays[..., None].expand(*stays.shape, HISTORY_SIZE))
+        start = stop
+    count = pairs.shape[2]
+    kept[:, :, :count], kept_token[:, :, :count], history[:, :, :count] = pairs, token, past
+    out = torch.cat([part.unflatten(2, (query.shape[2], -1)) for part in outputs], 3)
+    return out.flatten(1, 2).to(q.dtype).contiguous()
+
+
+def attention_over(
+    query: Tensor, keys: Tensor, token: Tensor, first: int, bias: Tensor | None, sinks: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention [B, H, G, t, n] of the scaled query [B, H, G, t, d], whose first token is number `first`, over keys
+    [B, H, n, d] of the tokens `token` [B, H, n]; and which query of a KV head sees which pair, [B, H, t, n]."""
+    logits = (query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, query.shape[2:4])
+    logits = capped(logits, softcap)
+    number = torch.arange(first, first + query.shape[3], device=token.device)
+    seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
+    if bias is not None:
+        column = token.long().clamp(0)[:, :, None, None].expand(logits.shape)
+        shown = bias.expand(*logits.shape[:4], bias.shape[-1]).gather(-1, column)
+        logits = logits + shown
+        seen = seen & (shown > SEEN).any(2)
+    logits = logits.masked_fill(~seen[:, :, None], -math.inf)
+    peak, share = softmax_denominator([logits], sinks)
+    return (logits - peak).exp() * share, seen
+
+
+def received(attention: Tensor, seen: Tensor) -> Tensor:
+    """What pairs got from new queries, as `history` [B, H, n, 4]; attention and seen [B, H, t, n]."""
+    average = attention.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    parts = (attention, attention.square(), (attention > average) & seen, seen)
+    return torch.stack([part.float().sum(2) for part in parts], -1)
+
+
+def survivors(
+    policy: str, token: Tensor, past: Tensor, last: Tensor, seen: Tensor, budget: int, random: torch.Generator
+) -> Tensor:
+    """The places [B, H, b] of the pairs that stay, in the order of their tokens; what nobody sees goes first."""
+    history = History(token, last, past[..., TOTAL], past[..., SQUARES], past[..., ABOVE], past[..., COUNT])
+    importance = POLICIES[policy](history, budget, random).masked_fill(~seen, -math.inf)
+    order = importance.argsort(dim=-1, stable=True)
+    return order[..., token.shape[-1] - budget :].sort(dim=-1).values
+
+
+def forget(kept: Tensor, kept_token: Tensor, history: Tensor, length: int) -> None:
+    """Drop the pairs of the tokens from `length` on; what had been evicted before is gone for good."""
+    gone = kept_token >= length
+    order = (gone | (kept_token < 0)).to(torch.int8).argsort(dim=-1, stable=True)
+    kept_token.masked_fill_(gone, EMPTY)
+    for tensor in (kept, kept_token, history):
+        index = order.reshape(*order.shape, *(1,) * (tensor.dim() - 3)).expand(tensor.shape)
+        tensor.copy_(tensor.gather(2, index))

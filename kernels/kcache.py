@@ -1,0 +1,49 @@
+"""KCache (004): keys stay on the device in 16 bits, values live on the host; a step fetches the N it needs now."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import capped, grouped_bias, softmax_denominator
+from .copy_queue import LENGTH, wait_for_offloads
+
+
+def kcache_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, keys: Tensor,
+    host: Tensor, top_n: int, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (004, eq. 4).
+
+    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, n + 1]; keys [B, H, C, d]; host [B, H, C, 2, d]. The weights
+    are not normalised again. Returns [B, Hq, 1, d] in q's dtype. Waits for nothing but its own fetch: no speculation.
+    """
+    wait_for_offloads(cursor)
+    length, heads = int(cursor[LENGTH]), k.shape[1]
+    query = q.float().unflatten(1, (heads, -1)) * scale
+    seen = torch.cat([keys[:, :, :length], k], 2).float()
+    logits = capped((query.flatten(2, 3) @ seen.transpose(2, 3)).unflatten(2, query.shape[2:4]), softcap)
+    if mask is not None:
+        logits = logits + grouped_bias(mask, heads, length + 1)
+    peak, share = softmax_denominator([logits], None if sinks is None else sinks.float().view(heads, -1, 1, 1))
+    weights = (logits - peak).exp() * share
+    best, index = weights[:, :, :, 0].topk(min(top_n, length + 1), dim=-1)  # [B, H, G, N]
+    fetched = values_of(host, index.clamp(max=max(length - 1, 0)), length).to(q.device)
+    fetched = torch.where((index == length).unsqueeze(-1), v[:, :, None], fetched)
+    return (best.unsqueeze(-2) @ fetched.float()).flatten(1, 2).to(q.dtype).contiguous()
+
+
+def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
+    """The values [B, H, G, N, d] of tokens `index` [B, H, G, N], where the host tier is."""
+    if not length:
+        return host.new_zeros(*index.shape, host.shape[-1])
+    batch, heads = index.shape[:2]
+    row = torch.arange(batch, device=host.device)[:, None, None, None]
+    head = torch.arange(heads, device=host.device)[None, :, None, None]
+    return host[row, head, index.to(host.device), 1]
+
+
+def keep_keys(k: Tensor, v: Tensor, cursor: Tensor, keys: Tensor) -> None:
+    """Put the new keys k [B, H, T, d] behind those of keys [B, H, C, d]; v is not read: a store takes a pair."""
+    start = int(cursor[LENGTH])
+    keys[:, :, start : start + k.shape[2]] = k

@@ -1,0 +1,13 @@
+"""Random eviction: the floor that RoCo's paper (003) compares with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .history import History
+
+
+def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
+    """A fresh number for every pair."""
+    return torch.rand(history.token.shape, generator=random).to(history.token.device)

@@ -1,0 +1,16 @@
+"""RoCo (003): the pair of least mean attention goes, but for the b/2 whose attention varies most."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .history import History, protect
+
+
+def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
+    """Acc / Count, protecting the r = b/2 pairs of largest sqrt(Acc²/Count - (Acc/Count)²)."""
+    count = min(budget // 2, history.token.shape[-1])
+    varied = history.deviation.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    protected = torch.zeros_like(history.token, dtype=torch.bool).scatter_(-1, varied, True)
+    return protect(history.mean, protected)

@@ -1,0 +1,15 @@
+"""StreamingLLM (Xiao et al. 2023): the oldest goes, but for the first four tokens, where idle attention sinks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .history import History, protect
+
+SINKS = 4
+
+
+def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
+    """A token's number; sinks are protected."""
+    return protect(history.token.float(), history.token < SINKS)

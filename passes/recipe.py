@@ -1,0 +1,34 @@
+"""What a method puts at a site: one op for each phase's attention, and the ops that keep the new pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op by name, the state tensors that it takes, and its settings.
+
+    At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap) → out, or (out, selection
+    scores) where `scores`. As a store: op(k, v, cursor, *state, *settings).
+    """
+
+    op: str
+    state: tuple[str, ...]
+    settings: tuple[Any, ...] = ()
+    scores: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method at one site. A phase that `attend` does not name stays as Hugging Face wrote it: exact, over the new
+    pairs alone, which is what a prefill's attention is."""
+
+    attend: Mapping[str, Call]
+    stores: tuple[Call, ...]
+
+
+# The recipe of a site, by its number.
+RecipeOf = Callable[[int], Recipe]

@@ -1,0 +1,26 @@
+"""The full cache: every pair on the device in the model's dtype, every attention exact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specache_compile.passes.recipe import Call, Recipe
+
+from .method import UNSELECTED, Method, Shapes
+
+if TYPE_CHECKING:
+    from specache_compile.options import Options
+    from specache_compile.tiers import LayerShape
+
+
+def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
+    return {"cache": ((batch, layer.heads, capacity, 2, layer.head_dim), layer.dtype)}
+
+
+def recipe(options: Options, site: int) -> Recipe:
+    """The op that an extend uses over the host tier, over the cache; its new pairs go there."""
+    exact = Call("extend_attention", ("cache",))
+    return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("cache",)),))
+
+
+METHOD = Method("full", "all pairs on the device in 16 bits: the reference", (), shapes, recipe, UNSELECTED)
