@@ -10,18 +10,18 @@ from .copy_queue import LENGTH, wait_for_offloads
 
 
 def kcache_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, keys: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, device_keys: Tensor,
     host: Tensor, top_n: int, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (004, eq. 4).
 
-    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, n + 1]; keys [B, H, C, d]; host [B, H, C, 2, d]. The weights
-    are not normalised again. Returns [B, Hq, 1, d] in q's dtype. Waits for nothing but its own fetch: no speculation.
+    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, n + 1]; device_keys [B, H, C, d]; host [B, H, C, 2, d].
+    The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. Nothing is guessed: its fetch is waited for.
     """
     wait_for_offloads(cursor)
     length, heads = int(cursor[LENGTH]), k.shape[1]
     query = q.float().unflatten(1, (heads, -1)) * scale
-    seen = torch.cat([keys[:, :, :length], k], 2).float()
+    seen = torch.cat([device_keys[:, :, :length], k], 2).float()
     logits = capped((query.flatten(2, 3) @ seen.transpose(2, 3)).unflatten(2, query.shape[2:4]), softcap)
     if mask is not None:
         logits = logits + grouped_bias(mask, heads, length + 1)
@@ -43,7 +43,7 @@ def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
     return host[row, head, index.to(host.device), 1]
 
 
-def keep_keys(k: Tensor, v: Tensor, cursor: Tensor, keys: Tensor) -> None:
-    """Put the new keys k [B, H, T, d] behind those of keys [B, H, C, d]; v is not read: a store takes a pair."""
+def keep_keys(k: Tensor, v: Tensor, cursor: Tensor, device_keys: Tensor) -> None:
+    """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]; v is not read: a store takes a pair."""
     start = int(cursor[LENGTH])
-    keys[:, :, start : start + k.shape[2]] = k
+    device_keys[:, :, start : start + k.shape[2]] = k

@@ -107,14 +107,15 @@ OPS = (
         "evict:budget_attention",
     ),
     Op(
-        "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor keys, "
+        "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
+        "Tensor device_keys, "
         "Tensor host, int top_n, float scale, float? softcap) -> Tensor",
         kcache.kcache_attention,
         fake_extend_attention,
         "copy_stream:kcache_attention",
     ),
     Op(
-        "keep_keys(Tensor k, Tensor v, Tensor cursor, Tensor(a!) keys) -> ()",
+        "keep_keys(Tensor k, Tensor v, Tensor cursor, Tensor(a!) device_keys) -> ()",
         kcache.keep_keys,
         fake_nothing,
         "kcache:keep_keys",

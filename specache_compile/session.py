@@ -234,7 +234,7 @@ class Session:
     def pairs(self, layer: int) -> tuple[Tensor, Tensor]:
         """Plain copies of one layer's keys and values [B, H, n, d], from the host tier, bit for bit."""
         self.queue.drain()
-        whole = self.state[layer].get("host", self.state[layer].get("cache"))
+        whole = self.state[layer].get("host", self.state[layer].get("full_cache"))
         if whole is None:
             raise evicted(self.options.method)
         keys, values = whole[:, :, : self.length].unbind(3)

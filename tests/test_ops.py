@@ -84,7 +84,7 @@ class Inputs:
         self.tally = torch.ones(3, dtype=torch.float64)
         self.fetched = torch.zeros(1, dtype=torch.int64)
         self.scale = d**-0.5
-        self.keys = self.normal(*rows, CAPACITY, d)
+        self.device_keys = self.normal(*rows, CAPACITY, d)
         self.kept = self.normal(*rows, BUDGET, 2, d)
         tokens = torch.arange(BUDGET, dtype=torch.int32)
         self.kept_token = tokens.masked_fill(tokens >= n, -1).expand(*rows, -1).clone()
@@ -125,10 +125,10 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.scale, i.case.softcap,
     ),
     "kcache_attention": lambda i: (
-        i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.keys, i.host, 8, i.scale,
+        i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.device_keys, i.host, 8, i.scale,
         i.case.softcap,
     ),
-    "keep_keys": lambda i: (i.new_k, i.new_v, i.cursor, i.keys),
+    "keep_keys": lambda i: (i.new_k, i.new_v, i.cursor, i.device_keys),
     "measure": lambda i: (
         i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.tally, i.scale, i.case.softcap,
     ),

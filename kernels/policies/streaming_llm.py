@@ -11,5 +11,6 @@ SINKS = 4
 
 
 def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
-    """A token's number; sinks are protected."""
-    return protect(history.token.float(), history.token < SINKS)
+    """A token's number; sinks are protected. The first token is the first that is no padding."""
+    first = history.token.masked_fill(history.seen == 0, torch.iinfo(torch.int32).max).amin(-1, keepdim=True)
+    return protect(history.token.float(), history.token < first + SINKS)

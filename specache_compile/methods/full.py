@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
-    return {"cache": ((batch, layer.heads, capacity, 2, layer.head_dim), layer.dtype)}
+    return {"full_cache": ((batch, layer.heads, capacity, 2, layer.head_dim), layer.dtype)}
 
 
 def recipe(options: Options, site: int) -> Recipe:
     """The op that an extend uses over the host tier, over the cache; its new pairs go there."""
-    exact = Call("extend_attention", ("cache",))
-    return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("cache",)),))
+    exact = Call("extend_attention", ("full_cache",))
+    return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("full_cache",)),))
 
 
 METHOD = Method("full", "all pairs on the device in 16 bits: the reference", (), shapes, recipe, UNSELECTED)

@@ -21,7 +21,7 @@ def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Sh
     rows = (batch, layer.heads, capacity)
     return {
         "host": ((*rows, 2, layer.head_dim), layer.dtype),
-        "keys": ((*rows, layer.head_dim), layer.dtype),
+        "device_keys": ((*rows, layer.head_dim), layer.dtype),
     }
 
 
@@ -31,9 +31,9 @@ def recipe(options: Options, site: int) -> Recipe:
     return Recipe(
         {
             "extend": Call("extend_attention", ("host",)),
-            "decode": Call("kcache_attention", ("keys", "host"), (options.top_n,)),
+            "decode": Call("kcache_attention", ("device_keys", "host"), (options.top_n,)),
         },
-        (Call("keep_keys", ("keys",)), Call("offload", ("host",))),
+        (Call("keep_keys", ("device_keys",)), Call("offload", ("host",))),
     )
 
 

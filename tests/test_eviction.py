@@ -1,0 +1,270 @@
+"""Eviction policies against a plain reference: one head at a time, Python lists and float64, from the formulas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.evict import forget
+from specache_compile.kernels.policies import POLICIES
+
+BATCH, HEADS, GROUP, DIM = 2, 2, 2, 8
+POLICY_NAMES = tuple(name for name in POLICIES if name != "random")
+
+
+@dataclass
+class Pair:
+    """A kept pair and every attention that it has received, averaged over the query group."""
+
+    token: int
+    key: Tensor
+    value: Tensor
+    received: list[float] = field(default_factory=list)
+    above: int = 0
+
+
+@dataclass
+class PlainHead:
+    """One KV head under a budget."""
+
+    policy: str
+    budget: int
+    pairs: list[Pair] = field(default_factory=list)
+
+    def encode(self, queries: Tensor, keys: Tensor, values: Tensor, first: int, hidden: set[int]) -> Tensor:
+        """New tokens join the pairs; returns their outputs [T, G, d]; queries [T, G, d], keys and values [T, d]."""
+        for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+            self.pairs.append(Pair(first + i, key, value))
+        return torch.stack([self.attend(query, first + i, hidden) for i, query in enumerate(queries)])
+
+    def attend(self, query: Tensor, token: int, hidden: set[int]) -> Tensor:
+        seen = [pair for pair in self.pairs if pair.token <= token and pair.token not in hidden]
+        if not seen:
+            return torch.zeros_like(query)
+        keys, values = torch.stack([p.key for p in seen]), torch.stack([p.value for p in seen])
+        weights = (query @ keys.T / math.sqrt(DIM)).softmax(-1)  # [G, n]
+        mean = weights.mean(0).tolist()
+        for pair, share in zip(seen, mean, strict=True):
+            pair.received.append(share)
+            pair.above += share > sum(mean) / len(mean)
+        return weights @ values
+
+    def evict(self, hidden: set[int]) -> None:
+        """The least important go, one after another; of equals the oldest; hidden ones before all."""
+        drop = len(self.pairs) - self.budget
+        if drop <= 0:
+            return
+        worth = {**self.importance(hidden), **dict.fromkeys(hidden, -math.inf)}
+        order = sorted(self.pairs, key=lambda p: (worth[p.token], p.token))
+        gone = {pair.token for pair in order[:drop]}
+        self.pairs = [pair for pair in self.pairs if pair.token not in gone]
+
+    def importance(self, hidden: set[int]) -> dict[int, float]:
+        newest = max(pair.token for pair in self.pairs)
+        window = {pair.token for pair in self.pairs if newest - pair.token < self.budget // 2}
+        mean = {p.token: sum(p.received) / max(1, len(p.received)) for p in self.pairs}
+        if self.policy == "streaming_llm":
+            return {p.token: math.inf if p.token < len(hidden) + 4 else p.token for p in self.pairs}
+        if self.policy == "scissorhands":
+            return {p.token: math.inf if p.token in window else p.above for p in self.pairs}
+        if self.policy == "h2o":
+            return {p.token: math.inf if p.token in window else sum(p.received) for p in self.pairs}
+        if self.policy == "tova":
+            return {p.token: p.received[-1] if p.received else 0.0 for p in self.pairs}
+        assert self.policy == "roco"
+        deviation = {
+            p.token: math.sqrt(sum((a - mean[p.token]) ** 2 for a in p.received) / max(1, len(p.received)))
+            for p in self.pairs
+        }
+        protected = sorted(deviation, key=lambda t: (-deviation[t], t))[: self.budget // 2]
+        return {token: math.inf if token in protected else mean[token] for token in mean}
+
+
+def plain(policy: str, q: Tensor, k: Tensor, v: Tensor, budget: int, steps: list[int], padding: list[int]) -> Any:
+    """Outputs [B, Hq, T, d], and for each (row, head) the kept tokens after each step, `steps` tokens at a time."""
+    out, kept = torch.zeros_like(q), {}
+    for row in range(BATCH):
+        hidden = set(range(padding[row]))
+        for head in range(HEADS):
+            one = PlainHead(policy, budget)
+            group = slice(head * GROUP, (head + 1) * GROUP)
+            start, history = 0, []
+            for count in steps:
+                stop = start + count
+                queries = q[row, group, start:stop].transpose(0, 1)
+                result = one.encode(queries, k[row, head, start:stop], v[row, head, start:stop], start, hidden)
+                out[row, group, start:stop] = result.transpose(0, 1)
+                one.evict(hidden)
+                history.append([pair.token for pair in one.pairs])
+                start = stop
+            kept[row, head] = history
+    return out, kept
+
+
+@dataclass
+class Cache:
+    """The op's state, and its calls one after another."""
+
+    budget: int
+    policy: str
+    block: int = 1
+    seed: int = 0
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        rows = (BATCH, HEADS, self.budget)
+        self.kept = torch.full((*rows, 2, DIM), float("nan"))
+        self.token = torch.full(rows, -1, dtype=torch.int32)
+        self.history = torch.zeros(*rows, 4)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None = None) -> Tensor:
+        tokens = k.shape[2]
+        cursor = torch.tensor([self.length, 0, 0, 0])
+        mask = None
+        if padding is not None:
+            column, row = torch.arange(self.length + tokens), torch.arange(self.length, self.length + tokens)
+            hidden = torch.tensor(padding).view(-1, 1, 1, 1)
+            mask = (column >= hidden) & (column <= row[:, None])
+        out = torch.ops.specache.budget_attention(
+            q, k, v, mask, None, cursor, self.kept, self.token, self.history, self.policy, self.block, self.seed,
+            DIM**-0.5, None,
+        )  # fmt: skip
+        self.length += tokens
+        return out
+
+    def kept_tokens(self, row: int, head: int) -> list[int]:
+        return [token for token in self.token[row, head].tolist() if token >= 0]
+
+
+def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys large enough that attention is far from even."""
+    make = torch.Generator().manual_seed(seed)
+    q = torch.randn(BATCH, HEADS * GROUP, count, DIM, generator=make) * 2
+    k, v = (torch.randn(BATCH, HEADS, count, DIM, generator=make) for _ in range(2))
+    return q, k, v
+
+
+def doubles(*given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.double() for x in given)
+
+
+def blocks(count: int, budget: int, block: int) -> list[int]:
+    """How a prompt is encoded: what fits at once, then block by block."""
+    sizes = [min(count, budget)]
+    while sum(sizes) < count:
+        sizes.append(min(block, count - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("padding", [None, [5, 0]], ids=["unpadded", "left padding"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_decode_keeps_step_by_step_what_the_formula_keeps(policy: str, padding: list[int] | None) -> None:
+    q, k, v = tokens(40)
+    cache = Cache(12, policy)
+    expected, kept = plain(policy, *doubles(q, k, v), 12, [1] * 40, padding or [0, 0])
+    for t in range(40):
+        out = cache.step(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], padding)
+        torch.testing.assert_close(out.double(), expected[:, :, t : t + 1], atol=1e-5, rtol=1e-5)
+        for row, head in kept:
+            assert cache.kept_tokens(row, head) == kept[row, head][t], f"token {t}, row {row}, head {head}"
+
+
+@pytest.mark.parametrize("block", [1, 5])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_prompt_is_evicted_block_by_block(policy: str, block: int) -> None:
+    q, k, v = tokens(43, seed=1)
+    cache = Cache(16, policy, block)
+    out = cache.step(q, k, v)
+    expected, kept = plain(policy, *doubles(q, k, v), 16, blocks(43, 16, block), [0, 0])
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    for row, head in kept:
+        assert cache.kept_tokens(row, head) == kept[row, head][-1]
+        assert torch.equal(cache.kept[row, head, :, 0], k[row, head, kept[row, head][-1]])
+        assert torch.equal(cache.kept[row, head, :, 1], v[row, head, kept[row, head][-1]])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_in_pieces_ends_as_one_in_whole(policy: str) -> None:
+    """A prefill, an extend and decode steps; with blocks of one, where they are cut makes no difference."""
+    q, k, v = tokens(30, seed=2)
+    whole, pieces = Cache(9, policy), Cache(9, policy)
+    out = whole.step(q, k, v)
+    parts = [pieces.step(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 4), (4, 17), (17, 18), (18, 30))]
+    torch.testing.assert_close(torch.cat(parts, 2), out)
+    assert torch.equal(pieces.token, whole.token)
+    torch.testing.assert_close(pieces.history, whole.history)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_that_is_never_reached_is_the_full_attention(policy: str) -> None:
+    q, k, v = tokens(25, seed=3)
+    cache = Cache(25, policy)
+    parts = [cache.step(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 20), (20, 21), (21, 25))]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(torch.cat(parts, 2), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(cache.token, torch.arange(25, dtype=torch.int32).expand(BATCH, HEADS, -1))
+
+
+def test_random_eviction_follows_its_seed() -> None:
+    q, k, v = tokens(60, seed=4)
+    caches = [Cache(20, "random", seed=seed) for seed in (0, 0, 1)]
+    for cache in caches:
+        cache.step(q, k, v)
+    assert torch.equal(caches[0].token, caches[1].token)
+    assert not torch.equal(caches[0].token, caches[2].token)
+    assert len({tuple(cache.kept_tokens(0, head)) for cache in caches[:1] for head in range(HEADS)}) == HEADS
+
+
+def test_random_eviction_keeps_every_token_alike() -> None:
+    """Of tokens long past, each survives as often; the newest are likelier to be there still."""
+    q, k, v = tokens(30, seed=5)
+    counts = torch.zeros(30)
+    for seed in range(200):
+        cache = Cache(15, "random", block=15, seed=seed)
+        cache.step(q, k, v)
+        counts += torch.bincount(cache.token.flatten(), minlength=30)
+    share = counts / (200 * BATCH * HEADS)
+    assert share.mean() == pytest.approx(0.5)
+    assert (share - 0.5).abs().max() < 0.08  # one draw among all 30: five standard deviations of 800 throws
+
+
+@pytest.mark.parametrize("length", [25, 12, 3, 0])
+def test_forgetting_drops_the_newer_tokens_and_moves_the_rest_together(length: int) -> None:
+    q, k, v = tokens(30, seed=6)
+    cache = Cache(10, "h2o")
+    cache.step(q, k, v)
+    before = [cache.kept_tokens(row, head) for row in range(BATCH) for head in range(HEADS)]
+    forget(cache.kept, cache.token, cache.history, length)
+    for i, old in enumerate(before):
+        row, head = divmod(i, HEADS)
+        stays = [token for token in old if token < length]
+        assert cache.token[row, head].tolist() == stays + [-1] * (10 - len(stays))
+        assert torch.equal(cache.kept[row, head, : len(stays), 0], k[row, head, stays])
+
+
+def test_after_forgetting_more_than_was_there_the_cache_goes_on() -> None:
+    """Heads hold different counts then; what is empty is never attended to, and is filled before anything goes."""
+    q, k, v = tokens(30, seed=7)
+    cache = Cache(10, "tova")
+    cache.step(q, k, v)
+    forget(cache.kept, cache.token, cache.history, 15)
+    cache.length = 15
+    more_q, more_k, more_v = tokens(3, seed=8)
+    for t in range(3):
+        old = {(r, h): cache.kept_tokens(r, h) for r in range(BATCH) for h in range(HEADS)}
+        out = cache.step(*(x[:, :, t : t + 1] for x in (more_q, more_k, more_v)))
+        for (row, head), kept in old.items():
+            keys = torch.stack([*(k[row, head, i] if i < 15 else more_k[row, head, i - 15] for i in kept),
+                                more_k[row, head, t]])  # fmt: skip
+            values = torch.stack([*(v[row, head, i] if i < 15 else more_v[row, head, i - 15] for i in kept),
+                                  more_v[row, head, t]])  # fmt: skip
+            group = slice(head * GROUP, (head + 1) * GROUP)
+            weights = (more_q[row, group, t] @ keys.T / math.sqrt(DIM)).softmax(-1)
+            torch.testing.assert_close(out[row, group, 0], weights @ values, atol=1e-5, rtol=1e-5)
+            if len(kept) < 10:
+                assert cache.kept_tokens(row, head) == [*kept, 15 + t]
