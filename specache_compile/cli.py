@@ -1,4 +1,4 @@
-"""The `specache` command: explain what the backend does to a model, generate from it, evaluate methods on it."""
+"""The `specache` command: explain, generate, evaluate methods, diagnose attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from .checkpoints import checked, is_byte_level
 from .devices import find_device
+from .diagnostics.command import add_diagnose, run_diagnose
 from .errors import OptionError, SpecacheError
 from .evaluation.command import add_eval, run_eval
 from .options import BITS, GROUP_SIZES, Options, parse_options
@@ -20,7 +21,7 @@ DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host,
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: `specache explain`, `specache generate` and `specache eval`."""
+    """The command line: `specache explain`, `generate`, `eval` and `diagnose`."""
     top = argparse.ArgumentParser(prog="specache", description=DESCRIPTION)
     commands = top.add_subparsers(dest="command", required=True)
     explain = commands.add_parser(
@@ -64,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
     for command in (explain, generate):
         add_options(command)
     add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))
+    add_diagnose(
+        commands.add_parser("diagnose", help="attention, policies and guesses as the papers' figures show them")
+    )
     return top
 
 
@@ -148,6 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.command == "eval":
             run_eval(args, sys.argv[1:] if arguments is None else arguments)
+        elif args.command == "diagnose":
+            run_diagnose(args, sys.argv[1:] if arguments is None else arguments)
         else:
             parse_options(options_of(args))
             {"explain": run_explain, "generate": run_generate}[args.command](args)

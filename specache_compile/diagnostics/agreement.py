@@ -1,0 +1,13 @@
+"""How often the speculative token is right: the token that the model says one step later."""
+
+from __future__ import annotations
+
+from .inspected import Inspected
+from .point import Point
+from .speculation import BITS, COUNTS, continued
+
+
+def points(run: Inspected) -> list[Point]:
+    """A curve for each width of the low-bit tier; of the same greedy runs as `speculation`."""
+    count = run.steps * run.ids.shape[0]
+    return [Point(f"{bits}-bit", k, continued(run, bits, k, True).agreement, count) for bits in BITS for k in COUNTS]

@@ -1,0 +1,36 @@
+"""Persistence of attention robustness: a token's attention deviates most soon after it came (RoCo, Figure 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .inspected import Inspected
+from .point import Point
+
+
+def points(run: Inspected) -> list[Point]:
+    """A curve a layer, over the tokens that `steps` later queries see, each token's curve over its own largest value."""
+    found = []
+    for number, layer in enumerate(run.grouped_attention):
+        curves = running_deviation(layer, run.steps)  # [windows, H, tokens, steps]
+        curves = curves / curves.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        mean = curves.mean((0, 1, 2)).tolist()
+        count = curves[..., 0].numel()
+        found += [Point(f"layer {number}", lag + 1, value, count) for lag, value in enumerate(mean)]
+    run.tick()
+    return found
+
+
+def running_deviation(attention: Tensor, steps: int) -> Tensor:
+    """Deviation of the attention that token j got from queries j .. j + s, s = 1 .. steps: [windows, H, tokens, steps].
+
+    attention [windows, H, n, n]; tokens are those with `steps` later queries, but for the first, a sink.
+    """
+    tokens = torch.arange(1, attention.shape[2] - steps)
+    queries = tokens[:, None] + torch.arange(steps + 1)
+    received = attention[:, :, queries, tokens[:, None]].double()
+    count = torch.arange(1, steps + 2)
+    mean = received.cumsum(-1) / count
+    variance = received.square().cumsum(-1) / count - mean.square()
+    return variance.clamp(min=0).sqrt()[..., 1:].float()

@@ -1,0 +1,69 @@
+"""A policy's kept set against the one that it would choose with nothing gone (RoCo, Figure 2).
+
+The paper leaves local windows out; here each policy protects what it protects, in both sets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.policies import POLICIES
+from specache_compile.kernels.policies.history import History
+
+from .inspected import Inspected
+from .point import Point
+
+RATES = (0.1, 0.3, 0.5, 0.7, 0.9)
+CHOSEN = ("scissorhands", "h2o", "tova", "roco")
+
+
+def points(run: Inspected) -> list[Point]:
+    """Averaged over windows, layers, KV heads and steps; budgets are shares of the whole context."""
+    return [Point(policy, rate, similarity(run, policy, rate), count_of(run)) for policy in CHOSEN for rate in RATES]
+
+
+def count_of(run: Inspected) -> int:
+    return run.steps * sum(layer.shape[0] * layer.shape[1] for layer in run.grouped_attention)
+
+
+def similarity(run: Inspected, policy: str, rate: float) -> float:
+    budget = max(1, round(rate * run.length))
+    histories = [full_history(layer, run.prefill) for layer in run.grouped_attention]
+    found = [
+        jaccard(session.state[number]["kept_token"].cpu(), chosen(policy, history[token], budget))
+        for token, session in run.forced(policy, {"budget": budget})
+        if token >= budget
+        for number, history in enumerate(histories)
+    ]
+    return float(torch.stack(found).mean()) if found else 1.0
+
+
+def full_history(attention: Tensor, first: int) -> dict[int, History]:
+    """What a head knows of all pairs before each token from `first` on; attention [windows, H, n, n]."""
+    tokens = attention.shape[2]
+    seen = torch.ones(tokens, tokens).tril()
+    average = attention.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)
+    total, squares = attention.cumsum(2), attention.square().cumsum(2)
+    above, count = ((attention > average) & seen.bool()).float().cumsum(2), seen.cumsum(0)
+
+    def before(token: int) -> History:
+        last = token - 1
+        numbers = torch.arange(token, dtype=torch.int32).expand(*attention.shape[:2], -1)
+        of = [table[:, :, last, :token] for table in (attention, total, squares, above)]
+        return History(numbers, *of, count[last, :token].expand_as(of[0]))
+
+    return {token: before(token) for token in range(first, tokens)}
+
+
+def chosen(policy: str, history: History, budget: int) -> Tensor:
+    """The `budget` most important tokens [windows, H, b]; of equals the newest stay, as when evicting."""
+    importance = POLICIES[policy](history, budget, torch.Generator())
+    return importance.argsort(dim=-1, stable=True)[..., -budget:]
+
+
+def jaccard(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Mean |A ∩ B| / |A ∪ B| of sets of tokens [windows, H, b], -1 for none."""
+    common = (ours[..., :, None] == theirs[..., None, :]).any(-1).sum(-1)
+    either = (ours >= 0).sum(-1) + theirs.shape[-1] - common
+    return (common / either).mean()
