@@ -120,9 +120,9 @@ class Session:
 
     def point(self, tokens: int) -> None:
         """Write the cursor for a graph that adds `tokens` to the cache."""
-        self.cursor[LENGTH] = self.length
-        self.cursor[LOW_BIT] = self.options.low_bit_length(self.length)
-        self.cursor[NEXT_LOW_BIT] = self.options.low_bit_length(self.length + tokens)
+        low_bit, next_low_bit = (self.options.low_bit_length(n) for n in (self.length, self.length + tokens))
+        for place, value in ((LENGTH, self.length), (LOW_BIT, low_bit), (NEXT_LOW_BIT, next_low_bit)):
+            self.cursor[place].fill_(value)  # an assignment would copy it from host memory, and stop the host
         if self.cursor.is_cuda:
             copy_stream.publish(self.cursor, self.length)
 

@@ -375,3 +375,14 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "budget", lambda held, asked: asked or 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
+
+
+def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCausalLM) -> None:
+    """On CUDA a copy of one number from host memory stops the host, in every step; a fill does not."""
+    session = session_of(step(compiled, prompt(100)).past_key_values)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        session.point(1)
+    names = {event.name for event in profile.events()}
+    assert "aten::fill_" in names
+    assert "aten::copy_" not in names
+    assert session.cursor[:3].tolist() == [100, 64, 64]
