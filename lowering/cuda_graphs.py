@@ -49,8 +49,10 @@ def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Cal
     graph = torch.cuda.CUDAGraph()
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = list(step())
-        copy_stream.join_capture(device)
+        try:
+            outputs = list(step())
+        finally:  # a capture that ends with a stream still forked off raises, in place of what went wrong
+            copy_stream.join_capture(device)
 
     def replay() -> None:
         copy_stream.join(device)  # copies from outside of the graph, as of a pre-decode

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from conftest import LOSSLESS, compile_copy, greedy, prompt
+from specache_compile.kernels import copy_stream
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.cuda_graphs import CapturedSteps, capture
+from specache_compile.lowering.cuda_graphs import CapturedSteps, capture, record
 
 CPU = torch.device("cpu")
 
@@ -123,6 +125,21 @@ def test_a_left_padded_batch_says_why_it_is_not_captured(
     mask[0, :7] = 0
     with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
         twin.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+
+
+def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy stream is brought back first: CUDA ends no capture without it, and its error would hide the cause."""
+    joined: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
+    monkeypatch.setattr(copy_stream, "join_capture", joined.append)
+
+    def failing() -> list[Tensor]:
+        raise torch.OutOfMemoryError("the cause")
+
+    with pytest.raises(torch.OutOfMemoryError, match="the cause"):
+        record(failing, CPU)
+    assert joined == [CPU]
 
 
 def test_nothing_is_captured_on_a_cpu(llama: LlamaForCausalLM, stand_in: list[int]) -> None:
