@@ -36,8 +36,12 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
     """Why a rewritten decode step cannot be captured; None where it can."""
     if context.hit_rate:
         return "the hit rate is measured"
-    for node in graph_module.graph.find_nodes(op="placeholder"):
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, source in zip(placeholders, context.inputs, strict=True):
         value = value_of(node)
+        argument = node.users and source.source == "argument" and isinstance(value, Tensor)
+        if argument and value.device != context.cursor.device:
+            return f"input {node.name} is on {value.device}, where a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         if node.users and any(isinstance(size, torch.SymInt) for size in sizes):
             return f"input {node.name} changes its size from step to step (a mask for left padding does)"

@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from specache_compile.kernels import copy_stream
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.cuda_graphs import CapturedSteps, capture, record
+from specache_compile.lowering.cuda_graphs import CapturedSteps, capture, reason_not_to_capture, record
+from specache_compile.passes.context import Context, Input
 
 CPU = torch.device("cpu")
 
@@ -140,6 +141,21 @@ def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.Mon
     with pytest.raises(torch.OutOfMemoryError, match="the cause"):
         record(failing, CPU)
     assert joined == [CPU]
+
+
+def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:
+    """What a kernel got from a number in host memory is part of the capture: a replay would take the old one."""
+    graph = torch.fx.Graph()
+    x, factor = (graph.placeholder(name) for name in ("x", "factor"))
+    graph.output((graph.call_function(torch.mul, (x, factor)),))
+    x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
+    inputs = [Input("argument", argument=0), Input("argument", argument=1)]
+    settings = {"top_k": 4, "speculate": False, "zero_point": "midpoint", "hit_rate": False, "state": []}
+    context = Context("decode", **settings, cursor=torch.empty(4, device="meta"), inputs=inputs)
+    step = torch.fx.GraphModule({}, graph)
+    assert "input factor is on cpu" in str(reason_not_to_capture(step, context))
+    factor.meta["val"] = torch.empty((), device="meta")
+    assert reason_not_to_capture(step, context) is None
 
 
 def test_nothing_is_captured_on_a_cpu(llama: LlamaForCausalLM, stand_in: list[int]) -> None:
