@@ -57,6 +57,7 @@ class Session:
         self.state: list[LayerState] = []
         self.queue = self.new_queue()
         self.captured = CapturedSteps()
+        self.capturable = True
         self.statistics = Statistics(self.queue)
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.cursor = copy_stream.new_cursor(layers[0].device)
@@ -114,6 +115,8 @@ class Session:
         """After the state's tensors have changed: drop what was captured over the old ones, and let the statistics know
         the tiers' sizes, which may be asked for when the session is gone."""
         self.captured.clear()
+        # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
+        self.capturable = not self.cursor.is_cuda or all(layer["host"].is_pinned() for layer in self.state)
         self.statistics.tallies = [layer["tally"] for layer in self.state]
         self.statistics.fetched = [layer["fetched"] for layer in self.state]
         self.statistics.bytes_by_tier = bytes_by_tier(self.state)

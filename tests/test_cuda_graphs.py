@@ -115,6 +115,24 @@ def test_a_forks_steps_are_its_own(
     assert len(stand_in) == 2
 
 
+def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(llama, lowering="eager", mode="reduce-overhead")
+    with torch.no_grad():
+        cache = twin(prompt(40), use_cache=True).past_key_values
+        session = cache.layers[0].keys.handle.session
+        session.capturable = False
+        for place in range(40, 44):
+            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        assert not stand_in
+        session.capturable = True
+        for place in range(44, 46):
+            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        assert len(stand_in) == 1
+
+
 def test_a_left_padded_batch_says_why_it_is_not_captured(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
