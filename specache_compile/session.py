@@ -233,6 +233,7 @@ class Session:
     def abandon_step(self) -> None:
         """After a step that raised: wait out its copies and empty the slots, so that it can be taken again."""
         self.queue.settle()
+        copy_stream.release_staging()
         for layer in self.state:
             layer["slot_index"].fill_(-1)
         self.primed, self.guess = False, None
