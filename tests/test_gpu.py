@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels import copy_stream, triton_copy
 from specache_compile.lowering import cuda_graphs
 from specache_compile.records import find_record
@@ -97,7 +97,7 @@ def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options={**LOSSLESS, "lowering": lowering, "mode": "reduce-overhead"})
     ids = prompt(200).cuda()
-    assert torch.equal(greedy(twin, ids, 320), greedy(model, ids, 320))
+    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(model, ids, 320))
     assert len(captures) == 3  # 256, 512 and 768 tokens
 
 
@@ -106,7 +106,7 @@ def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options={"bits": 16, "top_k": 0, "mode": "reduce-overhead", "min_context": 0})
     ids = prompt(100).cuda()
-    assert torch.equal(greedy(twin, ids, 50), greedy(model, ids, 50))
+    assert torch.equal(greedy_unmasked(twin, ids, 50), greedy_unmasked(model, ids, 50))
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
@@ -200,10 +200,10 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
         return torch.cuda.memory_allocated()
 
     for _ in range(3):
-        greedy(twin, prompt(60).cuda(), 8)
+        greedy_unmasked(twin, prompt(60).cuda(), 8)
     before = allocated()
     for _ in range(100):
-        greedy(twin, prompt(60).cuda(), 8)
+        greedy_unmasked(twin, prompt(60).cuda(), 8)
     assert allocated() - before < 1 << 16
 
 
