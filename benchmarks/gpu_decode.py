@@ -112,9 +112,9 @@ def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
 
 
 class Decoder:
-    """A method with a cache of `batch` forced contexts; `step()` decodes a token for each."""
+    """A method with a cache of `batch` forced contexts; `step()` decodes a token for each. `host`: bytes to pin."""
 
-    def __init__(self, model: LlamaForCausalLM, case: Case, batch: int, mode: str) -> None:
+    def __init__(self, model: LlamaForCausalLM, case: Case, batch: int, mode: str, host: int) -> None:
         self.case, self.batch, self.device = case, batch, model.device
         self.model = copy.copy(model)
         self.model.__dict__ = dict(model.__dict__)
@@ -122,8 +122,8 @@ class Decoder:
         self.length = case.context
         if case.method in SPECACHE:
             lowering = "inductor" if self.device.type == "cuda" else "eager"
-            options = {**SPECACHE[case.method], "mode": mode, "min_context": 0, "lowering": lowering}
-            self.model.compile(backend="specache", options=options)
+            settings = {"mode": mode, "min_context": 0, "lowering": lowering, "host_memory": host}
+            self.model.compile(backend="specache", options={**SPECACHE[case.method], **settings})
             self.cache = forced_session(self.model, self.token, case.context)
         elif case.method == STATIC:
             self.model.compile(mode=mode, dynamic=False)
@@ -196,23 +196,33 @@ def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
 
 
 def forced_selection(select: Callable[[Tensor, Tensor], None], reuse: float) -> Callable[[Tensor, Tensor], None]:
-    """A selection that costs what the real one does, and then wants new tokens for all but a share `reuse`."""
-    counters: dict[int, Tensor] = {}
+    """A selection that does the real one's work, and then wants new tokens for all but a share `reuse`.
+
+    Two small kernels more than the real one: each further one would cost its launch once a layer in every step.
+    """
+    turns: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forced(scores: Tensor, wanted: Tensor) -> None:
         select(scores, wanted)
-        counter = counters.setdefault(wanted.data_ptr(), torch.zeros(1, dtype=torch.int64, device=wanted.device))
-        counter += 1
-        count = wanted.shape[-1]
-        number = torch.arange(count, device=wanted.device)
-        kept = number < round(reuse * count)
-        # Two halves of the candidates take turns: a token of one is never among the other's.
-        candidates = (scores >= 0).sum(-1, keepdim=True)
-        half = candidates // 2
-        tokens = (number * (half // count)) + torch.where(kept, torch.zeros_like(counter), counter % 2) * half
+        if wanted.data_ptr() not in turns:  # in the first step, which is not captured
+            turns[wanted.data_ptr()] = two_turns(scores, wanted, reuse)
+        tokens, both = turns[wanted.data_ptr()]
+        torch.sub(both, tokens, out=tokens)
         wanted.copy_(tokens)
 
     return forced
+
+
+def two_turns(scores: Tensor, wanted: Tensor, reuse: float) -> tuple[Tensor, Tensor]:
+    """The tokens [k] of one turn, and their sum with the other turn's.
+
+    Two halves of the candidates take turns: a token of one is never among the other's.
+    """
+    count = wanted.shape[-1]
+    half = int((scores >= 0).sum(-1).min()) // 2
+    number = torch.arange(count, device=wanted.device, dtype=wanted.dtype)
+    first = number * (half // count)
+    return first, 2 * first + half * (number >= round(reuse * count))
 
 
 def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -221,7 +231,7 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with as_it_is_called(case, device):
-        decoder = Decoder(model, case, batch, args.mode)
+        decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
         for _ in range(args.warm_up):
             decoder.step()
         before = sc.stats(decoder.model) if case.method in SPECACHE else None
@@ -257,7 +267,9 @@ def run_case(
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap / total), device)
     done: dict[int, dict[str, Any]] = {}
-    for kind, batch in {"1": 1, "equal": equal, "largest": largest_batch(model, case, args.host_gib * GIB)}.items():
+    host, pinned = args.host_gib * GIB, sequence_bytes(model, case)[1]
+    equal = min(equal, int(host // pinned)) if pinned else equal
+    for kind, batch in {"1": 1, "equal": equal, "largest": largest_batch(model, case, host)}.items():
         if batch in done:
             yield {**done[batch], "at": kind}
         while batch and batch not in done:

@@ -15,6 +15,8 @@ from torch import Tensor
 BLOCK = 1 << 30
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
+# Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not.
+MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MADV_HUGEPAGE") else {}
 
 
 class PinnedMap(mmap.mmap):
@@ -33,9 +35,11 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tens
     size = math.prod(shape) * dtype.itemsize
     if not pinned or size == 0:
         return torch.zeros(shape, dtype=dtype)
-    memory = PinnedMap(-1, size)
+    memory = PinnedMap(-1, size, **MAP_FLAGS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
+        # A child process would share the pages until a write: that write's copy would not be what the GPU has pinned.
+        memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
     memory.blocks = register(tensor.data_ptr(), size)
     if not tensor.is_pinned():

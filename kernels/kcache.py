@@ -16,7 +16,7 @@ def kcache_attention(
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (004, eq. 4).
 
     q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, n + 1]; device_keys [B, H, C, d]; host [B, H, C, 2, d].
-    The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. Nothing is guessed: its fetch is waited on.
+    The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. No guess: its fetch is waited for.
     """
     wait_for_offloads(cursor)
     length, heads = int(cursor[LENGTH]), k.shape[1]

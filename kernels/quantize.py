@@ -60,7 +60,8 @@ def scale_and_zero(groups: Tensor, dim: int, bits: int, zero_point: str) -> tupl
     spread = high - low
     if bits == 1 and zero_point == "midpoint":
         return spread / 2, low + spread / 4
-    return spread / ((1 << bits) - 1), low
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which is not always the quotient.
+    return spread / spread.new_full((), (1 << bits) - 1), low
 
 
 def encode(groups: Tensor, dim: int, bits: int, zero_point: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,6 +47,7 @@ def fetch_missing(
         taken = missing[:, None] & free[None, :] & (order[None, :] == rank[:, None])
         place += tl.sum(tl.where(taken, slot[None, :], 0), 1)
         free_before += tl.sum(free.to(tl.int32), 0)
+        tl.debug_barrier()  # warps may hold the same indices: none overwrites what another has yet to read
         tl.store(slot_index + bh * top_k + slot, -1, free)
     tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
     tl.store(slot_index + bh * top_k + place, want, missing)

@@ -45,8 +45,12 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
     for node in graph_module.graph.nodes:
         if node.target in READS_THE_CURSOR:
             return f"{node.target} reads the cache's length on the host"
-    for node in graph_module.graph.find_nodes(op="placeholder"):
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, source in zip(placeholders, context.inputs, strict=True):
         value = value_of(node)
+        argument = node.users and source.source == "argument" and isinstance(value, Tensor)
+        if argument and value.device != context.cursor.device:
+            return f"input {node.name} is on {value.device}, where a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         if node.users and any(isinstance(size, torch.SymInt) for size in sizes):
             return f"input {node.name} changes its size from step to step (a mask for left padding does)"
@@ -58,8 +62,10 @@ def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Cal
     graph = torch.cuda.CUDAGraph()
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = list(step())
-        copy_stream.join_capture(device)
+        try:
+            outputs = list(step())
+        finally:  # a capture that ends with a stream still forked off raises, in place of what went wrong
+            copy_stream.join_capture(device)
 
     def replay() -> None:
         copy_stream.join(device)  # copies from outside of the graph, as of a pre-decode

@@ -281,7 +281,7 @@ class CapturedGraph:
         lowered, context = self.specialise(session, phase)
         inputs = session.bind(context.inputs, arguments)
         start = time.perf_counter()
-        if context.capture:
+        if context.capture and session.capturable:
             stays = [source.source in ("state", "cursor") for source in context.inputs]
             outputs = session.captured.run(lowered, inputs, stays, session.cursor.device)
         else:

@@ -58,6 +58,7 @@ class Session:
         self.state: list[LayerState] = []
         self.queue = self.new_queue()
         self.captured = CapturedSteps()
+        self.capturable = True
         self.statistics = Statistics(self.queue)
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.cursor = copy_stream.new_cursor(layers[0].device)
@@ -123,15 +124,17 @@ class Session:
         """After the state's tensors have changed: drop what was captured over the old ones, and let the statistics know
         the tiers' sizes, which may be asked for when the session is gone."""
         self.captured.clear()
+        # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
+        self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
         self.statistics.fetched = self.fields("fetched")
         self.statistics.bytes_by_tier = bytes_by_tier(self.state)
 
     def point(self, tokens: int) -> None:
         """Write the cursor for a graph that adds `tokens` to the cache."""
-        self.cursor[LENGTH] = self.length
-        self.cursor[LOW_BIT] = self.options.low_bit_length(self.length)
-        self.cursor[NEXT_LOW_BIT] = self.options.low_bit_length(self.length + tokens)
+        low_bit, next_low_bit = (self.options.low_bit_length(n) for n in (self.length, self.length + tokens))
+        for place, value in ((LENGTH, self.length), (LOW_BIT, low_bit), (NEXT_LOW_BIT, next_low_bit)):
+            self.cursor[place].fill_(value)  # an assignment would copy it from host memory, and stop the host
         if self.cursor.is_cuda:
             copy_stream.publish(self.cursor, self.length)
 
@@ -244,6 +247,7 @@ class Session:
     def abandon_step(self) -> None:
         """After a step that raised: wait out its copies and empty the slots, so that it can be taken again."""
         self.queue.settle()
+        copy_stream.release_staging()
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         self.primed, self.guess = False, None

@@ -80,4 +80,16 @@ def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> to
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
 
 
+@torch.no_grad()
+def greedy_unmasked(model: Any, ids: torch.Tensor, tokens: int = 40) -> torch.Tensor:
+    """As `greedy`, without the mask of ones that some versions of `generate` hand to every step: with a mask, which
+    grows, no step is captured."""
+    made, out = [ids], model(ids, use_cache=True)
+    for place in range(ids.shape[1], ids.shape[1] + tokens):
+        made.append(out.logits[:, -1:].argmax(-1))
+        position = torch.full_like(made[-1], place)
+        out = model(made[-1], past_key_values=out.past_key_values, position_ids=position, use_cache=True)
+    return torch.cat(made, 1)
+
+
 Compile = Callable[..., LlamaForCausalLM]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -49,10 +51,27 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
     assert rows[0]["expected bytes"] == 2 * 2 * 2 * 256 * 16 * 4  # two layers, K and V, two heads, float32
 
 
+@pytest.mark.parametrize(("reuse", "stay"), [(0.0, 0), (0.5, 4), (1.0, 8)])
+def test_a_forced_selection_keeps_its_share_from_step_to_step(
+    reuse: float, stay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu_decode import forced_selection
+
+    scores, wanted = torch.ones(2, 3, 256), torch.zeros(2, 3, 8, dtype=torch.int32)
+    scores[:, :, 200:] = -1.0
+    forced = forced_selection(lambda scores, wanted: None, reuse)
+    steps = []
+    for _ in range(4):
+        forced(scores, wanted)
+        assert torch.equal(wanted, wanted[:1, :1].expand_as(wanted))
+        steps.append(set(wanted[0, 0].tolist()))
+    assert all(len(tokens) == 8 and max(tokens) < 200 for tokens in steps)
+    assert [len(a & b) for a, b in pairwise(steps)] == [stay] * 3
+
+
 @pytest.mark.parametrize("script", ["gpu_kernels.py", "gpu_decode.py", "gpu_prefill.py"])
 def test_without_a_gpu_only_the_smoke_run_is_offered(script: str) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = run(script)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from conftest import LOSSLESS, compile_copy, greedy, prompt
+from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt
+from specache_compile.kernels import copy_stream
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.cuda_graphs import CapturedSteps, capture
+from specache_compile.lowering.cuda_graphs import CapturedSteps, capture, reason_not_to_capture, record
+from specache_compile.passes.context import Context, Input
 
 CPU = torch.device("cpu")
 
@@ -85,7 +88,7 @@ def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
     options = {**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead", "speculate": speculate}
     twin.compile(backend="specache", options=options)
     ids = prompt(200)
-    assert torch.equal(greedy(twin, ids, 320), greedy(llama, ids, 320))
+    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(llama, ids, 320))
     assert len(stand_in) == 3
 
 
@@ -112,6 +115,24 @@ def test_a_forks_steps_are_its_own(
     assert len(stand_in) == 2
 
 
+def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(llama, lowering="eager", mode="reduce-overhead")
+    with torch.no_grad():
+        cache = twin(prompt(40), use_cache=True).past_key_values
+        session = cache.layers[0].keys.handle.session
+        session.capturable = False
+        for place in range(40, 44):
+            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        assert not stand_in
+        session.capturable = True
+        for place in range(44, 46):
+            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        assert len(stand_in) == 1
+
+
 def test_a_left_padded_batch_says_why_it_is_not_captured(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +144,36 @@ def test_a_left_padded_batch_says_why_it_is_not_captured(
     mask[0, :7] = 0
     with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
         twin.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+
+
+def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy stream is brought back first: CUDA ends no capture without it, and its error would hide the cause."""
+    joined: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
+    monkeypatch.setattr(copy_stream, "join_capture", joined.append)
+
+    def failing() -> list[Tensor]:
+        raise torch.OutOfMemoryError("the cause")
+
+    with pytest.raises(torch.OutOfMemoryError, match="the cause"):
+        record(failing, CPU)
+    assert joined == [CPU]
+
+
+def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:
+    """What a kernel got from a number in host memory is part of the capture: a replay would take the old one."""
+    graph = torch.fx.Graph()
+    x, factor = (graph.placeholder(name) for name in ("x", "factor"))
+    graph.output((graph.call_function(torch.mul, (x, factor)),))
+    x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
+    inputs = [Input("argument", argument=0), Input("argument", argument=1)]
+    settings = {"top_k": 4, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
+    context = Context("decode", **settings, cursor=torch.empty(4, device="meta"), inputs=inputs)
+    step = torch.fx.GraphModule({}, graph)
+    assert "input factor is on cpu" in str(reason_not_to_capture(step, context))
+    factor.meta["val"] = torch.empty((), device="meta")
+    assert reason_not_to_capture(step, context) is None
 
 
 def test_nothing_is_captured_on_a_cpu(llama: LlamaForCausalLM, stand_in: list[int]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import random
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile import session as session_module
 from specache_compile.held import HeldTensor
-from specache_compile.kernels import copy_queue, host_memory
+from specache_compile.kernels import copy_queue, copy_stream, host_memory
 from specache_compile.tiers import bucket
 
 
@@ -375,3 +378,38 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "budget", lambda held, asked: asked or 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
+
+
+def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCausalLM) -> None:
+    """On CUDA a copy of one number from host memory stops the host, in every step; a fill does not."""
+    session = session_of(step(compiled, prompt(100)).past_key_values)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        session.point(1)
+    names = {event.name for event in profile.events()}
+    assert "aten::fill_" in names
+    assert "aten::copy_" not in names
+    assert session.cursor[:3].tolist() == [100, 64, 64]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux alone")
+def test_the_host_tier_lies_in_huge_pages_and_in_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own account of the mapping: hg, huge pages advised; dc, not copied on fork; not sh, shared."""
+    monkeypatch.setattr(host_memory, "register", lambda address, size: ())
+    with pytest.warns(UserWarning, match="could not pin"):
+        tensor = host_memory.host_zeros((1 << 22,), torch.float32, pinned=True)
+    areas = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    flags = next(
+        area.split("VmFlags:")[1].split()
+        for area in areas[1:]
+        if int(area.split("-")[0], 16) <= tensor.data_ptr() < int(re.split(r"[- ]", area)[1], 16)
+    )
+    assert {"hg", "dc"} <= set(flags)
+    assert "sh" not in flags
+    assert not tensor.any()
+
+
+def test_a_step_that_raised_leaves_no_staging_behind(compiled: LlamaForCausalLM) -> None:
+    session = session_of(step(compiled, prompt(40)).past_key_values)
+    staging = copy_stream.staging_of(torch.device("cpu"))
+    session.abandon_step()
+    assert copy_stream.staging_of(torch.device("cpu")) is not staging

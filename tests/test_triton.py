@@ -25,7 +25,8 @@ from specache_compile.options import Options
 from specache_compile.tiers import LayerShape, allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# A GPU's exponential is not exact to the last bit, and its sums run in another order.
+TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cuda" else 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 BATCH = 2
 
 
@@ -191,7 +192,7 @@ def test_decode_attention_is_split_over_programs_and_merged() -> None:
     for out, expected in zip(
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
-        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "mask"])
@@ -209,7 +210,8 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
     cursor = torch.tensor([length, 0, 0, 0], device=DEVICE)
     arguments = (q, k, v, mask, sinks, cursor, host, d**-0.5, softcap)
     expected = attention.extend_attention(*arguments)
-    torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=2e-6, rtol=2e-6)
+    tolerance = TOLERANCE[torch.float32]
+    torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=tolerance, rtol=tolerance)
 
 
 def chosen(scores: Tensor, k: int) -> list[list[int]]:

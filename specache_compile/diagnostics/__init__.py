@@ -38,15 +38,18 @@ DIAGNOSTICS = {
     ),
     "speculation": Diagnostic(
         "hit rate of the pairs that the speculative token chose, and the output token (SpeCache, Table 4)",
-        speculation.points, "pairs fetched a head (k)", "share covered", runs=2 * len(speculation.BITS) * len(speculation.COUNTS), log=True,
+        speculation.points, "pairs fetched a head (k)", "share covered",
+        runs=2 * len(speculation.BITS) * len(speculation.COUNTS), log=True,
     ),
     "agreement": Diagnostic(
         "how often the speculative token is the token that the model then says",
-        agreement.points, "pairs fetched a head (k)", "share of the steps", runs=len(speculation.BITS) * len(speculation.COUNTS), log=True,
+        agreement.points, "pairs fetched a head (k)", "share of the steps",
+        runs=len(speculation.BITS) * len(speculation.COUNTS), log=True,
     ),
     "jaccard": Diagnostic(
         "a policy's kept set against what it would keep had nothing gone (RoCo, Figure 2)",
-        jaccard.points, "budget, share of the context", "Jaccard similarity", runs=len(jaccard.RATES) * len(jaccard.CHOSEN),
+        jaccard.points, "budget, share of the context", "Jaccard similarity",
+        runs=len(jaccard.RATES) * len(jaccard.CHOSEN),
     ),
     "deviation": Diagnostic(
         "standard deviation of the attention that a token has received so far (RoCo, Figure 3)",

@@ -10,7 +10,7 @@ from .point import Point
 
 
 def points(run: Inspected) -> list[Point]:
-    """A curve a layer, over the tokens that `steps` later queries see, each token's curve over its own largest value."""
+    """A curve a layer: the mean over tokens that `steps` later queries see, each over its own largest value."""
     found = []
     for number, layer in enumerate(run.grouped_attention):
         curves = running_deviation(layer, run.steps)  # [windows, H, tokens, steps]
