@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from .history import History, protect
+from .history import History, newest, protect
+
+# The paper does not say how few queries give a deviation; the authors' code takes the ten newest pairs' as infinite.
+YOUNG = 10
 
 
 def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
     """Acc / Count, protecting the r = b/2 pairs of largest sqrt(Acc²/Count - (Acc/Count)²)."""
     count = min(budget // 2, history.token.shape[-1])
-    varied = history.deviation.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    deviation = history.deviation.masked_fill(newest(history, YOUNG), math.inf)
+    varied = deviation.argsort(dim=-1, descending=True, stable=True)[..., :count]
     protected = torch.zeros_like(history.token, dtype=torch.bool).scatter_(-1, varied, True)
     return protect(history.mean, protected)
