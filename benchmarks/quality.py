@@ -53,7 +53,7 @@ LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "8")
 TABLES = {
     "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
     "text": Table(
-        "method × device KV × perplexity and fidelity; of a prefill of 512 or 1,536 tokens policies keep the share given",
+        "method × device KV × perplexity and fidelity; policies keep this share of a prefill of 512, 1,536 tokens",
         TEXT, ("perplexity", "fidelity"), (*METHODS, *eviction(0.4)), LONG_TEXT,
     ),
     "k": Table(
