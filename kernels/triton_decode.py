@@ -2,13 +2,12 @@
 
 The CUDA implementation of `attention.decode_attention`, in three launches:
 
-    attend_tiers   (B·H, splits + 1)   each split its share of the low-bit tier, the last one slots, recent and new
+    attend_tiers   (B·H, splits + 1)   the first one slots, recent and new, the others a share of the low-bit tier each
     merge_splits   (B·Hq·lanes)        log-sum-exp over the splits and the sink
     score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
 
 Bytes a token and head: 2·d·bits/8 of codes, 4·d/g + 4·d/gv of scales, 2·G written and read again for the scores.
-The codes are packed in planes (`quantize`), so that a product with unpacked codes is a sum over planes of products
-with `(bytes >> shift) & mask`; scales and zeros are taken out of the element loop (KERNELS: one group is one tile).
+The low-bit tier's loop is in `triton_low_bit`; one group of tokens is one tile there.
 """
 
 from __future__ import annotations
@@ -33,13 +32,15 @@ HIDDEN = tl.constexpr(SEEN)
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = range(3)
 # The smallest sides of a product that fill a tensor core instruction: query rows, and channels.
 FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
-# Pairs in 16 bits per tile.
-EXACT_BLOCK = 32
+# Pairs in 16 bits per tile: of the slots, the ring and the new ones (more would spill registers), and of a low-bit tier
+# that is not quantised.
+EXACT_BLOCK, PLAIN_BLOCK = 16, 32
 SCORE_BLOCK = 1024
-# Programs that a multiprocessor holds at once; more splits than that only add partial results to merge.
-PROGRAMS_PER_SM = 4
-MOST_SPLITS = 128
+# Warps of a program of `attend_tiers`, see `triton_low_bit`, and the programs that a multiprocessor's registers hold at
+# once; more splits than that only add partial results to merge.
 WARPS = 1
+PROGRAMS_PER_SM = 8
+MOST_SPLITS = 128
 
 
 @triton.jit
@@ -122,9 +123,9 @@ def attend_tiers(
     at = (bh * (splits + 1) + split) * ROWS + row
 
     out_row = out + at * d
-    if split < splits:
+    if split > 0:  # the exact tiers take longest, so they start first
         peak, total = attend_low_bit(
-            q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split, splits, codes, key_params,
+            q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split - 1, splits, codes, key_params,
             value_params, slot_index, mask, m_token, scale, softcap, capacity,
             d, bits, group, value_group, top_k, MASK, CAP, ROWS, SPAN, PRECISION,
         )  # fmt: skip
@@ -207,7 +208,7 @@ def decode_attention(
     heads, capacity, top_k = k.shape[1], codes.shape[2], slots.shape[2]
     bits = stored_bits(codes, d)
     quantized = bits < 16
-    group = capacity // key_params.shape[2] if quantized else EXACT_BLOCK
+    group = capacity // key_params.shape[2] if quantized else PLAIN_BLOCK
     value_group = d // value_params.shape[-1] if quantized else d
     queries = query_heads // heads
     rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))

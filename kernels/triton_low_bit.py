@@ -46,9 +46,15 @@ def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.conste
     A field is a plane of a byte: the planes from `first` on of the low byte, then those of the high one. A code stays
     where it lies in its byte, so that a field costs one AND.
     """
-    fields: tl.constexpr = packed.dtype.primitive_bitwidth // 8 * planes
-    even, odd = tl.split(tl.reshape(packed, [packed.shape[0], packed.shape[1] // 2, 2]))
-    pairs = (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+    if packed.dtype == tl.int32:
+        fields: tl.constexpr = 2 * planes
+        half: tl.constexpr = packed.shape[1]
+        pairs = packed
+    else:
+        fields: tl.constexpr = packed.dtype.primitive_bitwidth // 8 * planes
+        half: tl.constexpr = packed.shape[1] // 2
+        even, odd = tl.split(tl.reshape(packed, [packed.shape[0], half, 2]))
+        pairs = (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
     found = ()
     for field in tl.static_range(fields):
         levels = 0x10001 * ((1 << bits) - 1) << (first + field % planes) * bits
@@ -59,7 +65,7 @@ def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.conste
             for at in tl.static_range(fields >> step):
                 joined = joined + (tl.join(found[at], found[at + (fields >> step)]),)
             found = joined
-    return tl.reshape(found[0], [packed.shape[0], packed.shape[1] // 2, fields])
+    return tl.reshape(found[0], [packed.shape[0], half, fields])
 
 
 @triton.jit
@@ -98,6 +104,7 @@ def attend_low_bit(
     width: tl.constexpr = plane_width // halves
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
     groups: tl.constexpr = d // value_group
+    GROUPS: tl.constexpr = triton.next_power_of_2(groups)
     within = tl.arange(0, group)
     element = tl.arange(0, WIDTH)[None, :]
 
@@ -111,8 +118,8 @@ def attend_low_bit(
         field, place = tl.zeros_like(order), order
     channel = field % planes * plane_width + place * halves + field // planes
     inside = place < width
-    query = tl.load(q_row[None, :] + channel[:, None], inside[:, None] & real[None, :], 0.0)
-    lifted = (query.to(tl.float32) * (lift / (1 << field % planes * bits).to(tl.float32))[:, None]).to(kind)
+    query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    lifted = (query.to(tl.float32) * (lift / (1 << field % planes * bits).to(tl.float32))[None, :]).to(kind)
 
     # Values in parts of one scale each: `shared` planes of a span.
     span: tl.constexpr = SPAN // halves
@@ -120,11 +127,12 @@ def attend_low_bit(
     shared: tl.constexpr = value_group // plane_width if span == width else 1
     runs: tl.constexpr = planes // shared
     piece = tl.arange(0, PIECE)[None, :]
-    sums, constants = (), ()
+    sums = ()
     for _ in tl.static_range(width // span * runs):
         sums = sums + (tl.zeros([shared * halves * PIECE, ROWS], tl.float32),)
-        constants = constants + (tl.zeros([ROWS], tl.float32),)
 
+    value_number = tl.arange(0, GROUPS)
+    constants = tl.zeros([GROUPS, ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     tiles = (low_bit // group).to(tl.int32)
@@ -133,17 +141,22 @@ def attend_low_bit(
         # The tile's own offset is 64 bits wide, what lies inside it 32.
         first = bh * capacity + tile * group
         tile_codes = codes + first * (2 * width)
-        key_codes = tl.load(tile_codes + within[:, None] * (2 * width) + element, element < width, 0)
+        if bits < 16 and halves == 2 and width % 2 == 0:
+            words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
+            pair = tl.arange(0, WIDTH // 2)[None, :]
+            key_codes = tl.load(words + within[:, None] * width + pair, pair < width // 2, 0)
+        else:
+            key_codes = tl.load(tile_codes + within[:, None] * (2 * width) + element, element < width, 0)
         if bits == 16:
-            logits = tl.dot(key_codes, query, input_precision=PRECISION)
+            logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
         else:
             params = key_params + (bh * (capacity // group) + tile) * (2 * d) + channel
             key_scale, key_zero = tl.load(params, inside, 0.0), tl.load(params + d, inside, 0.0)
             packed = tl.reshape(fields_of(key_codes, 0, planes, bits), [group, WIDTH // 2, fields // INNER, INNER])
             keys = tl.reshape(numbers(tl.permute(packed, (0, 2, 1, 3)), kind), [group, fields * WIDTH])
-            logits = tl.dot(keys, lifted * key_scale[:, None], input_precision=PRECISION)
+            logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
             zeros = tl.broadcast_to(key_zero[None, :], [group, fields * WIDTH])
-            logits = logits * undo + tl.dot(zeros, query, input_precision=PRECISION)
+            logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
         logits = tl.trans(capped(logits * scale, softcap, CAP))
 
         tokens = tile * group + within
@@ -154,31 +167,34 @@ def attend_low_bit(
             tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & ~fetched[None, :])
         weights, shrink, peak, total = grown(logits, peak, total)
 
-        added, added_constants = (), ()
+        if bits < 16:
+            scales = value_params + first * (2 * groups) + within * (2 * groups)
+            at = scales[None, :] + groups + value_number[:, None]
+            value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
+            constants = constants * shrink[None, :]
+            constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
+        added = ()
         for part in tl.static_range(width // span * runs):
             at = tile_codes + (width + part // runs * span)
             value_codes = tl.trans(tl.load(at + within[:, None] * (2 * width) + piece, piece < span, 0))
             kept = sums[part] * shrink[None, :]
-            constant = constants[part]
             if bits == 16:
                 values, scaled = value_codes, weights
             else:
                 packed = tl.permute(fields_of(value_codes, part % runs * shared, shared, bits), (2, 0, 1))
                 values = tl.reshape(numbers(packed, kind), [shared * halves * PIECE, group])
                 number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
-                scales = value_params + first * (2 * groups) + number + within * (2 * groups)
-                scaled = weights * (tl.load(scales).to(tl.float32) * lift)[None, :]
-                value_zero = tl.load(scales + groups).to(tl.float32)
-                constant = constant * shrink + tl.sum(weights * value_zero[None, :], 1)
+                scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
             added = added + (tl.dot(values, tl.trans(scaled.to(kind)), kept, input_precision=PRECISION),)
-            added_constants = added_constants + (constant,)
-        sums, constants = added, added_constants
+        sums = added
 
     for part in tl.static_range(width // span * runs):
         order = tl.arange(0, shared * halves * PIECE)
         plane = part % runs * shared + order // PIECE % shared
         place = order % PIECE
         channel = plane * plane_width + part // runs * SPAN + place * halves + order // PIECE // shared
-        result = sums[part] * (undo / (1 << plane * bits).to(tl.float32))[:, None] + constants[part][None, :]
+        number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+        constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
+        result = sums[part] * (undo / (1 << plane * bits).to(tl.float32))[:, None] + constant[None, :]
         tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (place < span)[:, None])
     return peak, total
