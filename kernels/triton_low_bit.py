@@ -4,8 +4,8 @@ What a stored number costs decides here, not its bytes: an H200 gives 3.5 instru
 bandwidth is out of reach (tests/compile_kernels.py counts them). Hence:
 - The products are K·qᵀ and Vᵀ·wᵀ: the few query rows are the side that a tensor core instruction has eight of, and the
   unpacked codes the one that it takes from registers, so that only packed codes pass through shared memory.
-- `unpack` makes two numbers of an instruction. Scales are on q and the weights, zero points are a product of their own.
-- One warp a program: more would each keep the same sums, and meet at a barrier for each tile's maximum.
+- One AND makes two numbers (`fields_of`, `numbers`). Scales are on q and on the weights, zero points a product apart.
+- One warp a program: several would unpack the same codes, or meet at a barrier for every tile's maximum.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
 
 @triton.jit
 def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.constexpr):
-    """int32 [A, B / 2, F] of packed [A, B] of one or two bytes: the codes of two neighbours in each half.
+    """int32 [A, B / 2, F] of packed [A, B]: a code of one of two neighbours in each half. [A, B / 2] of int32 are pairs
+    already.
 
-    A field is a plane of a byte: the planes from `first` on of the low byte, then those of the high one. A code stays
-    where it lies in its byte, so that a field costs one AND.
+    A field is a plane of a byte: the planes from `first` on of an element's low byte, then those of its high one, if it
+    has two. A code stays where it lies in its byte, so that a field costs one AND.
     """
     if packed.dtype == tl.int32:
         fields: tl.constexpr = 2 * planes
@@ -70,11 +71,10 @@ def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.conste
 
 @triton.jit
 def numbers(pairs, kind: tl.constexpr):
-    """int32 [...] → [..., 2] in `kind`: each half times `unit(kind)`.
+    """int32 [...] → [..., 2] in `kind`: each half, below 256, times the smallest number that a 16-bit kind has.
 
-    A 16-bit float without exponent bits is its mantissa times the type's smallest number, and products of tensor cores
-    take such numbers as they are: nothing is converted. (With the exponent's last bit, the eighth of a bfloat16, it is
-    still the whole as an integer.)
+    Nothing is converted: a float whose exponent bits are zero is its mantissa times that number, and tensor cores take
+    such subnormal numbers as they are. It holds with the exponent's lowest bit too, a bfloat16's eighth.
     """
     halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
     return halves.to(tl.float32) if kind == tl.float32 else halves.to(kind, bitcast=True)
@@ -93,7 +93,7 @@ def attend_low_bit(
     have one scale in a plane.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
-    # What a code's last bit is worth, see `numbers`; bfloat16's would leave float32's range but for the lift.
+    # What a code's lowest bit is worth, see `numbers`. The lift keeps sums with bfloat16's in float32's normal range.
     unit: tl.constexpr = 2.0**-133 if kind == tl.bfloat16 else (2.0**-24 if kind == tl.float16 else 1.0)
     lift: tl.constexpr = 2.0**48 if kind == tl.bfloat16 else 1.0
     undo: tl.constexpr = 1.0 if bits == 16 else 1.0 / (lift * unit)
@@ -108,8 +108,8 @@ def attend_low_bit(
     within = tl.arange(0, group)
     element = tl.arange(0, WIDTH)[None, :]
 
-    # The keys' channels in the order in which they are unpacked. The pair and two fields lie innermost because a thread
-    # holds four neighbours of a product's left side.
+    # The keys' channels in the order in which they are unpacked. A pair and two fields lie innermost because a thread
+    # holds four neighbours of a product's left side: none is unpacked by one thread for another.
     INNER: tl.constexpr = 2 if fields > 1 else 1
     order = tl.arange(0, fields * WIDTH)
     field = order // (INNER * WIDTH) * INNER + order // 2 % INNER
@@ -141,7 +141,7 @@ def attend_low_bit(
         # The tile's own offset is 64 bits wide, what lies inside it 32.
         first = bh * capacity + tile * group
         tile_codes = codes + first * (2 * width)
-        if bits < 16 and halves == 2 and width % 2 == 0:
+        if bits < 16 and halves == 2 and width % 2 == 0:  # whole words, so that no pair needs to be joined
             words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
             pair = tl.arange(0, WIDTH // 2)[None, :]
             key_codes = tl.load(words + within[:, None] * width + pair, pair < width // 2, 0)
