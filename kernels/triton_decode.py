@@ -2,18 +2,18 @@
 
 The CUDA implementation of `attention.decode_attention`, in three launches:
 
-    attend_tiers   (B·H, splits + 1)   each split its share of the low-bit tier, the last one slots, recent and new
+    attend_tiers   (B·H, splits + 1)   the first one slots, recent and new, the others a share of the low-bit tier each
     merge_splits   (B·Hq·lanes)        log-sum-exp over the splits and the sink
     score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
 
 Bytes a token and head: 2·d·bits/8 of codes, 4·d/g + 4·d/gv of scales, 2·G written and read again for the scores.
-The codes are packed in planes (`quantize`), so that a product with unpacked codes is a sum over planes of products
-with `(bytes >> shift) & mask`; scales and zeros are taken out of the element loop (KERNELS: one group is one tile).
+The low-bit tier's loop is in `triton_low_bit`; one group of tokens is one tile there.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -22,136 +22,25 @@ from torch import Tensor
 
 from .attention import SEEN, stored_bits
 from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from .triton_low_bit import attend_low_bit
+from .triton_softmax import biased, capped, grown
 
 AT_LENGTH, AT_LOW_BIT, AT_NEXT = tl.constexpr(LENGTH), tl.constexpr(LOW_BIT), tl.constexpr(NEXT_LOW_BIT)
 # An additive mask below this hides its token.
 HIDDEN = tl.constexpr(SEEN)
 # What a mask is, as a kernel sees it.
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = range(3)
-# The smallest tile side that a tensor core product takes.
-SMALLEST = 16
-# Pairs in 16 bits per tile.
-EXACT_BLOCK = 32
-SLOT_BLOCK = tl.constexpr(64)
+# The smallest sides of a product that fill a tensor core instruction: query rows, and channels.
+FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
+# Pairs in 16 bits per tile: of the slots, the ring and the new ones (more would spill registers), and of a low-bit tier
+# that is not quantised.
+EXACT_BLOCK, PLAIN_BLOCK = 16, 32
 SCORE_BLOCK = 1024
-# Programs that a multiprocessor holds at once; more splits than that only add partial results to merge.
-PROGRAMS_PER_SM = 4
+# Warps of a program of `attend_tiers`, see `triton_low_bit`, and the programs that a multiprocessor's registers hold at
+# once; more splits than that only add partial results to merge.
+WARPS = 1
+PROGRAMS_PER_SM = 8
 MOST_SPLITS = 128
-
-
-@triton.jit
-def biased(logits, mask, at, seen, MASK: tl.constexpr):
-    """Logits under the mask's columns `at`; what is not `seen` is -inf."""
-    if MASK == 1:
-        seen = seen & (tl.load(mask + at, seen, 0) != 0)
-    if MASK == 2:
-        logits += tl.load(mask + at, seen, 0.0).to(tl.float32)
-    return tl.where(seen, logits, float("-inf"))
-
-
-@triton.jit
-def capped(logits, softcap, CAP: tl.constexpr):
-    if CAP:  # tanh(x) = 2σ(2x) - 1
-        logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
-    return logits
-
-
-@triton.jit
-def grown(logits, peak, total):
-    """One step of the running softmax: weights, the shrinking of what was summed before, and the new peak and total."""
-    higher = tl.maximum(peak, tl.max(logits, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp(logits - base[:, None])
-    shrink = tl.exp(peak - base)
-    return weights, shrink, higher, total * shrink + tl.sum(weights, 1)
-
-
-@triton.jit
-def attend_low_bit(
-    q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split, splits, codes, key_params, value_params,
-    slot_index, mask, m_token, scale, softcap, capacity,
-    d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, top_k: tl.constexpr,
-    MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, PLANE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total."""
-    kind: tl.constexpr = q_row.dtype.element_ty
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    tiles = (low_bit // group).to(tl.int32)
-    share = tl.cdiv(tiles, splits)
-    planes: tl.constexpr = 1 if bits == 16 else 8 // bits
-    width: tl.constexpr = d // planes
-    byte = tl.arange(0, PLANE)
-    inside = byte < width
-    within = tl.arange(0, group)
-    levels: tl.constexpr = (1 << bits) - 1
-    q_planes = ()
-    sums = ()
-    for plane in tl.static_range(planes):
-        channel = plane * width + byte
-        q_planes = q_planes + (tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0),)
-        sums = sums + (tl.zeros([ROWS, PLANE], tl.float32),)
-    for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
-        tokens = tile * group + within
-        codes_row = codes + (bh * capacity + tokens)[:, None] * (2 * width) + byte[None, :]
-        key_codes = tl.load(codes_row, inside[None, :], 0)
-        logits = tl.zeros([ROWS, group], tl.float32)
-        if bits == 16:
-            logits = tl.dot(q_planes[0], tl.trans(key_codes), logits, input_precision=PRECISION)
-        else:
-            offset = tl.zeros([ROWS], tl.float32)
-            params = key_params + (bh * (capacity // group) + tile) * (2 * d) + byte
-            for plane in tl.static_range(planes):
-                key_scale = tl.load(params + plane * width, inside, 0.0).to(tl.float32)
-                key_zero = tl.load(params + d + plane * width, inside, 0.0).to(tl.float32)
-                part = q_planes[plane].to(tl.float32)
-                offset += tl.sum(part * key_zero[None, :], 1)
-                unpacked = ((key_codes >> (plane * bits)) & levels).to(kind)
-                scaled = (part * key_scale[None, :]).to(kind)
-                logits = tl.dot(scaled, tl.trans(unpacked), logits, input_precision=PRECISION)
-            logits += offset[:, None]
-        logits = capped(logits * scale, softcap, CAP)
-
-        fetched = tl.zeros([group], tl.int32)
-        for start in range(0, top_k, SLOT_BLOCK):
-            slot = start + tl.arange(0, SLOT_BLOCK)
-            index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -1)
-            fetched |= tl.max((index[:, None] == tokens[None, :]).to(tl.int32), 0)
-        seen = real[:, None] & (fetched == 0)[None, :]
-        logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
-        if top_k > 0:
-            tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & (fetched == 0)[None, :])
-        weights, shrink, peak, total = grown(logits, peak, total)
-
-        value_codes = tl.load(codes_row + width, inside[None, :], 0)
-        added = ()
-        if bits == 16:
-            added = (tl.dot(weights.to(kind), value_codes, sums[0] * shrink[:, None], input_precision=PRECISION),)
-        else:
-            groups: tl.constexpr = d // value_group
-            scales = value_params + (bh * capacity + tokens) * (2 * groups)
-            for plane in tl.static_range(planes):
-                unpacked = (value_codes >> (plane * bits)) & levels
-                kept = sums[plane] * shrink[:, None]
-                if value_group % width == 0:  # one scale a token for the whole plane, or for several
-                    if plane * width % value_group == 0:
-                        value_scale = tl.load(scales + plane * width // value_group).to(tl.float32)
-                        value_zero = tl.load(scales + groups + plane * width // value_group).to(tl.float32)
-                        scaled_weights = (weights * value_scale[None, :]).to(kind)
-                        constant = tl.sum(weights * value_zero[None, :], 1)
-                    more = tl.dot(scaled_weights, unpacked.to(kind), kept, input_precision=PRECISION)
-                    added = added + (more + constant[:, None],)
-                else:
-                    where = scales[:, None] + ((plane * width + byte) // value_group)[None, :]
-                    value_scale = tl.load(where, inside[None, :], 0.0).to(tl.float32)
-                    value_zero = tl.load(where + groups, inside[None, :], 0.0).to(tl.float32)
-                    values = (unpacked.to(tl.float32) * value_scale + value_zero).to(kind)
-                    added = added + (tl.dot(weights.to(kind), values, kept, input_precision=PRECISION),)
-        sums = added
-    for plane in tl.static_range(planes):
-        place = out_row[:, None] + (plane * width + byte)[None, :]
-        tl.store(place, sums[plane], real[:, None] & inside[None, :])
-    return peak, total
 
 
 @triton.jit
@@ -217,7 +106,7 @@ def attend_tiers(
     q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_lane, m_token,
     d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, window: tl.constexpr,
     top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, PLANE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over its share of the tiers."""
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -234,11 +123,11 @@ def attend_tiers(
     at = (bh * (splits + 1) + split) * ROWS + row
 
     out_row = out + at * d
-    if split < splits:
+    if split > 0:  # the exact tiers take longest, so they start first
         peak, total = attend_low_bit(
-            q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split, splits, codes, key_params,
+            q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split - 1, splits, codes, key_params,
             value_params, slot_index, mask, m_token, scale, softcap, capacity,
-            d, bits, group, value_group, top_k, MASK, CAP, ROWS, PLANE, PRECISION,
+            d, bits, group, value_group, top_k, MASK, CAP, ROWS, SPAN, PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -319,15 +208,16 @@ def decode_attention(
     heads, capacity, top_k = k.shape[1], codes.shape[2], slots.shape[2]
     bits = stored_bits(codes, d)
     quantized = bits < 16
-    group = capacity // key_params.shape[2] if quantized else EXACT_BLOCK
+    group = capacity // key_params.shape[2] if quantized else PLAIN_BLOCK
     value_group = d // value_params.shape[-1] if quantized else d
     queries = query_heads // heads
-    rows = max(SMALLEST, triton.next_power_of_2(queries * lanes))
+    rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))
     splits = split_count(batch * heads, capacity // group, q.device)
     kind, mask, mask_strides = mask_form(mask, batch, query_heads, lanes)
-    channels = max(SMALLEST, triton.next_power_of_2(d))
-    width = d * bits // 8 if quantized else d
-    plane = max(SMALLEST, triton.next_power_of_2(width))
+    channels = max(FEWEST_CHANNELS, triton.next_power_of_2(d))
+    span = math.gcd(d * bits // 8, value_group) if quantized else d
+    if quantized and span % 2 == 0:
+        codes = codes.view(torch.int16)
 
     new = functools.partial(torch.empty, device=q.device)
     out, scores = new(q.shape, dtype=q.dtype), new((batch, heads, capacity), dtype=torch.float32)
@@ -344,7 +234,7 @@ def decode_attention(
         logits, partial, peaks, totals, scale, softcap or 1.0, heads, capacity, splits,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
         d, bits, group, value_group, recent.shape[2], top_k, lanes, queries, kind, softcap is not None,
-        rows, channels, plane, EXACT_BLOCK, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps_for(bits),
+        rows, channels, span, EXACT_BLOCK, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
     merge_splits[(batch * query_heads * lanes,)](
         partial, peaks, totals, q if sinks is None else sinks, out, lse, splits + 1, query_heads,
@@ -358,12 +248,6 @@ def decode_attention(
     else:
         scores.fill_(-1.0)
     return out, scores
-
-
-def warps_for(bits: int) -> int:
-    """Warps of a program of `attend_tiers`. At 1 bit a plane of d 128 is 16 channels wide, too narrow to be shared by
-    four: each would unpack, and multiply by, what the others do (tests/compile_kernels.py counts it)."""
-    return 2 if bits == 1 else 4
 
 
 def mask_form(

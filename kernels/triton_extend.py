@@ -14,7 +14,8 @@ from torch import Tensor
 
 from . import copy_stream
 from .copy_queue import LENGTH
-from .triton_decode import biased, capped, grown, mask_form
+from .triton_decode import mask_form
+from .triton_softmax import biased, capped, grown
 
 # Tokens of a host block: 4 MB a row and head of 8 at d 128, large enough for full PCIe speed.
 HOST_BLOCK = 2048

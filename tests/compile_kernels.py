@@ -1,13 +1,15 @@
 """Compile every Triton kernel for sm_80 and sm_90; no GPU is needed.
 
 Prints a line for each: its sizes and, for the low-bit tier's attention, the PTX instructions that its loop spends on
-one stored number (a channel of a key or a value), those that unpack it (shift, mask, convert) beside.
+one stored number (a channel of a key or a value), those that unpack it (shift, mask, convert) beside. Pointers and the
+strides of pairs are taken to be multiples of 16, and the mask to be contiguous, as a launch finds them.
 
     python tests/compile_kernels.py
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -34,6 +36,7 @@ POINTERS = {
     "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32", "partial": "*fp32",
     "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "logits_out": "*fp16", "codes": "*u8",
 }  # fmt: skip
+ALIGNED = ("capacity", *(f"{x}_{axis}" for x in "qkv" for axis in ("batch", "head", "lane", "token")))
 MODEL = (
     "q", "k", "v", "key_params", "value_params", "recent", "slots", "host", "keys", "values", "sinks", "new",
 )  # fmt: skip
@@ -46,22 +49,34 @@ def build(
     known = {**POINTERS, **dict.fromkeys(MODEL, f"*{dtype}"), **dict.fromkeys(FLOATS, "fp32"), **(types or {})}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in ALIGNED]
+    hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
     for name, target in TARGETS.items():
-        made = compile_kernel(ASTSource(kernel, signature, places), target=target, options={"num_warps": warps})
+        made = compile_kernel(ASTSource(kernel, signature, places, hints), target=target, options={"num_warps": warps})
         size = len(made.asm["cubin"])
         cost = per_element(made.asm["ptx"], warps, **constants) if constants.get("bits", 16) < 16 else ""
         print(f"{name} {kernel.__name__:16} {label:40} {size:7,} bytes, {made.metadata.shared:6,} shared{cost}")
 
 
 def per_element(ptx: str, warps: int, group: int, d: int, **_: Any) -> str:
-    """Instructions a stored number in the loop that multiplies most: one turn of it is `group` keys and values."""
-    blocks = [
-        Counter(name.split(".")[0] for name in re.findall(r"^\s+(?:@%p\d+ )?([a-z_]+[.\w:]*)\s", block, re.M))
-        for block in re.split(r"\n\$L__BB\d+_\d+:", ptx)
+    """Instructions a stored number in the low-bit tier's loop, one turn of which is `group` keys and values.
+
+    All that stands between the loop's label and the jump back to it counts, what a turn may skip included; so do moves
+    that cost nothing once registers are assigned.
+    """
+    source = re.search(r'\.file\s+(\d+) .*triton_low_bit\.py"', ptx)
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$L")}
+    loops = [
+        "\n".join(lines[labels[label] : at + 1])
+        for at, line in enumerate(lines)
+        for label in re.findall(r"\sbra\S*\s+(\$L\w+)", line)
+        if labels[label] < at
     ]
-    loop = max(blocks, key=lambda count: count["mma"] + count["wgmma"])
-    if not loop["mma"] + loop["wgmma"]:
+    if not source or not loops:
         return ""
+    body = max(loops, key=lambda loop: len(re.findall(rf"\.loc\s+{source[1]} ", loop)))
+    loop = Counter(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z]\w*)", body, re.M))
     elements = 2 * group * d / (32 * warps)
     unpacking = sum(loop[name] for name in ("shr", "shl", "and", "prmt", "cvt"))
     return f", {loop.total() / elements:.1f} instructions an element, {unpacking / elements:.1f} to unpack"
@@ -73,15 +88,15 @@ def main() -> None:
         ("bf16", 2, 256, 64), ("fp32", 2, 64, 32), ("bf16", 16, 128, 32),
     ]:  # fmt: skip
         width = d if bits == 16 else d * bits // 8
-        value_group = next(size for size in range(min(d, group), 0, -1) if d % size == 0)
+        value_group = d if bits == 16 else next(size for size in range(min(d, group), 0, -1) if d % size == 0)
         shape = {"d": d, "window": 64 + group, "group": group}
         label = f"{dtype}, {bits} bits, d {d}, g {group}"
         build(
-            decode.attend_tiers, label, dtype, warps=decode.warps_for(bits),
-            types={"codes": f"*{dtype}" if bits == 16 else "*u8"}, **shape, bits=bits, value_group=value_group,
-            top_k=64, lanes=2, queries=4, MASK=1, CAP=False, ROWS=decode.SMALLEST, CHANNELS=next_power_of_2(d),
-            PLANE=max(decode.SMALLEST, next_power_of_2(width)), EXACT=decode.EXACT_BLOCK,
-            PRECISION="ieee" if dtype == "fp32" else "tf32",
+            decode.attend_tiers, label, dtype, warps=decode.WARPS,
+            types={"codes": f"*{dtype}" if bits == 16 else "*i16"}, **shape, bits=bits, value_group=value_group,
+            m_token=1, top_k=64, lanes=2, queries=4, MASK=1, CAP=False, ROWS=decode.FEWEST_ROWS,
+            CHANNELS=next_power_of_2(d), SPAN=d if bits == 16 else math.gcd(width, value_group),
+            EXACT=decode.EXACT_BLOCK, PRECISION="ieee" if dtype == "fp32" else "tf32",
         )  # fmt: skip
         if bits == 16:
             build(append.copy_groups, label, dtype, types={"codes": f"*{dtype}"}, **shape, CHANNELS=next_power_of_2(d))
@@ -92,9 +107,9 @@ def main() -> None:
                 VALUE_GROUP=next_power_of_2(value_group),
             )  # fmt: skip
     build(append.write_recent, "bf16, d 128", d=128, window=128, BLOCK=append.RING_BLOCK, CHANNELS=128)
-    build(decode.attend_tiers, "softcap, additive mask", types={"mask": "*bf16"}, d=128, window=128, group=64, bits=2,
-          value_group=64, top_k=64, lanes=2, queries=4, MASK=2, CAP=True, ROWS=16, CHANNELS=128, PLANE=32,
-          EXACT=decode.EXACT_BLOCK, PRECISION="tf32")  # fmt: skip
+    build(decode.attend_tiers, "softcap, additive mask", warps=decode.WARPS, types={"mask": "*bf16", "codes": "*i16"},
+          d=128, window=128, group=64, bits=2, value_group=64, top_k=64, lanes=2, queries=8, MASK=2, CAP=True, ROWS=16,
+          CHANNELS=128, SPAN=32, EXACT=decode.EXACT_BLOCK, PRECISION="tf32")  # fmt: skip
     build(
         decode.merge_splits,
         "sinks",

@@ -66,6 +66,8 @@ CASES = [
     *(Case(group=group, length=300) for group in (64, 128)),
     *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
     Case(bits=1, head_dim=80),
+    Case(bits=1, head_dim=72),  # an odd number of bytes a plane
+    *(Case(bits=bits, head_dim=96) for bits in (1, 4)),  # planes and value groups that straddle one another
     Case(bits=4, head_dim=128, group=32),
     Case(heads=1, queries=1),
     Case(heads=1, queries=12),
@@ -76,11 +78,19 @@ CASES = [
     Case(top_k=400),
     Case(dtype=torch.float16, bits=1, head_dim=128),
     Case(dtype=torch.float16, mask="bool"),
+    *(Case(dtype=torch.float16, bits=bits) for bits in (4, 8)),
     Case(mask="bool"),
     Case(mask="additive", softcap=5.0),
     Case(mask="additive", sinks=True, bits=1),
     Case(mask="padding", sinks=True),
-    *([Case(dtype=torch.bfloat16), Case(dtype=torch.bfloat16, bits=1, head_dim=128)] if DEVICE.type == "cuda" else []),
+    *(
+        [
+            *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
+            Case(dtype=torch.bfloat16, bits=1, head_dim=128),
+        ]
+        if DEVICE.type == "cuda"
+        else []
+    ),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -178,6 +188,13 @@ def test_decode_attention_and_its_scores(case: Case) -> None:
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
     assert out.is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
+def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: float) -> None:
+    """What the low-bit kernel unpacks codes to, in the dtype that the interpreter cannot show as well."""
+    byte = torch.arange(256, dtype=torch.int16)
+    assert torch.equal(byte.view(dtype).double(), byte * unit)
 
 
 def test_decode_attention_is_split_over_programs_and_merged() -> None:

@@ -1,0 +1,200 @@
+"""Triton: one split's share of the low-bit tier in decode attention, part of `triton_decode.attend_tiers`.
+
+What a stored number costs decides here, not its bytes: an H200 gives 3.5 instructions to each before 60 % of its
+bandwidth is out of reach (tests/compile_kernels.py counts them). Hence:
+- The products are K·qᵀ and Vᵀ·wᵀ: the few query rows are the side that a tensor core instruction has eight of, and the
+  unpacked codes the one that it takes from registers, so that only packed codes pass through shared memory.
+- One AND makes two numbers (`fields_of`, `numbers`). Scales are on q and on the weights, zero points a product apart.
+- One warp a program: several would unpack the same codes, or meet at a barrier for every tile's maximum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_softmax import biased, capped, grown
+
+SLOT_BLOCK = tl.constexpr(64)
+
+
+@triton.jit
+def either(one, other):
+    return one | other
+
+
+@triton.jit
+def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
+    """bool [group]: which of the tokens from `first` on are in the slots.
+
+    Each slot sets its token's bit: comparing every token with every slot would cost as much as a whole product.
+    """
+    word, bit = tl.arange(0, group // 32), tl.arange(0, 32)
+    found = tl.zeros([group // 32], tl.int32)
+    for start in range(0, top_k, SLOT_BLOCK):
+        slot = start + tl.arange(0, SLOT_BLOCK)
+        place = tl.load(slot_index + slot, slot < top_k, -1) - first
+        here = (place >> 5)[:, None] == word[None, :]
+        found |= tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
+    return tl.reshape(((found[:, None] >> bit[None, :]) & 1) != 0, [group])
+
+
+@triton.jit
+def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.constexpr):
+    """int32 [A, B / 2, F] of packed [A, B]: a code of one of two neighbours in each half. [A, B / 2] of int32 are pairs
+    already.
+
+    A field is a plane of a byte: the planes from `first` on of an element's low byte, then those of its high one, if it
+    has two. A code stays where it lies in its byte, so that a field costs one AND.
+    """
+    if packed.dtype == tl.int32:
+        fields: tl.constexpr = 2 * planes
+        half: tl.constexpr = packed.shape[1]
+        pairs = packed
+    else:
+        fields: tl.constexpr = packed.dtype.primitive_bitwidth // 8 * planes
+        half: tl.constexpr = packed.shape[1] // 2
+        even, odd = tl.split(tl.reshape(packed, [packed.shape[0], half, 2]))
+        pairs = (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+    found = ()
+    for field in tl.static_range(fields):
+        levels = 0x10001 * ((1 << bits) - 1) << (first + field % planes) * bits
+        found = found + ((pairs >> (field // planes * 8)) & levels,)
+    for step in tl.static_range(1, 5):
+        if fields >> step > 0:
+            joined = ()
+            for at in tl.static_range(fields >> step):
+                joined = joined + (tl.join(found[at], found[at + (fields >> step)]),)
+            found = joined
+    return tl.reshape(found[0], [packed.shape[0], half, fields])
+
+
+@triton.jit
+def numbers(pairs, kind: tl.constexpr):
+    """int32 [...] → [..., 2] in `kind`: each half, below 256, times the smallest number that a 16-bit kind has.
+
+    Nothing is converted: a float whose exponent bits are zero is its mantissa times that number, and tensor cores take
+    such subnormal numbers as they are. It holds with the exponent's lowest bit too, a bfloat16's eighth.
+    """
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return halves.to(tl.float32) if kind == tl.float32 else halves.to(kind, bitcast=True)
+
+
+@triton.jit
+def attend_low_bit(
+    q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split, splits, codes, key_params, value_params,
+    slot_index, mask, m_token, scale, softcap, capacity,
+    d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, top_k: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
+
+    An element of `codes` is one or two bytes (`halves`), or a number where bits is 16. SPAN bytes of a token's values
+    have one scale in a plane.
+    """
+    kind: tl.constexpr = q_row.dtype.element_ty
+    # What a code's lowest bit is worth, see `numbers`. The lift keeps sums with bfloat16's in float32's normal range.
+    unit: tl.constexpr = 2.0**-133 if kind == tl.bfloat16 else (2.0**-24 if kind == tl.float16 else 1.0)
+    lift: tl.constexpr = 2.0**48 if kind == tl.bfloat16 else 1.0
+    undo: tl.constexpr = 1.0 if bits == 16 else 1.0 / (lift * unit)
+    planes: tl.constexpr = 1 if bits == 16 else 8 // bits
+    halves: tl.constexpr = 1 if bits == 16 else codes.dtype.element_ty.primitive_bitwidth // 8
+    fields: tl.constexpr = planes * halves
+    plane_width: tl.constexpr = d // planes
+    width: tl.constexpr = plane_width // halves
+    WIDTH: tl.constexpr = triton.next_power_of_2(width)
+    groups: tl.constexpr = d // value_group
+    GROUPS: tl.constexpr = triton.next_power_of_2(groups)
+    within = tl.arange(0, group)
+    element = tl.arange(0, WIDTH)[None, :]
+
+    # The keys' channels in the order in which they are unpacked. A pair and two fields lie innermost because a thread
+    # holds four neighbours of a product's left side: none is unpacked by one thread for another.
+    INNER: tl.constexpr = 2 if fields > 1 else 1
+    order = tl.arange(0, fields * WIDTH)
+    field = order // (INNER * WIDTH) * INNER + order // 2 % INNER
+    place = order // (2 * INNER) % (WIDTH // 2) * 2 + order % 2
+    if bits == 16:
+        field, place = tl.zeros_like(order), order
+    channel = field % planes * plane_width + place * halves + field // planes
+    inside = place < width
+    query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    lifted = (query.to(tl.float32) * (lift / (1 << field % planes * bits).to(tl.float32))[None, :]).to(kind)
+
+    # Values in parts of one scale each: `shared` planes of a span.
+    span: tl.constexpr = SPAN // halves
+    PIECE: tl.constexpr = triton.next_power_of_2(span)
+    shared: tl.constexpr = value_group // plane_width if span == width else 1
+    runs: tl.constexpr = planes // shared
+    piece = tl.arange(0, PIECE)[None, :]
+    sums = ()
+    for _ in tl.static_range(width // span * runs):
+        sums = sums + (tl.zeros([shared * halves * PIECE, ROWS], tl.float32),)
+
+    value_number = tl.arange(0, GROUPS)
+    constants = tl.zeros([GROUPS, ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    tiles = (low_bit // group).to(tl.int32)
+    share = tl.cdiv(tiles, splits)
+    for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
+        # The tile's own offset is 64 bits wide, what lies inside it 32.
+        first = bh * capacity + tile * group
+        tile_codes = codes + first * (2 * width)
+        if bits < 16 and halves == 2 and width % 2 == 0:  # whole words, so that no pair needs to be joined
+            words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
+            pair = tl.arange(0, WIDTH // 2)[None, :]
+            key_codes = tl.load(words + within[:, None] * width + pair, pair < width // 2, 0)
+        else:
+            key_codes = tl.load(tile_codes + within[:, None] * (2 * width) + element, element < width, 0)
+        if bits == 16:
+            logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
+        else:
+            params = key_params + (bh * (capacity // group) + tile) * (2 * d) + channel
+            key_scale, key_zero = tl.load(params, inside, 0.0), tl.load(params + d, inside, 0.0)
+            packed = tl.reshape(fields_of(key_codes, 0, planes, bits), [group, WIDTH // 2, fields // INNER, INNER])
+            keys = tl.reshape(numbers(tl.permute(packed, (0, 2, 1, 3)), kind), [group, fields * WIDTH])
+            logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
+            zeros = tl.broadcast_to(key_zero[None, :], [group, fields * WIDTH])
+            logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
+        logits = tl.trans(capped(logits * scale, softcap, CAP))
+
+        tokens = tile * group + within
+        fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k, group)
+        seen = real[:, None] & ~fetched[None, :]
+        logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+        if top_k > 0:
+            tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & ~fetched[None, :])
+        weights, shrink, peak, total = grown(logits, peak, total)
+
+        if bits < 16:
+            scales = value_params + first * (2 * groups) + within * (2 * groups)
+            at = scales[None, :] + groups + value_number[:, None]
+            value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
+            constants = constants * shrink[None, :]
+            constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
+        added = ()
+        for part in tl.static_range(width // span * runs):
+            at = tile_codes + (width + part // runs * span)
+            value_codes = tl.trans(tl.load(at + within[:, None] * (2 * width) + piece, piece < span, 0))
+            kept = sums[part] * shrink[None, :]
+            if bits == 16:
+                values, scaled = value_codes, weights
+            else:
+                packed = tl.permute(fields_of(value_codes, part % runs * shared, shared, bits), (2, 0, 1))
+                values = tl.reshape(numbers(packed, kind), [shared * halves * PIECE, group])
+                number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+                scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
+            added = added + (tl.dot(values, tl.trans(scaled.to(kind)), kept, input_precision=PRECISION),)
+        sums = added
+
+    for part in tl.static_range(width // span * runs):
+        order = tl.arange(0, shared * halves * PIECE)
+        plane = part % runs * shared + order // PIECE % shared
+        place = order % PIECE
+        channel = plane * plane_width + part // runs * SPAN + place * halves + order // PIECE // shared
+        number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+        constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
+        result = sums[part] * (undo / (1 << plane * bits).to(tl.float32))[:, None] + constant[None, :]
+        tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (place < span)[:, None])
+    return peak, total

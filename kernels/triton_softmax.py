@@ -1,0 +1,33 @@
+"""Triton: what every attention kernel does to its logits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def biased(logits, mask, at, seen, MASK: tl.constexpr):
+    """Logits under the mask's columns `at`; what is not `seen` is -inf."""
+    if MASK == 1:
+        seen = seen & (tl.load(mask + at, seen, 0) != 0)
+    if MASK == 2:
+        logits += tl.load(mask + at, seen, 0.0).to(tl.float32)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def capped(logits, softcap, CAP: tl.constexpr):
+    if CAP:  # tanh(x) = 2σ(2x) - 1
+        logits = (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0) * softcap
+    return logits
+
+
+@triton.jit
+def grown(logits, peak, total):
+    """One step of the running softmax: weights, the shrinking of what was summed before, and the new peak and total."""
+    higher = tl.maximum(peak, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp(logits - base[:, None])
+    shrink = tl.exp(peak - base)
+    return weights, shrink, higher, total * shrink + tl.sum(weights, 1)
