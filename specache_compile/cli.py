@@ -15,7 +15,8 @@ from .devices import find_device
 from .diagnostics.command import add_diagnose, run_diagnose
 from .errors import OptionError, SpecacheError
 from .evaluation.command import add_eval, run_eval
-from .options import BITS, GROUP_SIZES, Options, parse_options
+from .methods import METHODS
+from .options import BITS, GROUP_SIZES, LOWERINGS, parse_options
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
 
@@ -72,23 +73,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """The backend's options, with its defaults."""
+    """The backend's options; those that are not given are left to the method's defaults."""
     group = command.add_argument_group("backend options")
-    group.add_argument("--bits", type=int, choices=BITS, default=Options.bits, help="of the low-bit tier (default: 2)")
+    group.add_argument("--method", choices=METHODS, help="default: specache")
+    group.add_argument("--bits", type=int, choices=BITS, help="of the low-bit tier (default: 2)")
+    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="g (default: 64)")
+    group.add_argument("--residual-length", type=int, metavar="R", help="16-bit tokens kept (default: 64; kivi: 128)")
+    group.add_argument("--top-k", type=int, metavar="K", help="pairs fetched a layer and head (default: 64); 0: none")
     group.add_argument(
-        "--group-size", type=int, choices=GROUP_SIZES, default=Options.group_size, help="g (default: 64)"
-    )
-    group.add_argument(
-        "--residual-length", type=int, default=Options.residual_length, help="R, 16-bit tokens kept (64)"
-    )
-    group.add_argument("--top-k", type=int, default=Options.top_k, help="pairs fetched a layer and head (64); 0: none")
-    group.add_argument("--one-lane", action="store_true", help="no speculative token: the output token chooses")
-    group.add_argument("--lowering", choices=("inductor", "eager"), default=Options.lowering, help="default: inductor")
+        "--one-lane", dest="speculate", action="store_false", default=None,
+        help="no speculative token: the output token chooses",
+    )  # fmt: skip
+    group.add_argument("--budget", type=pairs_or_rate, metavar="B", help="eviction: pairs, or a rate like 0.25 (0.25)")
+    group.add_argument("--top-n", type=int, metavar="N", help="kcache: values fetched a query head (default: 128)")
+    group.add_argument("--lowering", choices=LOWERINGS, help="default: inductor")
+
+
+def pairs_or_rate(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("bits", "group_size", "residual_length", "top_k", "lowering")
-    return {**{name: getattr(args, name) for name in names}, "speculate": not args.one_lane}
+    """The options that were given."""
+    names = ("method", "bits", "group_size", "residual_length", "top_k", "speculate", "budget", "top_n", "lowering")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def run_explain(args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from specache_compile.passes.pipeline import Trace
 
 from .devices import Device
 from .errors import SpecacheError
+from .methods import METHODS
 from .options import Options
 from .plan import StepTime, break_even, device_total, fits, largest_batch, step_time
 from .roofline import Cost, Workload, fetched_pairs, full_cache_step, launch_cost, step_costs, total
@@ -214,9 +215,12 @@ class Explanation:
     def compare(
         self, bits: Sequence[int] = (2, 1), group_sizes: Sequence[int] = (64, 32), top_k: Sequence[int] = (32, 64, 128)
     ) -> list[Alternative]:
-        """The same with other bits, group sizes and k."""
-        rows = []
-        chosen = self.options
+        """The same with other bits, group sizes and k, of which a method may take none."""
+        rows: list[Alternative] = []
+        chosen, takes = self.options, METHODS[self.options.method].takes
+        if "bits" not in takes:
+            return rows
+        top_k = top_k if "top_k" in takes else (chosen.top_k,)
         every = [(b, g, k) for b in bits for g in group_sizes for k in top_k]
         own = (chosen.bits, chosen.group_size, chosen.top_k)
         for b, g, k in dict.fromkeys([own, *every]):

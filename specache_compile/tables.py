@@ -63,7 +63,7 @@ def section(title: str, rows: Sequence[Any], headers: Sequence[str], **settings:
 def text(e: Explanation) -> str:
     lanes = f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
     parts = [
-        f"specache: {len(e.sites)} attentions rewritten, {len(e.left_alone)} left exact, {lanes} in decode; "
+        f"{e.options.method}: {len(e.sites)} attentions rewritten, {len(e.left_alone)} left exact, {lanes} in decode; "
         f"{e.prompt_length:,} tokens x batch {e.batch_size}\n"
         f"{e.name[:60]}: every figure below is {COMPUTED}."
     ]
@@ -78,7 +78,7 @@ def text(e: Explanation) -> str:
         parts.append(memory_table(e))
     if "decode" in e.graphs:
         parts += [traffic_table(e), step_text(e), compare_table(e)]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def sites_table(e: Explanation) -> str:
@@ -191,6 +191,8 @@ def compare_table(e: Explanation) -> str:
         (f"{a.bits}", f"{a.group_size}", f"{a.top_k}", size(a.device_bytes), f"{a.kv_ratio:.3f}", size(a.fetched_bytes),
          duration(a.step), f"{a.speedup:.2f}x", f"{a.largest_batch:,}") for a in e.compare()
     ]  # fmt: skip
+    if not rows:
+        return ""
     headers = ("bits", "g", "k", "device KV", "ratio", "fetched/step", "step", "speed", "largest batch")
     return section(f"With other options ({COMPUTED}; the first row is as asked)", rows, headers, right=9)
 

@@ -1,7 +1,6 @@
 """A method and its options as one word on the command line: `specache:bits=1,top_k=64`, `kivi:bits=2`, `full`.
 
-`full` is the uncompiled model. Every other name is looked up where it can be: among the backend's methods, or, where
-the backend has no option of that name, among the few option sets that are methods by themselves.
+`full` is the uncompiled model, which every method is measured against; the other names are the backend's methods.
 """
 
 from __future__ import annotations
@@ -9,17 +8,16 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from specache_compile.errors import OptionError
-from specache_compile.options import Options, parse_options
+from specache_compile.options import parse_options
 from specache_compile.records import forget
 
 FULL = "full"
-BY_OPTIONS: dict[str, dict[str, Any]] = {"specache": {}, "kivi": {"top_k": 0, "speculate": False}}
 WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -37,11 +35,7 @@ class Setting:
     def options(self) -> dict[str, Any] | None:
         if self.name == FULL:
             return None
-        if any(option.name == "method" for option in fields(Options)):
-            return {"method": self.name, **dict(self.given)}
-        if self.name not in BY_OPTIONS:
-            raise OptionError(f"unknown method {self.name!r}: known are {', '.join((FULL, *BY_OPTIONS))}")
-        return {**BY_OPTIONS[self.name], **dict(self.given)}
+        return {"method": self.name, **dict(self.given)}
 
 
 def parse_setting(text: str) -> Setting:
