@@ -14,10 +14,16 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
+from specache_compile.kernels.policies import POLICIES
+from specache_compile.kernels.policies.history import History
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
-from specache_compile.methods import METHODS
-from specache_compile.options import parse_options
+from specache_compile.methods import METHODS, Method
+from specache_compile.methods.eviction import eviction
+from specache_compile.methods.method import Shapes
+from specache_compile.options import Options, parse_options
+from specache_compile.passes.recipe import Recipe
 from specache_compile.schedule import check_order
+from specache_compile.tiers import LayerShape
 
 EVICTION = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
 # Settings in which a method loses nothing.
@@ -225,6 +231,41 @@ def test_the_offloaded_cache_holds_nothing_on_the_device(llama: LlamaForCausalLM
     greedy(twin, prompt(80), 3)
     assert sc.stats(twin).device_bytes == 0
     assert sc.stats(twin).host_bytes > 0
+
+
+# Adding one
+
+
+def test_a_new_policy_is_a_function_and_a_line(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CONTRIBUTING.md tells it: keep the even tokens."""
+
+    def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
+        return (history.token % 2 == 0).float()
+
+    monkeypatch.setitem(POLICIES, "even", importance)
+    monkeypatch.setitem(METHODS, "even", eviction("even"))
+    cache = step(under(llama, "even", budget=20), prompt(60)).past_key_values
+    for layer in state_of(cache):
+        assert layer["kept_token"].tolist() == [[list(range(20, 60, 2))] * 2]
+
+
+def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offloading all layers but the first: two methods that are there already, site by site."""
+
+    def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
+        return METHODS["offload" if layer.number else "full"].shapes(options, layer, batch, capacity)
+
+    def recipe(options: Options, site: int) -> Recipe:
+        return METHODS["offload" if site else "full"].recipe(options, site)
+
+    mixed = Method("mixed", "the first layer on the device", (), shapes, recipe, METHODS["full"].defaults)
+    monkeypatch.setitem(METHODS, "mixed", mixed)
+    twin, ids = under(llama, "mixed"), prompt(100)
+    assert torch.equal(greedy(twin, ids, 10), greedy(llama, ids, 10))
+    tiers = sc.stats(twin).bytes_by_tier
+    assert tiers["host"] == tiers["cache"] > 0
 
 
 # Options
