@@ -77,3 +77,14 @@ def test_without_a_gpu_only_the_smoke_run_is_offered(script: str) -> None:
     done = run(script)
     assert done.returncode == 2
     assert "no CUDA device: only --smoke runs here" in done.stderr
+
+
+def test_a_day_with_a_gpu_is_one_command_whose_steps_do_not_stop_each_other(tmp_path: Path) -> None:
+    done = run("gpu.py", "--smoke", "--only", "kernels", "prefill", "--limit", "1", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "failed: kernels, prefill" in done.stdout
+    steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    assert [step["step"] for step in steps] == ["kernels", "prefill"]
+    assert "killed after 1 s" in (tmp_path / "prefill.log").read_text()
+    assert run("gpu.py", "--smoke", "--only", "prefill", "--out", str(tmp_path)).returncode == 0
+    assert json.loads((tmp_path / "gpu_prefill.json").read_text())["rows"]
