@@ -110,8 +110,13 @@ class Options:
         return self.budget if isinstance(self.budget, int) else math.ceil(self.budget * tokens)
 
     def for_prompt(self, tokens: int) -> Options:
-        """These options with a budget that is a rate fixed to pairs: a cache keeps the budget that it started with."""
-        return self if isinstance(self.budget, int) else replace(self, budget=self.budget_in_tokens(tokens))
+        """These options with a budget that is a rate fixed to pairs: a cache keeps the budget that it started with.
+
+        A method without a budget has the same options, and so the same graphs, for every prompt.
+        """
+        if isinstance(self.budget, int) or "budget" not in METHODS[self.method].takes:
+            return self
+        return replace(self, budget=self.budget_in_tokens(tokens))
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""

@@ -136,6 +136,23 @@ def test_a_rate_is_of_the_prompt_and_stays(llama: LlamaForCausalLM, rate: float)
     assert all(layer["kept"].shape[2] == math.ceil(rate * 100) for layer in state_of(cache))
 
 
+@every_method
+def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM, method: str) -> None:
+    """Once Dynamo has made lengths dynamic, which takes it two prompts."""
+    twin, compiles = under(llama, method, **({"budget": 24} if method in EVICTION else {})), []
+    for length in (100, 104, 108, 112):
+        cache = step(twin, prompt(length)).past_key_values
+        step(twin, prompt(1), cache)
+        compiles.append(sc.stats(twin).compiles)
+    assert compiles[1] == compiles[2] == compiles[3]
+
+
+def test_under_a_rate_the_first_step_runs_the_graph_that_was_compiled_ahead(llama: LlamaForCausalLM) -> None:
+    twin = under(llama, "h2o", budget=0.25)
+    step(twin, prompt(1), step(twin, prompt(100)).past_key_values)
+    assert sc.stats(twin).compiles == 2
+
+
 def test_an_eviction_budget_bounds_the_device_and_the_host_holds_nothing(llama: LlamaForCausalLM) -> None:
     twin, sizes = under(llama, "roco", budget=32), []
     for length in (100, 3000):
