@@ -16,7 +16,7 @@ from specache_compile.lowering.cuda_graphs import CapturedSteps
 from specache_compile.passes.context import Input
 
 from .break_even import min_context
-from .errors import copy_failed, evicted, no_host_memory, stale_cache
+from .errors import copy_failed, evicted, evicted_half_way, no_host_memory, stale_cache
 from .held import Crop, Edit, Handle, HeldTensor
 from .options import Options
 from .records import Statistics
@@ -53,6 +53,8 @@ class Session:
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
         self.primed = False
+        # A step has raised half way that had evicted pairs already.
+        self.broken = False
         self.capacity = 0
         self.reserved = 0
         self.state: list[LayerState] = []
@@ -165,6 +167,8 @@ class Session:
         """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
         if self.queue.error is not None:
             raise copy_failed(self.queue.error) from self.queue.error
+        if self.broken:
+            raise evicted_half_way(self.options.method)
         if self.view is not None and self.view == (version, edits):
             return
         if version != self.version:
@@ -245,7 +249,9 @@ class Session:
         return keys.to(device, copy=True), values.to(device, copy=True)
 
     def abandon_step(self) -> None:
-        """After a step that raised: wait out its copies and empty the slots, so that it can be taken again."""
+        """After a step that raised: wait out its copies and empty the slots, so that it can be taken again. Under
+        eviction it cannot: some layers have dropped pairs for it, and counted its attention."""
+        self.broken = bool(self.fields("kept"))
         self.queue.settle()
         copy_stream.release_staging()
         for slot_index in self.fields("slot_index"):

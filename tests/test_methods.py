@@ -14,6 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
+from specache_compile.kernels import evict
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
 from specache_compile.methods import METHODS
 from specache_compile.options import parse_options
@@ -184,6 +185,30 @@ def test_beams_and_copies_take_their_kept_pairs_along(llama: LlamaForCausalLM) -
         assert torch.equal(layer["kept_token"][0], layer["kept_token"][1])
         assert len(set(old[1, 0].tolist()) & set(layer["kept_token"][0, 0].tolist())) >= 23
     assert all(torch.equal(a, b["kept_token"]) for a, b in zip(rows, state_of(other), strict=True))
+
+
+def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, calls = under(llama, "h2o", budget=24), []
+    cache = step(twin, prompt(80)).past_key_values
+    step(twin, prompt(1), cache)
+    before = copy.deepcopy(cache)
+
+    def interrupted_at_the_second_layer(*given: Tensor) -> Tensor:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return received(*given)
+
+    received = evict.received
+    with monkeypatch.context() as patch:
+        patch.setattr(evict, "received", interrupted_at_the_second_layer)
+        with pytest.raises(KeyboardInterrupt):
+            step(twin, prompt(1), cache)
+    with pytest.raises(sc.SpecacheError, match=r"method 'h2o' had begun to evict .* Generate again with a new cache"):
+        step(twin, prompt(1), cache)
+    assert step(twin, prompt(1), before).past_key_values.get_seq_length() == 82
 
 
 def test_what_was_evicted_cannot_be_given_back(llama: LlamaForCausalLM) -> None:
