@@ -145,7 +145,8 @@ class Session:
         self.length += tokens
         self.version += 1
         self.view = None
-        self.statistics.bytes_to_host += full_cache_bytes(self.layers, self.batch, tokens)
+        offloaded = [layer for layer, state in zip(self.layers, self.state, strict=True) if "host" in state]
+        self.statistics.bytes_to_host += full_cache_bytes(offloaded, self.batch, tokens)
         self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.batch, self.length)
         if self.cursor.is_cuda and tokens > copy_stream.WRITE_THROUGH:
             copy_stream.release_staging()

@@ -314,6 +314,29 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     assert "KV memory" in str(explained)
 
 
+@every_method
+def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
+    """By the statistics of a run, and by explain's traffic of a step."""
+    twin = under(llama, method, **LOSSY[method])
+    step(twin, prompt(1), step(twin, prompt(100)).past_key_values)
+    e = sc.explain(llama, 300, 1, {"method": method, **LOSSY[method]})
+    layers = {"full": 0, **dict.fromkeys(EVICTION, 0), "kcache": 1}.get(method, 2)
+    token = 2 * 2 * 16 * 4
+    assert sc.stats(twin).bytes_to_host == layers * 101 * token
+    assert e.step_cost().to_host == layers * token
+
+
+@pytest.mark.parametrize(("method", "rows"), [("specache", 13), ("kivi", 4), ("full", 1), ("kcache", 1), ("h2o", 1)])
+def test_explain_varies_only_the_options_that_the_method_takes(
+    llama: LlamaForCausalLM, method: str, rows: int, tmp_path: Path
+) -> None:
+    e = sc.explain(llama, 300, 1, {"method": method, **({"top_k": 8} if method == "specache" else {})})
+    assert len(e.compare()) == rows
+    e.save(tmp_path / "report.html")
+    for text in (str(e), (tmp_path / "report.html").read_text()):
+        assert ("With other options" in text) == (rows > 1)
+
+
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_step_that_reads_lengths_on_the_host_is_not_captured(llama: LlamaForCausalLM, method: str) -> None:
     graph = sc.explain(llama, 300, 1, {"method": method}).graph("decode")
