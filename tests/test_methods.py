@@ -292,6 +292,11 @@ def test_a_bad_option_of_a_method_is_named(options: dict[str, Any], message: str
         parse_options(options)
 
 
+@pytest.mark.parametrize(("rate", "tokens", "pairs"), [(0.07, 100, 7), (0.55, 100, 55), (0.071, 100, 8), (1e-9, 5, 1)])
+def test_a_rate_rounds_up_but_not_by_a_rounding_error(rate: float, tokens: int, pairs: int) -> None:
+    assert parse_options({"method": "roco", "budget": rate}).for_prompt(tokens).budget == pairs
+
+
 @every_method
 def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
     defaults = vars(parse_options({"method": method}))
