@@ -48,8 +48,8 @@ def full_history(attention: Tensor, first: int) -> dict[int, History]:
     def before(token: int) -> History:
         last = token - 1
         numbers = torch.arange(token, dtype=torch.int32).expand(*attention.shape[:2], -1)
-        of = [table[:, :, last, :token] for table in (attention, total, squares, above)]
-        return History(numbers, *of, count[last, :token].expand_as(of[0]))
+        latest, sums, square_sums, times = (t[:, :, last, :token] for t in (attention, total, squares, above))
+        return History(numbers, latest, sums, square_sums, times, count[last, :token].expand_as(latest))
 
     return {token: before(token) for token in range(first, tokens)}
 
