@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from specache_compile.passes.pipeline import Trace
 
 from .devices import Device
 from .errors import SpecacheError
-from .methods import METHODS
 from .options import Options
 from .plan import StepTime, break_even, device_total, fits, largest_batch, step_time
 from .roofline import Cost, Workload, fetched_pairs, full_cache_step, launch_cost, step_costs, total
@@ -216,16 +214,11 @@ class Explanation:
     def compare(
         self, bits: Sequence[int] = (2, 1), group_sizes: Sequence[int] = (64, 32), top_k: Sequence[int] = (32, 64, 128)
     ) -> list[Alternative]:
-        """The same with other bits, group sizes and k, as far as the method takes them."""
+        """The same with other bits, group sizes and k."""
         rows = []
         chosen = self.options
-        takes = METHODS[chosen.method].takes
+        every = [(b, g, k) for b in bits for g in group_sizes for k in top_k]
         own = (chosen.bits, chosen.group_size, chosen.top_k)
-        varied = [
-            values if name in takes else (mine,)
-            for name, values, mine in zip(("bits", "group_size", "top_k"), (bits, group_sizes, top_k), own, strict=True)
-        ]
-        every = itertools.product(*varied)
         for b, g, k in dict.fromkeys([own, *every]):
             options = replace(chosen, bits=b, group_size=g, top_k=k)
             other = replace(self, options=options)

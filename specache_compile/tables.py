@@ -11,7 +11,6 @@ from tabulate import tabulate
 from specache_compile.passes.context import PassReport
 
 from .explanation import Explanation, NodeCost
-from .methods import METHODS
 from .roofline import Cost, total
 
 COMPUTED = "computed, not measured"
@@ -78,9 +77,7 @@ def text(e: Explanation) -> str:
     if e.sites:
         parts.append(memory_table(e))
     if "decode" in e.graphs:
-        parts += [traffic_table(e), step_text(e)]
-        if "bits" in METHODS[e.options.method].takes:
-            parts.append(compare_table(e))
+        parts += [traffic_table(e), step_text(e), compare_table(e)]
     return "\n\n".join(parts)
 
 

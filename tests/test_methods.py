@@ -331,17 +331,6 @@ def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCau
     assert e.step_cost().to_host == layers * token
 
 
-@pytest.mark.parametrize(("method", "rows"), [("specache", 13), ("kivi", 4), ("full", 1), ("kcache", 1), ("h2o", 1)])
-def test_explain_varies_only_the_options_that_the_method_takes(
-    llama: LlamaForCausalLM, method: str, rows: int, tmp_path: Path
-) -> None:
-    e = sc.explain(llama, 300, 1, {"method": method, **({"top_k": 8} if method == "specache" else {})})
-    assert len(e.compare()) == rows
-    e.save(tmp_path / "report.html")
-    for text in (str(e), (tmp_path / "report.html").read_text()):
-        assert ("With other options" in text) == (rows > 1)
-
-
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_step_that_reads_lengths_on_the_host_is_not_captured(llama: LlamaForCausalLM, method: str) -> None:
     graph = sc.explain(llama, 300, 1, {"method": method}).graph("decode")
