@@ -165,7 +165,8 @@ class CapturedGraph:
         k = value_of(self.sites[0].k)
         batch, tokens = self.symbols.hint(k.shape[0]), self.symbols.hint(k.shape[2])
         past = self.symbols.hint(self.fakes[self.held[0]].shape[2]) if self.held else 0
-        session = Session(self.options, self.layer_shapes(), batch)
+        # A budget that is a rate was fixed by the prompt, which the past is in the first step after it.
+        session = Session(self.options.for_prompt(past or tokens), self.layer_shapes(), batch)
         session.start_for(past + tokens)
         session.capacity_for(past + tokens)
         for phase in self.phases(session.options):

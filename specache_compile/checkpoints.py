@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from .errors import SpecacheError
 
 
 def checked(model: str) -> str:
@@ -11,6 +14,14 @@ def checked(model: str) -> str:
     if looks_local and not Path(model).expanduser().exists():
         raise OSError(f"no checkpoint at {model}: give a folder with config.json, a config.json, or a hub name")
     return model
+
+
+def placed(model: Any, device: str) -> Any:
+    """The model on a device, for inference, or a SpecacheError that names a device which it cannot be on."""
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:  # no such name; or a kind that this torch was built without
+        raise SpecacheError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
 def is_byte_level(model: str) -> bool:

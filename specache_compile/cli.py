@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .checkpoints import checked, is_byte_level
+from .checkpoints import checked, is_byte_level, placed
 from .devices import find_device
 from .diagnostics.command import add_diagnose, run_diagnose
 from .errors import OptionError, SpecacheError
@@ -133,7 +133,7 @@ def run_generate(args: argparse.Namespace) -> None:
     text = args.prompt if args.prompt is not None else args.prompt_file.read_text()
     checked(args.model)
     tokenizer: Any = ByteTokenizer() if is_byte_level(args.model) else AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
+    model = placed(AutoModelForCausalLM.from_pretrained(args.model, dtype="auto"), args.device)
     model.compile(backend="specache", options=options_of(args))
     inputs = tokenizer(text, return_tensors="pt").to(args.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True)

@@ -69,6 +69,14 @@ def evicted(method: str) -> SpecacheError:
     )
 
 
+def evicted_half_way(method: str) -> SpecacheError:
+    return SpecacheError(
+        f"a step of this cache was interrupted or failed, and method {method!r} had begun to evict for it: what is "
+        "kept is no longer what its policy would keep. Generate again with a new cache, or copy.deepcopy it before "
+        "a step that may fail."
+    )
+
+
 def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None) -> SpecacheError:
     limit = "half of what is free" if asked is None else "option host_memory"
     return SpecacheError(

@@ -107,11 +107,18 @@ class Options:
 
     def budget_in_tokens(self, tokens: int) -> int:
         """Pairs that each KV head keeps of a prompt of `tokens`; a rate rounds up."""
-        return self.budget if isinstance(self.budget, int) else math.ceil(self.budget * tokens)
+        if isinstance(self.budget, int):
+            return self.budget
+        return max(1, math.ceil(round(self.budget * tokens, 6)))  # 0.07 of 100 is 7.000000000000001 by itself
 
     def for_prompt(self, tokens: int) -> Options:
-        """These options with a budget that is a rate fixed to pairs: a cache keeps the budget that it started with."""
-        return self if isinstance(self.budget, int) else replace(self, budget=self.budget_in_tokens(tokens))
+        """These options with a budget that is a rate fixed to pairs: a cache keeps the budget that it started with.
+
+        A method without a budget has the same options, and so the same graphs, for every prompt.
+        """
+        if isinstance(self.budget, int) or "budget" not in METHODS[self.method].takes:
+            return self
+        return replace(self, budget=self.budget_in_tokens(tokens))
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""

@@ -143,6 +143,11 @@ def layer_of_tier_op(node: Node) -> int:
 STATE_NAME = rf"({'|'.join(FIELDS)})_(\d+)"
 
 
+def uses_host(node: Node) -> bool:
+    """Whether the pairs that a tier op reads or writes are on the host: a full cache's are on the device."""
+    return any(state.name.startswith("host_") for state in node.all_input_nodes)
+
+
 @dataclass(frozen=True)
 class Pair:
     """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), low in the low-bit tier."""
@@ -181,8 +186,7 @@ def extend_attention_cost(node: Node, load: Workload, number: int) -> Cost:
     layer, q = load.layers[number], value_of(node.args[0])  # type: ignore[arg-type]
     past = load.batch * layer.heads * load.length * pair_bytes(load.options, layer).exact
     seen = load.length + size_of(q.shape[2]) / 2
-    from_host = any(state.name.startswith("host_") for state in node.all_input_nodes)
-    return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if from_host else 0)
+    return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if uses_host(node) else 0)
 
 
 def kcache_attention_cost(node: Node, load: Workload, number: int) -> Cost:
@@ -217,7 +221,7 @@ def offload_cost(node: Node, load: Workload, number: int) -> Cost:
     layer = load.layers[number]
     tokens = size_of(value_of(node.args[0]).shape[2])  # type: ignore[arg-type]
     moved = load.batch * layer.heads * tokens * pair_bytes(load.options, layer).exact
-    return Cost(hbm=moved, to_host=moved)
+    return Cost(hbm=moved, to_host=moved) if uses_host(node) else Cost(hbm=2 * moved)
 
 
 def select_cost(node: Node, load: Workload, number: int) -> Cost:

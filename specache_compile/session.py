@@ -16,7 +16,7 @@ from specache_compile.lowering.cuda_graphs import CapturedSteps
 from specache_compile.passes.context import Input
 
 from .break_even import min_context
-from .errors import copy_failed, evicted, no_host_memory, stale_cache
+from .errors import copy_failed, evicted, evicted_half_way, no_host_memory, stale_cache
 from .held import Crop, Edit, Handle, HeldTensor
 from .options import Options
 from .records import Statistics
@@ -53,6 +53,8 @@ class Session:
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
         self.primed = False
+        # A step has raised half way that had evicted pairs already.
+        self.broken = False
         self.capacity = 0
         self.reserved = 0
         self.state: list[LayerState] = []
@@ -143,7 +145,8 @@ class Session:
         self.length += tokens
         self.version += 1
         self.view = None
-        self.statistics.bytes_to_host += full_cache_bytes(self.layers, self.batch, tokens)
+        offloaded = [layer for layer, state in zip(self.layers, self.state, strict=True) if "host" in state]
+        self.statistics.bytes_to_host += full_cache_bytes(offloaded, self.batch, tokens)
         self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.batch, self.length)
         if self.cursor.is_cuda and tokens > copy_stream.WRITE_THROUGH:
             copy_stream.release_staging()
@@ -165,6 +168,8 @@ class Session:
         """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
         if self.queue.error is not None:
             raise copy_failed(self.queue.error) from self.queue.error
+        if self.broken:
+            raise evicted_half_way(self.options.method)
         if self.view is not None and self.view == (version, edits):
             return
         if version != self.version:
@@ -245,7 +250,9 @@ class Session:
         return keys.to(device, copy=True), values.to(device, copy=True)
 
     def abandon_step(self) -> None:
-        """After a step that raised: wait out its copies and empty the slots, so that it can be taken again."""
+        """After a step that raised: wait out its copies and empty the slots, so that it can be taken again. Under
+        eviction it cannot: some layers have dropped pairs for it, and counted its attention."""
+        self.broken = bool(self.fields("kept"))
         self.queue.settle()
         copy_stream.release_staging()
         for slot_index in self.fields("slot_index"):

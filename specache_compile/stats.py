@@ -25,6 +25,8 @@ class HitRate:
 class Stats:
     """The newest cache of a model: steps by phase, copies, waiting, memory. Bytes are bytes, times are seconds.
 
+    bytes_to_device are those of the pairs that were prefetched; what an extend and the methods `offload` and `kcache`
+    read of the host tier within a step is not counted.
     kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
     `seconds` were spent finding and binding the session. `compiles` counts all graphs of the model so far.
     hit_rate is None unless the option hit_rate was set.

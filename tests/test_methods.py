@@ -14,6 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
+from specache_compile.kernels import evict
 from specache_compile.kernels.policies import POLICIES
 from specache_compile.kernels.policies.history import History
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
@@ -142,6 +143,23 @@ def test_a_rate_is_of_the_prompt_and_stays(llama: LlamaForCausalLM, rate: float)
     assert all(layer["kept"].shape[2] == math.ceil(rate * 100) for layer in state_of(cache))
 
 
+@every_method
+def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM, method: str) -> None:
+    """Once Dynamo has made lengths dynamic, which takes it two prompts."""
+    twin, compiles = under(llama, method, **({"budget": 24} if method in EVICTION else {})), []
+    for length in (100, 104, 108, 112):
+        cache = step(twin, prompt(length)).past_key_values
+        step(twin, prompt(1), cache)
+        compiles.append(sc.stats(twin).compiles)
+    assert compiles[1] == compiles[2] == compiles[3]
+
+
+def test_under_a_rate_the_first_step_runs_the_graph_that_was_compiled_ahead(llama: LlamaForCausalLM) -> None:
+    twin = under(llama, "h2o", budget=0.25)
+    step(twin, prompt(1), step(twin, prompt(100)).past_key_values)
+    assert sc.stats(twin).compiles == 2
+
+
 def test_an_eviction_budget_bounds_the_device_and_the_host_holds_nothing(llama: LlamaForCausalLM) -> None:
     twin, sizes = under(llama, "roco", budget=32), []
     for length in (100, 3000):
@@ -173,6 +191,30 @@ def test_beams_and_copies_take_their_kept_pairs_along(llama: LlamaForCausalLM) -
         assert torch.equal(layer["kept_token"][0], layer["kept_token"][1])
         assert len(set(old[1, 0].tolist()) & set(layer["kept_token"][0, 0].tolist())) >= 23
     assert all(torch.equal(a, b["kept_token"]) for a, b in zip(rows, state_of(other), strict=True))
+
+
+def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, calls = under(llama, "h2o", budget=24), []
+    cache = step(twin, prompt(80)).past_key_values
+    step(twin, prompt(1), cache)
+    before = copy.deepcopy(cache)
+
+    def interrupted_at_the_second_layer(*given: Tensor) -> Tensor:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return received(*given)
+
+    received = evict.received
+    with monkeypatch.context() as patch:
+        patch.setattr(evict, "received", interrupted_at_the_second_layer)
+        with pytest.raises(KeyboardInterrupt):
+            step(twin, prompt(1), cache)
+    with pytest.raises(sc.SpecacheError, match=r"method 'h2o' had begun to evict .* Generate again with a new cache"):
+        step(twin, prompt(1), cache)
+    assert step(twin, prompt(1), before).past_key_values.get_seq_length() == 82
 
 
 def test_what_was_evicted_cannot_be_given_back(llama: LlamaForCausalLM) -> None:
@@ -291,6 +333,11 @@ def test_a_bad_option_of_a_method_is_named(options: dict[str, Any], message: str
         parse_options(options)
 
 
+@pytest.mark.parametrize(("rate", "tokens", "pairs"), [(0.07, 100, 7), (0.55, 100, 55), (0.071, 100, 8), (1e-9, 5, 1)])
+def test_a_rate_rounds_up_but_not_by_a_rounding_error(rate: float, tokens: int, pairs: int) -> None:
+    assert parse_options({"method": "roco", "budget": rate}).for_prompt(tokens).budget == pairs
+
+
 @every_method
 def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
     defaults = vars(parse_options({"method": method}))
@@ -312,6 +359,18 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     assert check_order(explained.schedule().dag) == []
     assert str(explained).startswith(f"{method}: 2 attentions rewritten")
     assert ("With other options" in str(explained)) == (method in ("kivi", "specache"))
+
+
+@every_method
+def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
+    """By the statistics of a run, and by explain's traffic of a step."""
+    twin = under(llama, method, **LOSSY[method])
+    step(twin, prompt(1), step(twin, prompt(100)).past_key_values)
+    e = sc.explain(llama, 300, 1, {"method": method, **LOSSY[method]})
+    layers = {"full": 0, **dict.fromkeys(EVICTION, 0), "kcache": 1}.get(method, 2)
+    token = 2 * 2 * 16 * 4
+    assert sc.stats(twin).bytes_to_host == layers * 101 * token
+    assert e.step_cost().to_host == layers * token
 
 
 @pytest.mark.parametrize("method", RECIPES)

@@ -79,7 +79,7 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
         found = list(measure(names, run, key, line, args, bar))
     for name, points in found:
         print(f"\n{name}: {DIAGNOSTICS[name].what}\n{table(points)}")
-    print(f"written: {', '.join(str(args.out / name) for name in names)} (.json, .csv, .png)", file=sys.stderr)
+    print(f"written: {', '.join(str(args.out / name) for name in names)} (.json, .csv)", file=sys.stderr)
 
 
 def measure(
@@ -92,9 +92,10 @@ def measure(
         points = read(path, key)
         if points is None:
             points = diagnostic.points(run)
+            path.with_suffix(".png").unlink(missing_ok=True)
             write(path, diagnostic.what, key, points, line)
-            if not args.no_plots:
-                picture(path, name, points, line)
+        if not args.no_plots and not path.with_suffix(".png").exists():
+            picture(path, name, points, line)
         yield name, points
 
 

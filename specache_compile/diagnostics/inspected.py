@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.settings import Setting, running
 from specache_compile.held import HeldTensor
 from specache_compile.session import Session
@@ -51,7 +52,8 @@ class Inspected:
     @property
     def grouped_attention(self) -> Iterator[Tensor]:
         """Its average over each KV head's query group, layer by layer: [windows, H, n, n]."""
-        heads = self.model.config.get_text_config().num_key_value_heads
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return (layer.unflatten(1, (heads, -1)).mean(2) for layer in self.attention)
 
     @torch.inference_mode()
@@ -69,11 +71,15 @@ class Inspected:
 
 
 def session_of(cache: Any) -> Session:
-    """The session behind a held cache."""
-    keys = cache.layers[0].keys
-    assert isinstance(keys, HeldTensor)
-    assert keys.handle is not None
-    return keys.handle.session
+    """The session behind a held cache; SpecacheError where not every layer is in it."""
+    keys = [layer.keys for layer in cache.layers]
+    sessions = [k.handle.session for k in keys if isinstance(k, HeldTensor) and k.handle is not None]
+    if len(sessions) < len(keys):
+        raise SpecacheError(
+            f"{len(keys) - len(sessions)} of this model's {len(keys)} attentions stay as Hugging Face wrote them (the "
+            "warning says why): of such a model there are coverage and deviation only"
+        )
+    return sessions[0]
 
 
 @contextlib.contextmanager

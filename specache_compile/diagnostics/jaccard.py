@@ -20,23 +20,21 @@ CHOSEN = ("scissorhands", "h2o", "tova", "roco")
 
 def points(run: Inspected) -> list[Point]:
     """Averaged over windows, layers, KV heads and steps; budgets are shares of the whole context."""
-    return [Point(policy, rate, similarity(run, policy, rate), count_of(run)) for policy in CHOSEN for rate in RATES]
+    return [similarity(run, policy, rate) for policy in CHOSEN for rate in RATES]
 
 
-def count_of(run: Inspected) -> int:
-    return run.steps * sum(layer.shape[0] * layer.shape[1] for layer in run.grouped_attention)
-
-
-def similarity(run: Inspected, policy: str, rate: float) -> float:
+def similarity(run: Inspected, policy: str, rate: float) -> Point:
+    """Over the steps before which a pair has gone; 1 where none ever goes."""
     budget = max(1, round(rate * run.length))
     histories = [full_history(layer, run.prefill) for layer in run.grouped_attention]
     found = [
         jaccard(session.state[number]["kept_token"].cpu(), chosen(policy, history[token], budget))
         for token, session in run.forced(policy, {"budget": budget})
-        if token >= budget
+        if token > budget
         for number, history in enumerate(histories)
     ]
-    return float(torch.stack(found).mean()) if found else 1.0
+    heads = histories[0][run.prefill].token.shape[:2].numel()
+    return Point(policy, rate, float(torch.stack(found).mean()) if found else 1.0, len(found) * heads)
 
 
 def full_history(attention: Tensor, first: int) -> dict[int, History]:
@@ -50,8 +48,8 @@ def full_history(attention: Tensor, first: int) -> dict[int, History]:
     def before(token: int) -> History:
         last = token - 1
         numbers = torch.arange(token, dtype=torch.int32).expand(*attention.shape[:2], -1)
-        of = [table[:, :, last, :token] for table in (attention, total, squares, above)]
-        return History(numbers, *of, count[last, :token].expand_as(of[0]))
+        latest, sums, square_sums, times = (t[:, :, last, :token] for t in (attention, total, squares, above))
+        return History(numbers, latest, sums, square_sums, times, count[last, :token].expand_as(latest))
 
     return {token: before(token) for token in range(first, tokens)}
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints import checked, is_byte_level
+from specache_compile.checkpoints import checked, is_byte_level, placed
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.stats import stats
@@ -143,7 +143,7 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
     checked(name)
     reader: Reader = ByteReader() if is_byte_level(name) else TokenizerReader(AutoTokenizer.from_pretrained(name))
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model.to(device).eval(), reader
+    return placed(model, device), reader
 
 
 def limit_of(model: Any) -> int:
