@@ -1,10 +1,8 @@
 """The quality tables: each is one `specache eval`, its results in benchmarks/results/quality/NAME with their command.
 
-    python benchmarks/quality.py                 every table; finished rows are kept, so it may be interrupted
-    python benchmarks/quality.py k zero_point    some of them
-    python benchmarks/quality.py --list          the commands only
-
-Methods that this backend does not know are left out, and named.
+python benchmarks/quality.py                 every table; finished rows are kept, so it may be interrupted
+python benchmarks/quality.py k zero_point    some of them
+python benchmarks/quality.py --list          the commands only
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specache_compile.cli import main as specache
-from specache_compile.errors import OptionError
-from specache_compile.evaluation.settings import parse_setting
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")
@@ -102,24 +98,11 @@ TABLES = {
 }  # fmt: skip
 
 
-def known(methods: tuple[str, ...]) -> list[str]:
-    """Those that the backend accepts; the others are named on stderr."""
-    kept = []
-    for method in methods:
-        try:
-            parse_setting(method)
-        except OptionError as error:
-            print(f"left out: {error}", file=sys.stderr)
-        else:
-            kept.append(method)
-    return kept
-
-
 def arguments(name: str) -> list[str]:
     """What stands after `specache`."""
     table = TABLES[name]
     return [
-        "eval", table.model, "--tasks", *table.tasks, "--methods", *known(table.methods), *table.more,
+        "eval", table.model, "--tasks", *table.tasks, "--methods", *table.methods, *table.more,
         "--out", str(RESULTS / name),
     ]  # fmt: skip
 

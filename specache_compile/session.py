@@ -79,13 +79,14 @@ class Session:
 
     @torch.inference_mode(False)
     def move_over(self, tokens: int) -> None:
-        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain; layer by layer."""
+        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain; layer by layer. Stopped half
+        way, it goes on from there with the next step."""
         if self.later is None or tokens < min_context(self.later, self.layers[0].device):
             return
         self.queue.drain()
-        self.options, self.later = self.later, None
         for number, layer in enumerate(self.layers):
-            self.state[number] = moved_over(self.state[number], self.options, layer, self.batch, self.length)
+            self.state[number] = moved_over(self.state[number], self.later, layer, self.batch, self.length)
+        self.options, self.later = self.later, None
         self.primed, self.guess = False, None
         self.note_memory()
 

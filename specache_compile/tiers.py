@@ -103,12 +103,16 @@ def moved_over(state: LayerState, options: Options, layer: LayerShape, batch: in
     """A layer's 16-bit state (`Options.in_16_bits`) with `length` tokens, as `options` have it.
 
     Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty.
+    A state that has moved already stays.
     """
     codes = state["codes"]
+    shapes = state_shapes(options, layer, batch, codes.shape[2])
+    if all(state[field].shape == shape for field, (shape, _) in shapes.items()):
+        return state
     kept = ("host", "recent", "fetched", "tally")
     new = {
         field: state[field] if field in kept else empty(field, shape, dtype, layer)
-        for field, (shape, dtype) in state_shapes(options, layer, batch, codes.shape[2]).items()
+        for field, (shape, dtype) in shapes.items()
     }
     low_bit = options.low_bit_length(length)
     for start in range(0, low_bit, MOVED):

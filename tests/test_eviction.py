@@ -83,7 +83,7 @@ class PlainHead:
             else math.sqrt(sum((a - mean[p.token]) ** 2 for a in p.received) / max(1, len(p.received)))
             for p in self.pairs
         }
-        protected = sorted(deviation, key=lambda t: (-deviation[t], t))[: self.budget // 2]
+        protected = sorted(deviation, key=lambda t: (-deviation[t], -t))[: self.budget // 2]
         return {token: math.inf if token in protected else mean[token] for token in mean}
 
 

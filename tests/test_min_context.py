@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
+from specache_compile import session
 from specache_compile.session import Session
 
 
@@ -57,6 +58,30 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
             low_bit = 288  # of 333 tokens at R 32, g 32
             end = {"key_params": low_bit // 32, "recent": 64, "host": 333}.get(name, low_bit)
             torch.testing.assert_close(one[name][:, :, :end], other[name][:, :, :end], atol=1e-5, rtol=1e-5)
+
+
+def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, ids = compile_copy(llama, min_context=110), prompt(120)
+    cache = step(twin, ids[:, :100]).past_key_values
+    moved, whole = [], session.moved_over
+
+    def interrupted(*arguments: Any) -> Any:
+        if len(moved) == 1:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        moved.append(1)
+        return whole(*arguments)
+
+    monkeypatch.setattr(session, "moved_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(twin, ids[:, 100:], cache)
+    again = step(twin, ids[:, 100:], cache)
+    assert session_of(cache).options.bits == LOSSLESS["bits"]
+    ours = [again.logits[:, -1:], step(twin, ids[:, :1], cache).logits]
+    full = step(llama, torch.cat([ids, ids[:, :1]], 1)).logits[:, -2:]
+    torch.testing.assert_close(torch.cat(ours, 1), full, atol=1e-3, rtol=1e-3)
 
 
 def test_a_prompt_that_is_long_enough_starts_where_the_options_say(llama: LlamaForCausalLM) -> None:

@@ -17,6 +17,6 @@ def importance(history: History, budget: int, random: torch.Generator) -> Tensor
     """Acc / Count, protecting the r = b/2 pairs of largest sqrt(Acc²/Count - (Acc/Count)²)."""
     count = min(budget // 2, history.token.shape[-1])
     deviation = history.deviation.masked_fill(newest(history, YOUNG), math.inf)
-    varied = deviation.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    varied = deviation.argsort(dim=-1, stable=True)[..., history.token.shape[-1] - count :]  # of equals, the newest
     protected = torch.zeros_like(history.token, dtype=torch.bool).scatter_(-1, varied, True)
     return protect(history.mean, protected)

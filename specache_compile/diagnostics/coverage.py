@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,4 +42,4 @@ def covered(attention: Tensor, first: int) -> Tensor:
 
 
 def keys_in(share: float, seen: int) -> int:
-    return max(1, -int(-share * seen // 1))
+    return max(1, math.ceil(share * seen))
