@@ -79,8 +79,10 @@ class Session:
 
     @torch.inference_mode(False)
     def move_over(self, tokens: int) -> None:
-        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain; layer by layer. Stopped half
-        way, it goes on from there with the next step."""
+        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain; layer by layer.
+
+        Stopped half way, it goes on from there with the next step.
+        """
         if self.later is None or tokens < min_context(self.later, self.layers[0].device):
             return
         self.queue.drain()

@@ -20,7 +20,8 @@ def shown(row: Row) -> str:
 
 
 def task_table(rows: Sequence[Row]) -> str:
-    """One task: a line a method, a column a cell, the mean where it means something, the device's KV share."""
+    """One task: a line a method, a column a cell, the mean where it means something, the device's KV share at the
+    longest context."""
     cells = list(dict.fromkeys(row.cell for row in rows))
     methods = list(dict.fromkeys(row.method for row in rows))
     at = {(row.method, row.cell): row for row in rows}
@@ -28,11 +29,12 @@ def task_table(rows: Sequence[Row]) -> str:
     for method in methods:
         mine = [at[method, cell] for cell in cells if (method, cell) in at]
         scores = [shown(at[method, cell]) if (method, cell) in at else "" for cell in cells]
-        ratios = [row.kv_ratio for row in mine if row.kv_ratio is not None]
+        longest = max(mine, key=lambda row: row.context)
         kl = [row.detail["kl"] for row in mine if "kl" in row.detail]
         lines.append(
             [
-                method, *scores, mean_of(mine) if len(cells) > 1 else None, f"{min(ratios):.3f}" if ratios else "",
+                method, *scores, mean_of(mine) if len(cells) > 1 else None,
+                "" if longest.kv_ratio is None else f"{longest.kv_ratio:.3f}",
                 f"{sum(kl) / len(kl):.4f}" if kl else None,
             ]
         )  # fmt: skip
