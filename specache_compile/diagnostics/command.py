@@ -78,7 +78,7 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
         run = Inspected(model, ids, args.steps, args.lowering, bar.update)
         found = list(measure(names, run, key, line, args, bar))
     for name, points in found:
-        print(f"\n{name}: {DIAGNOSTICS[name].what}\n{table(points)}")
+        print(f"\n{name}: {DIAGNOSTICS[name].what}\n{table(points, DIAGNOSTICS[name].x)}")
     print(f"written: {', '.join(str(args.out / name) for name in names)} (.json, .csv)", file=sys.stderr)
 
 
@@ -89,13 +89,13 @@ def measure(
     for name in names:
         bar.set_description(name)
         diagnostic, path = DIAGNOSTICS[name], args.out / f"{name}.json"
-        points = read(path, key)
-        if points is None:
-            points = diagnostic.points(run)
+        done = read(path, key)
+        points, source = done or (diagnostic.points(run), line)
+        if done is None:
             path.with_suffix(".png").unlink(missing_ok=True)
-            write(path, diagnostic.what, key, points, line)
+            write(path, diagnostic.what, key, points, source)
         if not args.no_plots and not path.with_suffix(".png").exists():
-            picture(path, name, points, line)
+            picture(path, name, points, source)
         yield name, points
 
 
@@ -123,7 +123,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise SpecacheError("--device cuda: torch sees no CUDA device")
 
 
-def table(points: Sequence[Point]) -> str:
+def table(points: Sequence[Point], x: str) -> str:
     """A line a curve, a column an x; of many x, some."""
     curves = list(dict.fromkeys(point.curve for point in points))
     every = sorted({point.x for point in points})
@@ -131,4 +131,4 @@ def table(points: Sequence[Point]) -> str:
     columns = every[::step]
     at = {(point.curve, point.x): point.y for point in points}
     rows = [[curve, *(at.get((curve, x)) for x in columns)] for curve in curves]
-    return tabulate(rows, headers=["", *(f"{x:g}" for x in columns)], floatfmt=".3f")
+    return tabulate(rows, headers=[x, *(f"{value:g}" for value in columns)], floatfmt=".3f")

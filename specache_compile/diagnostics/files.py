@@ -13,11 +13,11 @@ from . import Diagnostic
 from .point import Point
 
 
-def read(path: Path, key: str) -> list[Point] | None:
-    """The points that a finished run with the same key left; None where there is none."""
+def read(path: Path, key: str) -> tuple[list[Point], str] | None:
+    """The points that a finished run with the same key left, and its provenance; None where there is none."""
     try:
         found = json.loads(path.read_text())
-        return [Point(**point) for point in found["points"]] if found["key"] == key else None
+        return ([Point(**p) for p in found["points"]], found["provenance"]) if found["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -47,7 +47,10 @@ def draw(path: Path, diagnostic: Diagnostic, points: Sequence[Point], provenance
         marker = "." if len(mine) < 20 else None
         axis.plot([p.x for p in mine], [p.y for p in mine], marker=marker, label=curve)
     if diagnostic.log:
+        ticks = sorted({point.x for point in points})
         axis.set_xscale("log")
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
     axis.set_xlabel(diagnostic.x, fontsize=9)
     axis.set_ylabel(diagnostic.y, fontsize=9)
     axis.set_title(diagnostic.what, fontsize=9)
