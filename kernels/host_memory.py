@@ -11,6 +11,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from .cgroup import remaining_memory
+
 # Registered piece by piece: one call for many gigabytes holds the driver's lock for seconds.
 BLOCK = 1 << 30
 # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -79,4 +81,10 @@ def clear_error() -> None:
 
 def budget(held: int, asked: int | None) -> int:
     """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free."""
-    return (psutil.virtual_memory().available + held) // 2 if asked is None else asked
+    return (free_memory() + held) // 2 if asked is None else asked
+
+
+def free_memory() -> int:
+    """Bytes that may still be had: of the machine, and of the container that this process is in."""
+    free, left = int(psutil.virtual_memory().available), remaining_memory()
+    return free if left is None else min(free, left)
