@@ -22,20 +22,22 @@ MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "M
 
 
 class PinnedMap(mmap.mmap):
-    """Anonymous memory that is registered with CUDA until it is freed."""
+    """Anonymous memory that is registered with CUDA until it is freed; `device` reads and writes it."""
 
     blocks: tuple[tuple[int, int], ...] = ()
+    device: torch.device
 
     def __del__(self) -> None:
         if self.blocks and not sys.is_finalizing():
-            torch.cuda.synchronize()  # no kernel may still read it
-            unregister(self.blocks)
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize()  # no kernel may still read it
+                unregister(self.blocks)
 
 
-def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Zeros on the host. `pinned`: readable by the GPU; where that fails, ordinary memory and one warning."""
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the host, readable by `device`: pinned for a GPU; where that fails, ordinary memory and one warning."""
     size = math.prod(shape) * dtype.itemsize
-    if not pinned or size == 0:
+    if device.type != "cuda" or size == 0:
         return torch.zeros(shape, dtype=dtype)
     memory = PinnedMap(-1, size, **MAP_FLAGS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -43,7 +45,8 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tens
         # A child process would share the pages until a write: that write's copy would not be what the GPU has pinned.
         memory.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-    memory.blocks = register(tensor.data_ptr(), size)
+    memory.device = device
+    memory.blocks = register(tensor.data_ptr(), size, device)
     if not tensor.is_pinned():
         warnings.warn(
             f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops "
@@ -53,16 +56,20 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tens
     return tensor
 
 
-def register(address: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Pin the range block by block; all of it or, where the driver refuses a block, nothing."""
+def register(address: int, size: int, device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Pin the range block by block; all of it or, where the driver refuses a block, nothing.
+
+    Every device can read it then; CUDA starts up on the current one, so that must be `device`.
+    """
     blocks: list[tuple[int, int]] = []
-    for start in range(address, address + size, BLOCK):
-        length = min(BLOCK, address + size - start)
-        if int(torch.cuda.cudart().cudaHostRegister(start, length, REGISTER_FLAGS)) != 0:
-            unregister(tuple(blocks))
-            clear_error()
-            return ()
-        blocks.append((start, length))
+    with torch.cuda.device(device):
+        for start in range(address, address + size, BLOCK):
+            length = min(BLOCK, address + size - start)
+            if int(torch.cuda.cudart().cudaHostRegister(start, length, REGISTER_FLAGS)) != 0:
+                unregister(tuple(blocks))
+                clear_error()
+                return ()
+            blocks.append((start, length))
     return tuple(blocks)
 
 

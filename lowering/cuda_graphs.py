@@ -7,6 +7,7 @@ keep their addresses until the bucket grows, and every length is read on the dev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +58,18 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
     return None
 
 
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that steps of a device are captured on; torch's own is of whichever device came first."""
+    return torch.cuda.Stream(device)
+
+
 def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Callable[[], object], list[Any]]:
     """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes."""
     graph = torch.cuda.CUDAGraph()
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    capturing = torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local")
+    with torch.cuda.device(device), capturing:  # what it waits for and empties is the current device's
         try:
             outputs = list(step())
         finally:  # a capture that ends with a stream still forked off raises, in place of what went wrong

@@ -121,7 +121,7 @@ def moved_over(state: LayerState, options: Options, layer: LayerShape, batch: in
 def empty(field: str, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
     """An empty tensor where a field lives: zeros, or -1."""
     if field == "host":
-        return host_zeros(shape, dtype, pinned=layer.device.type == "cuda")
+        return host_zeros(shape, dtype, layer.device)
     if field in EMPTY_IS_MINUS_1:
         return torch.full(shape, -1, dtype=dtype, device=layer.device)
     return torch.zeros(shape, dtype=dtype, device=layer.device)

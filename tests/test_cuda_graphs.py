@@ -6,8 +6,8 @@ The capture itself is tested on a GPU (test_gpu.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -151,6 +151,8 @@ def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.Mon
     joined: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
     monkeypatch.setattr(copy_stream, "join_capture", joined.append)
 
     def failing() -> list[Tensor]:
@@ -159,6 +161,24 @@ def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.Mon
     with pytest.raises(torch.OutOfMemoryError, match="the cause"):
         record(failing, CPU)
     assert joined == [CPU]
+
+
+def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own capture stream is of the device that captured first, whichever the model is on."""
+    told: list[Any] = []
+
+    @contextmanager
+    def noted(*given: Any, **settings: Any) -> Iterator[None]:
+        told.append(settings.get("stream", given[0]))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", noted)
+    monkeypatch.setattr(torch.cuda, "device", noted)
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(copy_stream, "join_capture", lambda device: None)
+    record(list, torch.device("cuda:1"))
+    assert told == [torch.device("cuda:1"), "stream of cuda:1"]
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:

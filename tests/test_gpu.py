@@ -231,3 +231,14 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
         return out[-1]
 
     torch.testing.assert_close(attend(slice(None)), attend(slice(15, None)), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_model_on_a_device_that_is_not_current(llama: LlamaForCausalLM, mode: str | None) -> None:
+    model = llama.to("cuda:1")
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
+    ids = prompt(75, 2).to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(greedy_unmasked(twin, ids, 60), greedy_unmasked(model, ids, 60))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from specache_compile.kernels import cgroup
+from specache_compile.kernels import cgroup, host_memory
 
 MANY = 1 << 62
 
@@ -67,3 +71,44 @@ def test_what_version_1_writes_for_no_limit_is_more_than_any_machine_has(system:
     left = cgroup.remaining_memory()
     assert left is not None
     assert left > MANY
+
+
+# Pinning, with a stand-in for CUDA
+
+
+class Driver:
+    """Notes what it is asked for, and which device is current then."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.current: object = "no device"
+
+    def note(self, name: str) -> Callable[..., int]:
+        return lambda *given: self.calls.append((name, self.current)) or 0
+
+    @contextmanager
+    def device(self, wanted: object) -> Iterator[None]:
+        before, self.current = self.current, wanted
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    runtime = SimpleNamespace(
+        cudaHostRegister=driver.note("register"), cudaHostUnregister=driver.note("unregister")
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", driver.device)
+    monkeypatch.setattr(torch.cuda, "synchronize", driver.note("synchronize"))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    return driver
+
+
+def test_memory_is_registered_and_freed_with_its_device_current(driver: Driver) -> None:
+    device = torch.device("cuda:1")
+    tensor = host_memory.host_zeros((1000,), torch.float32, device)
+    assert driver.calls == [("register", device)]
+    del tensor
+    assert driver.calls[1:] == [("synchronize", device), ("unregister", device)]
