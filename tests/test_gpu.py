@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
-from specache_compile.kernels import copy_stream, triton_copy
+from specache_compile.kernels import copy_stream, host_memory, triton_copy
 from specache_compile.lowering import cuda_graphs
 from specache_compile.records import find_record
 from specache_compile.tiers import LayerShape, state_shapes
@@ -201,10 +201,28 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
 
     for _ in range(3):
         greedy_unmasked(twin, prompt(60).cuda(), 8)
-    before = allocated()
+    before, peak = allocated(), host_memory._pool.peak
     for _ in range(100):
         greedy_unmasked(twin, prompt(60).cuda(), 8)
     assert allocated() - before < 1 << 16
+    assert host_memory._pool.lent + host_memory._pool.idle_bytes() <= host_memory._pool.peak == peak
+    sc.release_host_memory()
+    assert host_memory._pool.idle_bytes() == 0
+
+
+def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> None:
+    """And what it holds of the older cache is never read."""
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    places = []
+    for seed in range(3):
+        ids = prompt(100, 2, seed).cuda()
+        assert torch.equal(greedy(twin, ids, 60), greedy(model, ids, 60))
+        gc.collect()
+        host_memory._pool.idle_bytes()  # takes in what has died
+        places.append(sorted(memory.blocks for memory in host_memory._pool.idle))
+    assert places[0] == places[1] == places[2] != []
 
 
 def test_indices_beyond_two_to_the_31_elements() -> None:
