@@ -24,6 +24,8 @@ MODES = ("reduce-overhead", "max-autotune")
 NO_TREES = {"triton.cudagraphs": False}
 # Arguments up to this size are copied in for each replay; larger ones, and parameters, must stay where they are.
 COPIED_BYTES = 1 << 20
+# Steps in a row that are captured anew for an input that has moved: a weight moves once, a caller's tensor every time.
+RECAPTURES = 2
 
 # Ops that no decode step of specache or KIVI has, and that are not written for a GPU alone.
 READS_THE_CURSOR = tuple(
@@ -53,9 +55,21 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
         if argument and value.device != context.cursor.device:
             return f"input {node.name} is on {value.device}, where a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
-        if node.users and any(isinstance(size, torch.SymInt) for size in sizes):
+        free = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+        if node.users and free and free <= batch_symbols(context):
+            return (
+                f"the batch size is symbolic (input {node.name}): Dynamo was told to make it so, or did after calls "
+                "with several sizes, which torch._dynamo.reset() makes it forget"
+            )
+        if node.users and free:
             return f"input {node.name} changes its size from step to step (a mask for left padding does)"
     return None
+
+
+def batch_symbols(context: Context) -> set[Any]:
+    """The symbols in the batch size of the new keys; none where it is a number."""
+    sizes = [value_of(site.k).shape[0] for site in context.sites]
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 
 @functools.cache
@@ -91,9 +105,9 @@ class CapturedStep:
     copied: dict[int, Tensor]
     addresses: dict[int, int]
 
-    def fits(self, inputs: Sequence[Any]) -> bool:
-        """Whether everything that is read where it lies still lies there."""
-        return all(inputs[i].data_ptr() == address for i, address in self.addresses.items())
+    def moved(self, inputs: Sequence[Any]) -> int | None:
+        """The position of an input that is read where it lies, and no longer lies there; None: all do."""
+        return next((i for i, address in self.addresses.items() if inputs[i].data_ptr() != address), None)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Outputs of a replay on these inputs, in memory of their own."""
@@ -131,15 +145,34 @@ class CapturedSteps:
 
     def __init__(self) -> None:
         self.steps: dict[Lowered, CapturedStep | None] = {}
+        # Captures in a row that one input's move has made worthless.
+        self.recaptures = 0
         self.replays = 0
 
-    def run(self, lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], device: torch.device) -> list[Any]:
-        """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then."""
+    def run(
+        self,
+        lowered: Lowered,
+        inputs: Sequence[Any],
+        stays: Sequence[bool],
+        device: torch.device,
+        give_up: Callable[[int], object],
+    ) -> list[Any]:
+        """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then.
+
+        An input that has moved in each of several steps will go on to: `give_up` is told its position, and must see to
+        it that no further step of `lowered` comes here.
+        """
         if lowered not in self.steps:
             self.steps[lowered] = None
             return list(lowered(*inputs))
         step = self.steps[lowered]
-        if step is None or not step.fits(inputs):
+        moved = step.moved(inputs) if step is not None else None
+        self.recaptures = 0 if moved is None else self.recaptures + 1
+        if moved is not None and self.recaptures > RECAPTURES:
+            del self.steps[lowered]
+            give_up(moved)
+            return list(lowered(*inputs))
+        if step is None or moved is not None:
             step = self.steps[lowered] = capture(lowered, inputs, stays, device)
         self.replays += 1
         return step(inputs)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import LlamaForCausalLM
 
-from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt
+from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels import copy_stream
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import CapturedSteps, capture, reason_not_to_capture, record
@@ -73,9 +76,83 @@ def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
     for value in (2.0, 3.0):
         weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
         for _ in range(3):
-            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU)[0]
+            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail)[0]
         assert out.tolist() == [value + float(state[0])] * 3
     assert (len(stand_in), steps.replays) == (2, 5)
+
+
+def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(stand_in: list[int]) -> None:
+    steps, state, told = CapturedSteps(), torch.zeros(1 << 19), []
+    weight = torch.nn.Parameter(torch.ones(1 << 19), requires_grad=False)
+    for number in range(5):
+        x = torch.full((1 << 19,), float(number))  # 2 MiB, each elsewhere: the one before is still there
+        told.append((x, []))
+        out = steps.run(step, [x, weight, state], [False, False, True], CPU, told[-1][1].append)[0]
+        assert out[0] == number + state[0]
+    assert [given_up for _, given_up in told] == [[], [], [], [], [0]]
+    assert len(stand_in) == 3
+    assert step not in steps.steps, "a graph that is not replayed again holds no memory"
+
+
+def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None:
+    steps, state, kept = CapturedSteps(), torch.zeros(1), []
+    for _ in range(6):
+        kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
+        for _ in range(2):
+            steps.run(step, [torch.ones(1), kept[-1], state], [False, False, True], CPU, pytest.fail)
+    assert len(stand_in) == 6
+
+
+def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_it(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 16)
+    llama = tiny_llama()
+    twin = compile_copy(llama, mode="reduce-overhead")
+    vectors, kept = llama.get_input_embeddings().weight.detach(), []
+
+    def run(model: LlamaForCausalLM) -> Tensor:
+        logits = []
+        with torch.no_grad():
+            cache = model(prompt(50), use_cache=True).past_key_values
+            for place in range(50, 60):
+                kept.append(vectors[place].clone().view(1, 1, -1))
+                given = {"inputs_embeds": kept[-1], "position_ids": torch.tensor([[place]])}
+                logits.append(model(**given, past_key_values=cache).logits)
+        return torch.cat(logits)
+
+    with pytest.warns(UserWarning, match="any more: input .*inputs_embeds.* lies elsewhere in every step") as warned:
+        generations = [run(twin), run(twin)]
+    assert len([w for w in warned if "any more" in str(w.message)]) == 1
+    assert len(stand_in) == 3, "one capture, two more, and none in the second generation"
+    torch.testing.assert_close(generations, [run(llama)] * 2, atol=1e-3, rtol=1e-3)
+
+
+def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Fakes of new keys [B, H, 1, d] and of a mask [B, 1, 1, n], with symbols for B and n."""
+    mode, dynamic = FakeTensorMode(shape_env=ShapeEnv()), DimDynamic.DYNAMIC
+    static = DimDynamic.STATIC
+    keys, mask = torch.empty(batch, 2, 1, 8), torch.empty(batch, 1, 1, length)
+    return (
+        mode.from_tensor(keys, symbolic_context=StatelessSymbolicContext([dynamic, static, static, static])),
+        mode.from_tensor(mask, symbolic_context=StatelessSymbolicContext([static, static, static, dynamic])),
+    )
+
+
+@pytest.mark.parametrize(("read", "reason"), [("keys", "the batch size is symbolic"), ("mask", "changes its size")])
+def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: str) -> None:
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in ("keys", "mask")}
+    graph.output((graph.call_function(torch.neg, (nodes[read],)),))
+    nodes["keys"].meta["val"], nodes["mask"].meta["val"] = symbolic(40, 3)
+    inputs = [Input("argument", argument=0), Input("argument", argument=1)]
+    settings = {"top_k": 4, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
+    context = Context("decode", **settings, cursor=torch.empty(4), inputs=inputs)
+    context.sites.append(SimpleNamespace(k=nodes["keys"]))
+    told = str(reason_not_to_capture(torch.fx.GraphModule({}, graph), context))
+    assert told.startswith(reason) or f"input {read} {reason}" in told
+    assert ("padding" in told) == (read == "mask")
 
 
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])

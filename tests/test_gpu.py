@@ -109,6 +109,19 @@ def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None
     assert torch.equal(greedy_unmasked(twin, ids, 50), greedy_unmasked(model, ids, 50))
 
 
+def test_a_step_is_run_as_it_is_once_a_large_argument_moves_every_time(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 4)  # each step's token is larger, and all are kept
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+    ids = prompt(100).cuda()
+    expected = greedy_unmasked(model, ids, 30)
+    with pytest.warns(UserWarning, match="lies elsewhere in every step"):
+        assert torch.equal(greedy_unmasked(twin, ids, 30), expected)
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode: str | None) -> None:
     twin = llama.cuda()
