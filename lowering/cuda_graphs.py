@@ -78,14 +78,20 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Callable[[], object], list[Any]]:
-    """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes."""
+def record(
+    step: Callable[[], Sequence[Any]], device: torch.device, late: Sequence[copy_stream.Fetch]
+) -> tuple[Callable[[], object], list[Any]]:
+    """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes.
+
+    Of its fetches, those in `late` are made at the start, for the step before.
+    """
     graph = torch.cuda.CUDAGraph()
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
     capturing = torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local")
     with torch.cuda.device(device), capturing:  # what it waits for and empties is the current device's
         try:
-            outputs = list(step())
+            with copy_stream.rotated(late, device):
+                outputs = list(step())
         finally:  # a capture that ends with a stream still forked off raises, in place of what went wrong
             copy_stream.join_capture(device)
 
@@ -117,9 +123,15 @@ class CapturedStep:
         return [output.clone() if isinstance(output, Tensor) else output for output in self.outputs]
 
 
-def capture(lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], device: torch.device) -> CapturedStep:
+def capture(
+    lowered: Lowered,
+    inputs: Sequence[Any],
+    stays: Sequence[bool],
+    device: torch.device,
+    late: Sequence[copy_stream.Fetch] = (),
+) -> CapturedStep:
     """Record `lowered` on these inputs. `stays[i]`: input i is state, and keeps its address. Of the others, small ones
-    are copied in for each replay."""
+    are copied in for each replay. `late`: as for `record`."""
     copied: dict[int, Tensor] = {}
     addresses: dict[int, int] = {}
     for i, (value, state) in enumerate(zip(inputs, stays, strict=True)):
@@ -130,7 +142,7 @@ def capture(lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], devi
         else:
             copied[i] = own_copy(value)
     own = [copied.get(i, value) for i, value in enumerate(inputs)]
-    replay, outputs = record(lambda: lowered(*own), device)
+    replay, outputs = record(lambda: lowered(*own), device, late)
     return CapturedStep(replay, outputs, copied, addresses)
 
 
@@ -148,6 +160,8 @@ class CapturedSteps:
         # Captures in a row that one input's move has made worthless.
         self.recaptures = 0
         self.replays = 0
+        # Whether the last replay has left its late fetches to the next one, of whichever graph.
+        self.owing = False
 
     def run(
         self,
@@ -156,13 +170,15 @@ class CapturedSteps:
         stays: Sequence[bool],
         device: torch.device,
         give_up: Callable[[int], object],
+        late: Callable[[], Sequence[copy_stream.Fetch]] = tuple,
     ) -> list[Any]:
         """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then.
 
         An input that has moved in each of several steps will go on to: `give_up` is told its position, and must see to
-        it that no further step of `lowered` comes here.
+        it that no further step of `lowered` comes here. `late()`: the fetches that a replay leaves to the next one.
         """
         if lowered not in self.steps:
+            self.pay(late)
             self.steps[lowered] = None
             return list(lowered(*inputs))
         step = self.steps[lowered]
@@ -170,12 +186,21 @@ class CapturedSteps:
         self.recaptures = 0 if moved is None else self.recaptures + 1
         if moved is not None and self.recaptures > RECAPTURES:
             del self.steps[lowered]
+            self.pay(late)
             give_up(moved)
             return list(lowered(*inputs))
         if step is None or moved is not None:
-            step = self.steps[lowered] = capture(lowered, inputs, stays, device)
+            step = self.steps[lowered] = capture(lowered, inputs, stays, device, late())
         self.replays += 1
+        self.owing = True
         return step(inputs)
+
+    def pay(self, late: Callable[[], Sequence[copy_stream.Fetch]]) -> None:
+        """Make the fetches that the last replay has left, before anything but another replay."""
+        if self.owing:
+            self.owing = False
+            for fetch in late():
+                torch.ops.specache.prefetch(*fetch)
 
     def clear(self) -> None:
         self.steps.clear()

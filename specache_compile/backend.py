@@ -297,8 +297,9 @@ class CapturedGraph:
         if context.capture and session.capturable:
             stays = [source.source in ("state", "cursor") for source in context.inputs]
             give_up = functools.partial(self.stop_capturing, context)
-            outputs = session.captured.run(lowered, inputs, stays, session.cursor.device, give_up)
+            outputs = session.captured.run(lowered, inputs, stays, session.cursor.device, give_up, session.late_fetches)
         else:
+            session.captured.pay(session.late_fetches)
             outputs = list(lowered(*inputs))
         seconds = time.perf_counter() - start
         session.guess = outputs.pop() if context.guesses else None
