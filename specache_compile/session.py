@@ -265,6 +265,7 @@ class Session:
         """After a step that raised: wait out its copies and empty the slots, so that it can be taken again."""
         self.queue.settle()
         copy_stream.release_staging()
+        self.captured.owing = False  # the step may have chosen tokens that, without it, are still in the window
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         self.primed, self.guess = False, None

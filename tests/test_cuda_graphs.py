@@ -300,6 +300,11 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
     assert pending() == [False, True]
     session.drain()
     assert pending() == [False, False]
+    for token in range(2):
+        twin(prompt(1, 1, token), past_key_values=cache, position_ids=torch.tensor([[206 + token]]))
+    session.abandon_step()
+    session.drain()
+    assert all((layer["slot_index"] == -1).all() for layer in session.state), "a step that failed is owed nothing"
 
 
 class Stream:
