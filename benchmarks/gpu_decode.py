@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines import BASELINES, COMPILED, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
 from measuring import limits, milliseconds, provenance
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.session import Session
@@ -47,7 +48,6 @@ MODELS = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
-FULL, OFFLOADED, STATIC = "HF DynamicCache", "HF DynamicCache, offloaded", "HF StaticCache, compiled"
 SPECACHE: dict[str, dict[str, Any]] = {
     "16 bits, k = 0": {"bits": 16, "top_k": 0, "speculate": False},
     "2-bit, k = 0": {"bits": 2, "top_k": 0, "speculate": False},
@@ -57,7 +57,7 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "specache 2-bit, one lane": {"bits": 2, "speculate": False},
     "specache 2-bit, synchronous fetch": {"bits": 2},
 }
-METHODS = [FULL, OFFLOADED, STATIC, *SPECACHE]
+METHODS = [*BASELINES, *SPECACHE]
 # Tokens that a forced context has room to grow by.
 STEPS = 80
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
@@ -92,15 +92,14 @@ def shapes_of(model: LlamaForCausalLM) -> list[LayerShape]:
 
 
 def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
-    """Bytes of one sequence's cache on the device and on the host."""
-    layers = shapes_of(model)
-    full = predicted_bytes(sc.Options(bits=16, top_k=0), layers, 1, case.context + STEPS)
-    if case.method == OFFLOADED:
-        return 2 * full["host"] // len(layers), full["host"]
-    if case.method not in SPECACHE:
-        return full["host"], 0
-    tiers = predicted_bytes(sc.Options(**SPECACHE[case.method]), layers, 1, case.context + STEPS)
-    return sum(size for tier, size in tiers.items() if tier != "host"), tiers["host"]
+    """Bytes of one sequence's cache on the device, with what a step puts beside it, and on the host."""
+    layers, tokens = shapes_of(model), case.context + STEPS
+    if case.method in SPECACHE:
+        tiers = predicted_bytes(sc.Options(**SPECACHE[case.method]), layers, 1, tokens)
+        return sum(size for tier, size in tiers.items() if tier != "host"), tiers["host"]
+    whole = round(bucket(tokens) * len(layers) * pair_bytes(case.method, layers[0]))
+    beside = bucket(tokens) * layers_at_once(case.method) * round(pair_bytes(FULL, layers[0]))
+    return (beside, whole) if case.method == OFFLOADED else (whole + beside, 0)
 
 
 def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
@@ -125,15 +124,15 @@ class Decoder:
             settings = {"mode": mode, "min_context": 0, "lowering": lowering, "host_memory": host}
             self.model.compile(backend="specache", options={**SPECACHE[case.method], **settings})
             self.cache = forced_session(self.model, self.token, case.context)
-        elif case.method == STATIC:
+            return
+        if case.method in COMPILED:
             self.model.compile(mode=mode, dynamic=False)
-            self.cache = forced_static(model, batch, case.context)
-        else:
-            self.cache = forced_dynamic(model, batch, case.context, case.method == OFFLOADED)
+        room = bucket(case.context + STEPS)
+        self.cache = forced_cache(case.method, model.config, shapes_of(model), batch, case.context, room)
 
     def step(self) -> None:
         place = torch.full((self.batch, 1), self.length, device=self.device)
-        if self.case.method == STATIC:
+        if self.case.method in COMPILED:
             torch.compiler.cudagraph_mark_step_begin()
         out = self.model(self.token, past_key_values=self.cache, position_ids=place, use_cache=True)
         self.token = out.logits[:, -1:].argmax(-1)
@@ -156,24 +155,6 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
     session.version += 1
     for number, layer in enumerate(cache.layers):
         layer.keys, layer.values = session.held(number), session.held(number)
-    return cache
-
-
-def forced_dynamic(model: LlamaForCausalLM, batch: int, context: int, offloading: bool) -> DynamicCache:
-    cache = DynamicCache(config=model.config, offloading=offloading)
-    for number, layer in enumerate(shapes_of(model)):
-        shape = (batch, layer.heads, context, layer.head_dim)
-        keys, values = (torch.randn(shape, dtype=layer.dtype, device=layer.device) for _ in range(2))
-        cache.update(keys, values, number)
-    return cache
-
-
-def forced_static(model: LlamaForCausalLM, batch: int, context: int) -> StaticCache:
-    cache = StaticCache(config=model.config, max_cache_len=bucket(context + STEPS))
-    for number, layer in enumerate(shapes_of(model)):
-        shape = (batch, layer.heads, context, layer.head_dim)
-        keys, values = (torch.randn(shape, dtype=layer.dtype, device=layer.device) for _ in range(2))
-        cache.update(keys, values, number)
     return cache
 
 
@@ -370,8 +351,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.smoke:
         args.models, args.contexts, args.caps, args.reuse = ["smoke"], [300], [0], [0.5]
         args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024
-        args.methods = [method for method in args.methods if method != OFFLOADED]  # Hugging Face's needs a GPU
     return args
+
+
+def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    """The methods among those asked for that cannot run here, and why."""
+    config = LlamaConfig(**MODELS[args.models[0]])
+    reasons = {method: why_not(method, config, device) for method in args.methods}
+    return {method: reason for method, reason in reasons.items() if reason is not None}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -379,6 +366,8 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MARGIN + (1 << 20)
     limit = limits(device, 1 << (20 if args.smoke else 30), 20)
+    skipped = left_out(args, device)
+    args.methods = [method for method in args.methods if method not in skipped]
     rows: list[dict[str, Any]] = []
     model, built, cases = None, "", cases_of(args, total)
     try:
@@ -394,9 +383,11 @@ def main(arguments: list[str] | None = None) -> None:
         print("interrupted: the cases below are finished", file=sys.stderr)
     with_hidden_shares(rows, limit)
     print(table(rows))
+    print(*(f"skipped {method}: {reason}" for method, reason in skipped.items()), sep="\n")
     print(f"break-even at batch 1 (for specache_compile/break_even.py): {break_even(rows) or 'none measured'}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"provenance": provenance(device, "benchmarks/gpu_decode.py"), "limits": limit, "rows": rows}
+    origin = provenance(device, "benchmarks/gpu_decode.py")
+    report = {"provenance": origin, "limits": limit, "skipped": skipped, "rows": rows}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -2,7 +2,8 @@
 
 Random weights of Llama-3-8B shape in bfloat16, one sequence. The offload runs behind compute through two buffers, so
 that time should grow by a tenth at most, and the peak should hold two layers' 16-bit pairs beside weights, activations
-and the tiers that stay.
+and the tiers that stay. The host tier's pinned memory is that of the prefill before, as in a process that goes on; the
+very first one, which is not timed, pays for its pinning.
 
     python benchmarks/gpu_prefill.py                 8k and 32k, into benchmarks/results/gpu_prefill.json
     python benchmarks/gpu_prefill.py --smoke         tiny, on any machine: figures mean nothing

@@ -1,15 +1,20 @@
-"""Memory of the host tier: pinned where a GPU reads it, within a budget, and given back when its cache dies."""
+"""Memory of the host tier: pinned where a GPU reads it, within a budget, and lent to the next cache when one dies."""
 
 from __future__ import annotations
 
 import math
 import mmap
 import sys
+import threading
 import warnings
+import weakref
+from collections import deque
 
 import psutil
 import torch
 from torch import Tensor
+
+from .cgroup import remaining_memory
 
 # Registered piece by piece: one call for many gigabytes holds the driver's lock for seconds.
 BLOCK = 1 << 30
@@ -20,47 +25,140 @@ MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "M
 
 
 class PinnedMap(mmap.mmap):
-    """Anonymous memory that is registered with CUDA until it is freed."""
+    """Anonymous memory that is registered with CUDA until it is freed; `device` reads and writes it."""
 
     blocks: tuple[tuple[int, int], ...] = ()
+    device: torch.device
 
     def __del__(self) -> None:
         if self.blocks and not sys.is_finalizing():
-            torch.cuda.synchronize()  # no kernel may still read it
-            unregister(self.blocks)
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize()  # no kernel may still read it
+                unregister(self.blocks)
 
 
-def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Zeros on the host. `pinned`: readable by the GPU; where that fails, ordinary memory and one warning."""
+class Pool:
+    """Pinned maps, lent to tensors: one whose tensor has died is idle, and the next tensor of its size gets it.
+
+    Registration costs about a second for a few gigabytes, in every prefill without this. Idle and lent maps together
+    are never more than were once lent at the same time (`peak`), and idle ones never more than half of what else is
+    free when a new map is made. A tensor may die anywhere, so that its map is only noted as `returned` there; locks
+    and CUDA calls are for those who ask for memory.
+    """
+
+    def __init__(self) -> None:
+        self.idle: list[PinnedMap] = []
+        self.returned: deque[PinnedMap] = deque()
+        self.lent = self.peak = 0
+        self.lock = threading.Lock()
+
+    def idle_bytes(self) -> int:
+        """Bytes that no tensor uses."""
+        with self.lock:
+            return self.collect()
+
+    def release(self) -> None:
+        """Free what is idle, and forget how much was ever lent."""
+        with self.lock:
+            self.collect()
+            self.idle.clear()
+            self.peak = self.lent
+
+    def collect(self) -> int:
+        """Take in the maps of the tensors that have died; returns the idle bytes then."""
+        while self.returned:
+            self.idle.append(self.returned.popleft())
+            self.lent -= len(self.idle[-1])
+        return sum(map(len, self.idle))
+
+    def lend(self, size: int, device: torch.device) -> memoryview | None:
+        """`size` bytes or a little more, with whatever they held last; None where they cannot be pinned."""
+        with self.lock:
+            self.collect()
+            memory = self.reuse(size, device) or self.make(size, device)
+            if memory is None:
+                return None
+            self.lent += len(memory)
+            self.peak = max(self.peak, self.lent)
+        lease = memoryview(memory)
+        weakref.finalize(lease, self.returned.append, memory).atexit = False
+        return lease
+
+    def reuse(self, size: int, device: torch.device) -> PinnedMap | None:
+        """The smallest idle map that holds `size` bytes with at most an eighth to spare, as buckets have it."""
+        fitting = [memory for memory in self.idle if size <= len(memory) <= size + size // 8]
+        if not fitting:
+            return None
+        memory = min(fitting, key=len)
+        self.idle.remove(memory)
+        torch.cuda.synchronize(memory.device)  # copies of the tensor that died may still be under way
+        memory.device = device
+        return memory
+
+    def make(self, size: int, device: torch.device) -> PinnedMap | None:
+        """A new map, for which idle ones make room: by the pool's own measure, and where the driver has no more."""
+        while idle := self.collect():
+            if self.lent + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
+                break
+            del self.idle[0]
+        memory = pinned_map(size, device)
+        if memory is None and self.idle:
+            self.idle.clear()
+            memory = pinned_map(size, device)
+        return memory
+
+
+_pool = Pool()
+
+
+def release_host_memory() -> None:
+    """Give back the pinned memory that no cache uses any more, and that is kept for caches to come."""
+    _pool.release()
+
+
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on the host that `device` can read, with anything in it: nothing is read of a host tier that was not
+    written before. Pinned for a GPU; where that fails, ordinary memory and one warning."""
     size = math.prod(shape) * dtype.itemsize
-    if not pinned or size == 0:
-        return torch.zeros(shape, dtype=dtype)
-    memory = PinnedMap(-1, size, **MAP_FLAGS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        # A child process would share the pages until a write: that write's copy would not be what the GPU has pinned.
-        memory.madvise(mmap.MADV_DONTFORK)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-    memory.blocks = register(tensor.data_ptr(), size)
-    if not tensor.is_pinned():
+    lease = _pool.lend(size, device) if device.type == "cuda" and size else None
+    if lease is not None:
+        return torch.frombuffer(lease, dtype=torch.uint8, count=size).view(dtype).view(shape)
+    if device.type == "cuda" and size:
         warnings.warn(
             f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops "
             "the step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
             stacklevel=2,
         )
-    return tensor
+    return torch.empty(shape, dtype=dtype)
 
 
-def register(address: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Pin the range block by block; all of it or, where the driver refuses a block, nothing."""
+def pinned_map(size: int, device: torch.device) -> PinnedMap | None:
+    """New memory, registered with CUDA; None where that fails."""
+    memory = PinnedMap(-1, size, **MAP_FLAGS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        # A child process would share the pages until a write: that write's copy would not be what the GPU has pinned.
+        memory.madvise(mmap.MADV_DONTFORK)
+    memory.device = device
+    start = torch.frombuffer(memory, dtype=torch.uint8)
+    memory.blocks = register(start.data_ptr(), size, device)
+    return memory if start.is_pinned() else None
+
+
+def register(address: int, size: int, device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Pin the range block by block; all of it or, where the driver refuses a block, nothing.
+
+    Every device can read it then; CUDA starts up on the current one, so that must be `device`.
+    """
     blocks: list[tuple[int, int]] = []
-    for start in range(address, address + size, BLOCK):
-        length = min(BLOCK, address + size - start)
-        if int(torch.cuda.cudart().cudaHostRegister(start, length, REGISTER_FLAGS)) != 0:
-            unregister(tuple(blocks))
-            clear_error()
-            return ()
-        blocks.append((start, length))
+    with torch.cuda.device(device):
+        for start in range(address, address + size, BLOCK):
+            length = min(BLOCK, address + size - start)
+            if int(torch.cuda.cudart().cudaHostRegister(start, length, REGISTER_FLAGS)) != 0:
+                unregister(tuple(blocks))
+                clear_error()
+                return ()
+            blocks.append((start, length))
     return tuple(blocks)
 
 
@@ -78,5 +176,12 @@ def clear_error() -> None:
 
 
 def budget(held: int, asked: int | None) -> int:
-    """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free."""
-    return (psutil.virtual_memory().available + held) // 2 if asked is None else asked
+    """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free,
+    which the pool's idle maps are: they make room."""
+    return (free_memory() + _pool.idle_bytes() + held) // 2 if asked is None else asked
+
+
+def free_memory() -> int:
+    """Bytes that may still be had: of the machine, and of the container that this process is in."""
+    free, left = int(psutil.virtual_memory().available), remaining_memory()
+    return free if left is None else min(free, left)

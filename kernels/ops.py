@@ -156,11 +156,17 @@ def widened_decode_attention(
 
 
 def loaded_on_first_use(place: str) -> Callable[..., Any]:
-    """A function that imports `place`, "module:function", when it is first called."""
+    """A function that imports `place`, "module:function", when it is first called, and runs it on the device of its
+    first tensor: Triton launches on the current one, whichever its arguments are on."""
     module, name = place.split(":")
 
     def call(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(f".{module}", __package__), name)(*arguments)
+        run = getattr(importlib.import_module(f".{module}", __package__), name)
+        device = arguments[0].device
+        if device.index == torch.cuda.current_device():
+            return run(*arguments)
+        with torch.cuda.device(device):
+            return run(*arguments)
 
     return call
 

@@ -7,6 +7,7 @@ keep their addresses until the bucket grows, and every length is read on the dev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ MODES = ("reduce-overhead", "max-autotune")
 NO_TREES = {"triton.cudagraphs": False}
 # Arguments up to this size are copied in for each replay; larger ones, and parameters, must stay where they are.
 COPIED_BYTES = 1 << 20
+# Steps in a row that are captured anew for an input that has moved: a weight moves once, a caller's tensor every time.
+RECAPTURES = 2
 
 # Ops that no decode step of specache or KIVI has, and that are not written for a GPU alone.
 READS_THE_CURSOR = tuple(
@@ -52,18 +55,43 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
         if argument and value.device != context.cursor.device:
             return f"input {node.name} is on {value.device}, where a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
-        if node.users and any(isinstance(size, torch.SymInt) for size in sizes):
+        free = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+        if node.users and free and free <= batch_symbols(context):
+            return (
+                f"the batch size is symbolic (input {node.name}): Dynamo was told to make it so, or did after calls "
+                "with several sizes, which torch._dynamo.reset() makes it forget"
+            )
+        if node.users and free:
             return f"input {node.name} changes its size from step to step (a mask for left padding does)"
     return None
 
 
-def record(step: Callable[[], Sequence[Any]], device: torch.device) -> tuple[Callable[[], object], list[Any]]:
-    """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes."""
+def batch_symbols(context: Context) -> set[Any]:
+    """The symbols in the batch size of the new keys; none where it is a number."""
+    sizes = [value_of(site.k).shape[0] for site in context.sites]
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that steps of a device are captured on; torch's own is of whichever device came first."""
+    return torch.cuda.Stream(device)
+
+
+def record(
+    step: Callable[[], Sequence[Any]], device: torch.device, late: Sequence[copy_stream.Fetch]
+) -> tuple[Callable[[], object], list[Any]]:
+    """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes.
+
+    Of its fetches, those in `late` are made at the start, for the step before.
+    """
     graph = torch.cuda.CUDAGraph()
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    capturing = torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local")
+    with torch.cuda.device(device), capturing:  # what it waits for and empties is the current device's
         try:
-            outputs = list(step())
+            with copy_stream.rotated(late, device):
+                outputs = list(step())
         finally:  # a capture that ends with a stream still forked off raises, in place of what went wrong
             copy_stream.join_capture(device)
 
@@ -83,9 +111,9 @@ class CapturedStep:
     copied: dict[int, Tensor]
     addresses: dict[int, int]
 
-    def fits(self, inputs: Sequence[Any]) -> bool:
-        """Whether everything that is read where it lies still lies there."""
-        return all(inputs[i].data_ptr() == address for i, address in self.addresses.items())
+    def moved(self, inputs: Sequence[Any]) -> int | None:
+        """The position of an input that is read where it lies, and no longer lies there; None: all do."""
+        return next((i for i, address in self.addresses.items() if inputs[i].data_ptr() != address), None)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Outputs of a replay on these inputs, in memory of their own."""
@@ -95,9 +123,15 @@ class CapturedStep:
         return [output.clone() if isinstance(output, Tensor) else output for output in self.outputs]
 
 
-def capture(lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], device: torch.device) -> CapturedStep:
+def capture(
+    lowered: Lowered,
+    inputs: Sequence[Any],
+    stays: Sequence[bool],
+    device: torch.device,
+    late: Sequence[copy_stream.Fetch] = (),
+) -> CapturedStep:
     """Record `lowered` on these inputs. `stays[i]`: input i is state, and keeps its address. Of the others, small ones
-    are copied in for each replay."""
+    are copied in for each replay. `late`: as for `record`."""
     copied: dict[int, Tensor] = {}
     addresses: dict[int, int] = {}
     for i, (value, state) in enumerate(zip(inputs, stays, strict=True)):
@@ -108,7 +142,7 @@ def capture(lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], devi
         else:
             copied[i] = own_copy(value)
     own = [copied.get(i, value) for i, value in enumerate(inputs)]
-    replay, outputs = record(lambda: lowered(*own), device)
+    replay, outputs = record(lambda: lowered(*own), device, late)
     return CapturedStep(replay, outputs, copied, addresses)
 
 
@@ -123,18 +157,50 @@ class CapturedSteps:
 
     def __init__(self) -> None:
         self.steps: dict[Lowered, CapturedStep | None] = {}
+        # Captures in a row that one input's move has made worthless.
+        self.recaptures = 0
         self.replays = 0
+        # Whether the last replay has left its late fetches to the next one, of whichever graph.
+        self.owing = False
 
-    def run(self, lowered: Lowered, inputs: Sequence[Any], stays: Sequence[bool], device: torch.device) -> list[Any]:
-        """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then."""
+    def run(
+        self,
+        lowered: Lowered,
+        inputs: Sequence[Any],
+        stays: Sequence[bool],
+        device: torch.device,
+        give_up: Callable[[int], object],
+        late: Callable[[], Sequence[copy_stream.Fetch]] = tuple,
+    ) -> list[Any]:
+        """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then.
+
+        An input that has moved in each of several steps will go on to: `give_up` is told its position, and must see to
+        it that no further step of `lowered` comes here. `late()`: the fetches that a replay leaves to the next one.
+        """
         if lowered not in self.steps:
+            self.pay(late)
             self.steps[lowered] = None
             return list(lowered(*inputs))
         step = self.steps[lowered]
-        if step is None or not step.fits(inputs):
-            step = self.steps[lowered] = capture(lowered, inputs, stays, device)
+        moved = step.moved(inputs) if step is not None else None
+        self.recaptures = 0 if moved is None else self.recaptures + 1
+        if moved is not None and self.recaptures > RECAPTURES:
+            del self.steps[lowered]
+            self.pay(late)
+            give_up(moved)
+            return list(lowered(*inputs))
+        if step is None or moved is not None:
+            step = self.steps[lowered] = capture(lowered, inputs, stays, device, late())
         self.replays += 1
+        self.owing = True
         return step(inputs)
+
+    def pay(self, late: Callable[[], Sequence[copy_stream.Fetch]]) -> None:
+        """Make the fetches that the last replay has left, before anything but another replay."""
+        if self.owing:
+            self.owing = False
+            for fetch in late():
+                torch.ops.specache.prefetch(*fetch)
 
     def clear(self) -> None:
         self.steps.clear()

@@ -1,6 +1,7 @@
 """SpeCache as a torch.compile backend: `torch.compile(model, backend="specache")`."""
 
 import specache_compile.kernels  # noqa: F401  (registers the ops, which the passes know by name)
+from specache_compile.kernels.host_memory import release_host_memory
 
 from .bisect import Bisection, bisect
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
@@ -21,5 +22,6 @@ __all__ = [
     "bisect",
     "explain",
     "materialize",
+    "release_host_memory",
     "stats",
 ]

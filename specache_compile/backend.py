@@ -235,6 +235,19 @@ class CapturedGraph:
                 f"mode={self.mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2
             )
 
+    def stop_capturing(self, context: Context, position: int) -> None:
+        """From here on a graph's steps run as they are, since the input at `position` moves in every one."""
+        context.capture = False
+        source = context.inputs[position]
+        name = self.placeholders[source.argument].name if source.source == "argument" else source.source
+        warnings.warn(
+            f"mode={self.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read where it "
+            "lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
+            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied",
+            SpecacheWarning,
+            stacklevel=2,
+        )
+
     def guess_fake(self, session: Session) -> Tensor:
         with self.fake_mode:
             return torch.empty(session.batch, 1, dtype=torch.int64, device=session.layers[0].device)
@@ -284,8 +297,10 @@ class CapturedGraph:
         start = time.perf_counter()
         if context.capture and session.capturable:
             stays = [source.source in ("state", "cursor") for source in context.inputs]
-            outputs = session.captured.run(lowered, inputs, stays, session.cursor.device)
+            give_up = functools.partial(self.stop_capturing, context)
+            outputs = session.captured.run(lowered, inputs, stays, session.cursor.device, give_up, session.late_fetches)
         else:
+            session.captured.pay(session.late_fetches)
             outputs = list(lowered(*inputs))
         seconds = time.perf_counter() - start
         session.guess = outputs.pop() if context.guesses else None

@@ -85,7 +85,7 @@ class Session:
         """
         if self.later is None or tokens < min_context(self.later, self.layers[0].device):
             return
-        self.queue.drain()
+        self.drain()
         for number, layer in enumerate(self.layers):
             self.state[number] = moved_over(self.state[number], self.later, layer, self.batch, self.length)
         self.options, self.later = self.later, None
@@ -112,7 +112,7 @@ class Session:
         if needed > allowed:
             wanted, self.capacity = self.capacity, there
             raise no_host_memory(needed, allowed, wanted, self.batch, self.options.host_memory)
-        self.queue.drain()
+        self.drain()
         for number, layer in enumerate(self.layers):
             if not there:
                 self.state.append(allocate(self.options, layer, self.batch, self.capacity))
@@ -134,6 +134,23 @@ class Session:
         self.statistics.tallies = self.fields("tally")
         self.statistics.fetched = self.fields("fetched")
         self.statistics.bytes_by_tier = bytes_by_tier(self.state)
+
+    def drain(self) -> None:
+        """Wait for all copies, those that a captured step has left to the next one among them."""
+        self.captured.pay(self.late_fetches)
+        self.queue.drain()
+
+    def late_fetches(self) -> list[copy_stream.Fetch]:
+        """The fetches of the last quarter of layers, which the end of a captured step would leave no time.
+
+        A quarter: the fetch before them hides behind that much compute, and they behind three times as much.
+        """
+        fetching = [state for state in self.state if "wanted" in state and state["wanted"].numel()]
+        late = max(1, len(fetching) // 4) if len(fetching) > 1 else 0
+        return [
+            (state["wanted"], self.cursor, state["host"], state["slots"], state["slot_index"], state["fetched"])
+            for state in fetching[len(fetching) - late :]
+        ]
 
     def point(self, tokens: int) -> None:
         """Write the cursor for a graph that adds `tokens` to the cache."""
@@ -178,7 +195,7 @@ class Session:
         if version != self.version:
             raise stale_cache()
         for edit in edits:
-            self.queue.drain()
+            self.drain()
             if isinstance(edit, Crop):
                 self.crop(edit.length)
             else:
@@ -218,7 +235,7 @@ class Session:
         """A second session with copies of all tiers, for the view of the cache that `handle` has."""
         if handle.version != self.version:
             raise stale_cache()
-        self.queue.drain()
+        self.drain()
         other = copy.copy(self)
         other.state = [copied(state, layer) for state, layer in zip(self.state, self.layers, strict=True)]
         for count in (*other.fields("fetched"), *other.fields("tally")):
@@ -244,7 +261,7 @@ class Session:
 
     def pairs(self, layer: int) -> tuple[Tensor, Tensor]:
         """Plain copies of one layer's keys and values [B, H, n, d], from the host tier, bit for bit."""
-        self.queue.drain()
+        self.drain()
         whole = self.state[layer].get("host", self.state[layer].get("full_cache"))
         if whole is None:
             raise evicted(self.options.method)
@@ -258,6 +275,7 @@ class Session:
         self.broken = bool(self.fields("kept"))
         self.queue.settle()
         copy_stream.release_staging()
+        self.captured.owing = False  # the step may have chosen tokens that, without it, are still in the window
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         self.primed, self.guess = False, None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels import copy_stream
-from specache_compile.kernels.host_memory import host_zeros
+from specache_compile.kernels.host_memory import host_empty
 from specache_compile.kernels.tiers import store_low_bit
 
 from .methods import METHODS
@@ -84,7 +84,8 @@ def allocate(
 ) -> LayerState:
     """A layer's state tensors: zeros, no slot filled; or what `old`, of a smaller capacity, holds.
 
-    The host tier is pinned where there is a GPU to read it; what does not grow is `old`'s own.
+    The host tier is pinned where there is a GPU to read it, and holds anything beyond the cached tokens; what does not
+    grow is `old`'s own.
     """
     state = {}
     for field, (shape, dtype) in state_shapes(options, layer, batch, capacity).items():
@@ -123,9 +124,9 @@ def moved_over(state: LayerState, options: Options, layer: LayerShape, batch: in
 
 
 def empty(field: str, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
-    """An empty tensor where a field lives: zeros, or -1."""
+    """An empty tensor where a field lives: zeros, or -1; on the host, anything."""
     if field == "host":
-        return host_zeros(shape, dtype, pinned=layer.device.type == "cuda")
+        return host_empty(shape, dtype, layer.device)
     if field in EMPTY_IS_MINUS_1:
         return torch.full(shape, -1, dtype=dtype, device=layer.device)
     return torch.zeros(shape, dtype=dtype, device=layer.device)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import prompt, tiny_llama
+from specache_compile.tiers import LayerShape
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -41,6 +44,42 @@ def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(tmp_path: Pa
     fetching = [row for row in rows if row["method"] == "specache 2-bit"]
     assert all(row["bytes to device"] > 0 for row in fetching)
     assert fetching[-1]["batch"] > fetching[0]["batch"] == 1
+
+
+def test_the_decode_benchmark_runs_the_baselines_it_can_and_says_why_not_the_others(tmp_path: Path) -> None:
+    runs, skipped = ["fp8 StaticCache, compiled"], ["HF DynamicCache, offloaded", "KIVI's own kernels"]
+    maybe = [f"HF QuantizedCache, {name}" for name in ("quanto 2-bit", "hqq 2-bit", "fp8")]
+    methods = [*skipped, *maybe, *runs]
+    done = run("gpu_decode.py", "--smoke", "--methods", *methods, "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    ran = {row["method"] for row in report["rows"]}
+    assert ran.isdisjoint(report["skipped"])
+    assert ran | report["skipped"].keys() == set(methods)
+    assert ran >= set(runs)
+    assert torch.cuda.is_available() or report["skipped"].keys() >= set(skipped)
+    assert all(f"skipped {method}: {reason}" in done.stdout for method, reason in report["skipped"].items())
+
+
+@pytest.mark.parametrize("method", ["fp8 StaticCache, compiled", "HF StaticCache, compiled"])
+def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from baselines import FULL, forced_cache
+
+    model = tiny_llama()
+    layers = [LayerShape(2, 16, torch.float32, torch.device("cpu"))] * 2
+    answers = []
+    for name in (method, FULL):
+        torch.manual_seed(0)
+        cache = forced_cache(name, model.config, layers, 2, 40, 64)
+        with torch.no_grad():
+            for place in (40, 41):
+                out = model(prompt(1, 2), past_key_values=cache, position_ids=torch.full((2, 1), place))
+        answers.append(out.logits.softmax(-1))
+    close = 0.1 if "fp8" in method else 1e-4  # three bits of mantissa
+    torch.testing.assert_close(*answers, atol=close, rtol=0)
 
 
 def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:

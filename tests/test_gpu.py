@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
-from specache_compile.kernels import copy_stream, triton_copy
+from specache_compile.kernels import copy_stream, host_memory, triton_copy
 from specache_compile.lowering import cuda_graphs
 from specache_compile.records import find_record
 from specache_compile.tiers import LayerShape, state_shapes
@@ -42,17 +42,23 @@ def test_the_host_tier_is_pinned_and_the_rest_is_on_the_device(llama: LlamaForCa
         assert all(tensor.is_cuda for name, tensor in layer.items() if name != "host")
 
 
-def test_turns_crops_and_forks(llama: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_turns_crops_and_forks(llama: LlamaForCausalLM, mode: str | None) -> None:
+    """Captured, the last layer's fetch is left to the next replay, and made before anything else that needs it."""
     model = llama.cuda()
     twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options=LOSSLESS)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
 
     def run(m: LlamaForCausalLM) -> torch.Tensor:
         with torch.no_grad():
             cache = m(prompt(130).cuda(), use_cache=True).past_key_values
+            decode(m, cache, 5)
             fork = copy.deepcopy(cache)
+            decode(m, cache, 5)
             m(prompt(20).cuda(), past_key_values=cache)
+            decode(m, cache, 5)
             cache.crop(-30)
+            decode(m, cache, 5)
             return torch.stack([m(prompt(1).cuda(), past_key_values=c).logits for c in (cache, fork)])
 
     torch.testing.assert_close(run(twin), run(model), atol=1e-3, rtol=1e-3)
@@ -109,6 +115,19 @@ def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None
     assert torch.equal(greedy_unmasked(twin, ids, 50), greedy_unmasked(model, ids, 50))
 
 
+def test_a_step_is_run_as_it_is_once_a_large_argument_moves_every_time(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 4)  # each step's token is larger, and all are kept
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+    ids = prompt(100).cuda()
+    expected = greedy_unmasked(model, ids, 30)
+    with pytest.warns(UserWarning, match="lies elsewhere in every step"):
+        assert torch.equal(greedy_unmasked(twin, ids, 30), expected)
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode: str | None) -> None:
     twin = llama.cuda()
@@ -134,6 +153,24 @@ def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pyte
     twin.compile(backend="specache", options=LOSSLESS)
     ids = prompt(90, 2).cuda()
     assert torch.equal(greedy(twin, ids, 30), greedy(model, ids, 30))
+
+
+def test_a_late_copy_in_a_captured_step_changes_no_token(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delays are part of the graph: rotated fetches end long after the first layer, and are waited for."""
+    gather = triton_copy.gather
+
+    def late(*given: Any) -> None:
+        torch.cuda._sleep(10_000_000)
+        gather(*given)
+
+    monkeypatch.setattr(triton_copy, "gather", late)
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+    ids = prompt(90, 2).cuda()
+    assert torch.equal(greedy_unmasked(twin, ids, 30), greedy_unmasked(model, ids, 30))
 
 
 def test_without_its_waits_a_late_copy_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,10 +238,28 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
 
     for _ in range(3):
         greedy_unmasked(twin, prompt(60).cuda(), 8)
-    before = allocated()
+    before, peak = allocated(), host_memory._pool.peak
     for _ in range(100):
         greedy_unmasked(twin, prompt(60).cuda(), 8)
     assert allocated() - before < 1 << 16
+    assert host_memory._pool.lent + host_memory._pool.idle_bytes() <= host_memory._pool.peak == peak
+    sc.release_host_memory()
+    assert host_memory._pool.idle_bytes() == 0
+
+
+def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> None:
+    """And what it holds of the older cache is never read."""
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    places = []
+    for seed in range(3):
+        ids = prompt(100, 2, seed).cuda()
+        assert torch.equal(greedy(twin, ids, 60), greedy(model, ids, 60))
+        gc.collect()
+        host_memory._pool.idle_bytes()  # takes in what has died
+        places.append(sorted(memory.blocks for memory in host_memory._pool.idle))
+    assert places[0] == places[1] == places[2] != []
 
 
 def test_indices_beyond_two_to_the_31_elements() -> None:
@@ -231,3 +286,14 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
         return out[-1]
 
     torch.testing.assert_close(attend(slice(None)), attend(slice(15, None)), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_model_on_a_device_that_is_not_current(llama: LlamaForCausalLM, mode: str | None) -> None:
+    model = llama.to("cuda:1")
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
+    ids = prompt(75, 2).to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(greedy_unmasked(twin, ids, 60), greedy_unmasked(model, ids, 60))

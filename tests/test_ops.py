@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from specache_compile.kernels.ops import OPS, Op
+from specache_compile.kernels import tiers
+from specache_compile.kernels.ops import OPS, Op, loaded_on_first_use
 
 BY_NAME = {op.name: op for op in OPS}
 WINDOW, GROUP, CAPACITY, TOP_K, BUDGET = 64, 32, 256, 12, 24
@@ -284,3 +287,28 @@ def test_vmap_over_the_tiers_is_refused() -> None:
     slots = torch.stack([folded[10], folded[10]])
     with pytest.raises(NotImplementedError, match="all lanes share the sinks and tiers"):
         torch.vmap(lambda slots: op(*folded[:10], slots, *folded[11:]), 0, (0, None))(slots)
+
+
+@pytest.mark.parametrize(("current", "switched"), [(1, []), (0, [torch.device("cuda:1")])], ids=["current", "another"])
+def test_a_cuda_implementation_runs_on_the_device_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, current: int, switched: list[torch.device]
+) -> None:
+    """Triton launches on the current device; to make the tensors' own current costs more than to see that it is."""
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        entered.append(wanted)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(tiers, "select_topk", lambda scores, wanted: ("run", wanted))
+    scores = SimpleNamespace(device=torch.device("cuda:1"))
+    assert loaded_on_first_use("tiers:select_topk")(scores, 7) == ("run", 7)
+    assert entered == switched
+
+
+def test_every_op_takes_a_tensor_first() -> None:
+    """By its device the CUDA implementation is guarded."""
+    assert all("(Tensor " in op.schema.replace(op.name, "", 1)[:8] for op in OPS)

@@ -370,9 +370,14 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
         available = 1000
 
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(host_memory, "remaining_memory", lambda: None)
     assert host_memory.budget(0, None) == 500
     assert host_memory.budget(200, None) == 600  # what is held already is not free, and is its own
     assert host_memory.budget(0, 12) == 12
+    monkeypatch.setattr(host_memory, "remaining_memory", lambda: 400)
+    assert host_memory.budget(0, None) == 200  # a container's limit that is nearer
+    monkeypatch.setattr(host_memory, "remaining_memory", lambda: 4000)
+    assert host_memory.budget(0, None) == 500
 
 
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,9 +399,10 @@ def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCa
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux alone")
 def test_the_host_tier_lies_in_huge_pages_and_in_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own account of the mapping: hg, huge pages advised; dc, not copied on fork; not sh, shared."""
-    monkeypatch.setattr(host_memory, "register", lambda address, size: ())
-    with pytest.warns(UserWarning, match="could not pin"):
-        tensor = host_memory.host_zeros((1 << 22,), torch.float32, pinned=True)
+    monkeypatch.setattr(host_memory, "register", lambda *given: ())
+    monkeypatch.setattr(host_memory, "_pool", host_memory.Pool())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    tensor = host_memory.host_empty((1 << 22,), torch.float32, torch.device("cuda"))
     areas = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     flags = next(
         area.split("VmFlags:")[1].split()
