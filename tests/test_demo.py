@@ -121,14 +121,12 @@ def test_checkpoints_are_small() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_quality_table_is_a_command_that_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quality_table_is_a_command_that_parses(name: str) -> None:
     args = parser().parse_args(arguments(name))
     assert (ROOT / args.model / "config.json").exists()
     assert set(args.tasks) <= set(TASKS)
     assert args.methods[0] == "full"
-    assert [parse_setting(method) for method in args.methods]
-    left_out = len(TABLES[name].methods) - len(args.methods)
-    assert capsys.readouterr().err.count("left out: method") == left_out
+    assert [str(parse_setting(method)) for method in args.methods]
 
 
 def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:

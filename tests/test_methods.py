@@ -94,7 +94,7 @@ def test_without_loss_a_second_turn_is_exact(llama: LlamaForCausalLM, method: st
     torch.testing.assert_close(torch.cat(ours, 1), torch.cat(theirs, 1), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize("method", ["kcache", "roco"])  # full's op is one of kcache's
 def test_through_inductor_the_numbers_are_those_of_the_graph_run_op_by_op(llama: LlamaForCausalLM, method: str) -> None:
     ids, results = prompt(60), []
     for lowering in ("eager", "inductor"):
