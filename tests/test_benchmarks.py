@@ -125,5 +125,3 @@ def test_a_day_with_a_gpu_is_one_command_whose_steps_do_not_stop_each_other(tmp_
     steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
     assert [step["step"] for step in steps] == ["kernels", "prefill"]
     assert "killed after 1 s" in (tmp_path / "prefill.log").read_text()
-    assert run("gpu.py", "--smoke", "--only", "prefill", "--out", str(tmp_path)).returncode == 0
-    assert json.loads((tmp_path / "gpu_prefill.json").read_text())["rows"]
