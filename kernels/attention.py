@@ -264,7 +264,7 @@ def extend_attention(
         else:
             stop = min(start + BLOCK, length)
             keys, values = host[:, :, start:stop].to(q.device).unbind(3)
-        logits = capped((query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, (-1, tokens)), softcap)
+        logits = product(query, keys, softcap)
         if bias is not None:
             logits = logits + bias[..., start:stop]
         elif start == length:

@@ -10,12 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from .attention import BLOCK, SEEN, capped, grouped_bias, softmax_denominator
+from .attention import BLOCK, SEEN, grouped_bias, product, softmax_denominator
 from .copy_queue import LENGTH
 from .policies import POLICIES
 from .policies.history import History
+from .tiers import EMPTY
 
-EMPTY = -1
 # What `history` holds of a pair, in this order: see `History`.
 TOTAL, SQUARES, ABOVE, COUNT = range(4)
 HISTORY_SIZE = 4
@@ -72,8 +72,7 @@ def attention_over(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention [B, H, G, t, n] of the scaled query [B, H, G, t, d], whose first token is number `first`, over keys
     [B, H, n, d] of the tokens `token` [B, H, n]; and which query of a KV head sees which pair, [B, H, t, n]."""
-    logits = (query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, query.shape[2:4])
-    logits = capped(logits, softcap)
+    logits = product(query, keys, softcap)
     number = torch.arange(first, first + query.shape[3], device=token.device)
     seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
     if bias is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import capped, grouped_bias, softmax_denominator
+from .attention import grouped_bias, product, softmax_denominator
 from .copy_queue import LENGTH, wait_for_offloads
 
 
@@ -21,8 +21,7 @@ def kcache_attention(
     wait_for_offloads(cursor)
     length, heads = int(cursor[LENGTH]), k.shape[1]
     query = q.float().unflatten(1, (heads, -1)) * scale
-    seen = torch.cat([device_keys[:, :, :length], k], 2).float()
-    logits = capped((query.flatten(2, 3) @ seen.transpose(2, 3)).unflatten(2, query.shape[2:4]), softcap)
+    logits = product(query, torch.cat([device_keys[:, :, :length], k], 2), softcap)
     if mask is not None:
         logits = logits + grouped_bias(mask, heads, length + 1)
     peak, share = softmax_denominator([logits], None if sinks is None else sinks.float().view(heads, -1, 1, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import capped, grouped_bias, softmax_denominator
+from .attention import grouped_bias, product, softmax_denominator
 from .copy_queue import LENGTH, LOW_BIT, wait_for_offloads
 
 
@@ -30,8 +30,7 @@ def measure(
     wait_for_offloads(cursor)
     heads = k.shape[1]
     query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
-    keys = torch.cat([host[:, :, :length, 0].to(k.device), k[:, :, :1]], dim=2).float()
-    logits = capped((query.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, (-1, 1)), softcap)
+    logits = product(query, torch.cat([host[:, :, :length, 0].to(k.device), k[:, :, :1]], dim=2), softcap)
     if mask is not None:
         logits = logits + grouped_bias(mask[:, :, :1], heads, length + 1)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)

@@ -108,8 +108,7 @@ OPS = (
     ),
     Op(
         "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
-        "Tensor device_keys, "
-        "Tensor host, int top_n, float scale, float? softcap) -> Tensor",
+        "Tensor device_keys, Tensor host, int top_n, float scale, float? softcap) -> Tensor",
         kcache.kcache_attention,
         fake_extend_attention,
         "copy_stream:kcache_attention",

@@ -19,10 +19,9 @@ def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[Grap
     values = cat([past_v, v], -2)      out = pair[0]
     out = sdpa(q, keys, values)
     """
-    calls = {site.layer: context.recipe(site.layer).attend.get(context.phase) for site in context.sites}
     rewritten = 0
     for site in context.sites:
-        call = calls[site.layer]
+        call = context.recipe(site.layer).attend.get(context.phase)
         if call is not None:
             replace_site(graph_module, context, site, call)
             rewritten += 1

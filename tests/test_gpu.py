@@ -139,15 +139,20 @@ def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode
         decode(twin, cache, 20)
 
 
-def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fetch is held up by some 5 ms on its stream: a step that did not wait would read stale slots."""
+def hold_up_gathers(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
+    """Each gather waits so many cycles on its stream; ten million are some 5 ms."""
     gather = triton_copy.gather
 
     def late(*given: Any) -> None:
-        torch.cuda._sleep(10_000_000)
+        torch.cuda._sleep(cycles)
         gather(*given)
 
     monkeypatch.setattr(triton_copy, "gather", late)
+
+
+def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fetch is held up by some 5 ms on its stream: a step that did not wait would read stale slots."""
+    hold_up_gathers(monkeypatch, 10_000_000)
     model = llama.cuda()
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options=LOSSLESS)
@@ -159,13 +164,7 @@ def test_a_late_copy_in_a_captured_step_changes_no_token(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The delays are part of the graph: rotated fetches end long after the first layer, and are waited for."""
-    gather = triton_copy.gather
-
-    def late(*given: Any) -> None:
-        torch.cuda._sleep(10_000_000)
-        gather(*given)
-
-    monkeypatch.setattr(triton_copy, "gather", late)
+    hold_up_gathers(monkeypatch, 10_000_000)
     model = llama.cuda()
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
@@ -175,13 +174,7 @@ def test_a_late_copy_in_a_captured_step_changes_no_token(
 
 def test_without_its_waits_a_late_copy_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: with waits that do not wait, the same delay changes what a step reads."""
-    gather = triton_copy.gather
-
-    def late(*given: Any) -> None:
-        torch.cuda._sleep(100_000_000)
-        gather(*given)
-
-    monkeypatch.setattr(triton_copy, "gather", late)
+    hold_up_gathers(monkeypatch, 100_000_000)
     monkeypatch.setattr(copy_stream, "wait", lambda *given: None)
     model = llama.cuda()
     twin = copy.deepcopy(model)

@@ -302,7 +302,7 @@ def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
     def recipe(options: Options, site: int) -> Recipe:
         return METHODS["offload" if site else "full"].recipe(options, site)
 
-    mixed = Method("mixed", "the first layer on the device", (), shapes, recipe, METHODS["full"].defaults)
+    mixed = Method("mixed", (), shapes, recipe, METHODS["full"].defaults)
     monkeypatch.setitem(METHODS, "mixed", mixed)
     twin, ids = under(llama, "mixed"), prompt(100)
     assert torch.equal(greedy(twin, ids, 10), greedy(llama, ids, 10))

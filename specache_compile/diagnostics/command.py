@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import random
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,11 +14,10 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import DTYPES, limit_of, load
+from specache_compile.evaluation.command import DTYPES, check_inputs, limit_of, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
 from specache_compile.options import LOWERINGS
-from specache_compile.tasks.haystack import window
-from specache_compile.tasks.records import file_hash
+from specache_compile.tasks.perplexity import windows
 from specache_compile.tasks.task import Bench
 
 from . import DIAGNOSTICS
@@ -61,20 +58,17 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
     if args.length > limit_of(model):
         raise SpecacheError(f"--length {args.length:,}: the model's context is {limit_of(model):,}")
     bench = Bench(reader, (args.length,), args.windows, args.seed, limit_of(model), tuple(args.text))
-    rng = random.Random(f"{args.seed}/{args.length}")
-    begin = bench.reader.begin()
-    rows = [[*begin, *window(bench.haystack, args.length - len(begin), rng)] for _ in range(args.windows)]
     fingerprint = model_hash(model)
     key = json.dumps(
         {name: getattr(args, name) for name in ("length", "steps", "windows", "seed", "device", "dtype", "lowering")}
-        | {"model": fingerprint, "texts": [file_hash(p) for p in args.text] or f"python {platform.python_version()}"},
+        | {"model": fingerprint, "texts": text_identity(args.text)},
         sort_keys=True,
     )
     line = provenance(shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(args.which))
     with tqdm(total=sum(DIAGNOSTICS[name].runs for name in names), file=sys.stderr, unit="run") as bar:
-        ids = torch.tensor(rows, device=model.device)
+        ids = torch.tensor(windows(bench, args.length), device=model.device)
         run = Inspected(model, ids, args.steps, args.lowering, bar.update)
         found = list(measure(names, run, key, line, args, bar))
     for name, points in found:
@@ -116,11 +110,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise SpecacheError(f"--{name} {getattr(args, name)}: give a whole number, 1 or more")
     if not 2 < args.steps < args.length - 1:
         raise SpecacheError(f"--steps {args.steps}: give more than 2, and fewer than --length ({args.length}) less one")
-    for path in args.text:
-        if not path.is_file():
-            raise SpecacheError(f"no text file {path}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SpecacheError("--device cuda: torch sees no CUDA device")
+    check_inputs(args)
 
 
 def table(points: Sequence[Point], x: str) -> str:

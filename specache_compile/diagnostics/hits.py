@@ -37,12 +37,11 @@ def own_top_k(run: Inspected, pairs: int) -> float:
 
 def kept_mass(run: Inspected, policy: str, pairs: int) -> float:
     """What the kept pairs of a policy with one less, and the step's own, hold of the full cache's attention."""
-    grouped = list(run.grouped_attention)
     options = {"budget": max(1, pairs - 1), "eviction_block": BLOCK}
     sums = [
         mass_of(session.state[number]["kept_token"].cpu(), layer[:, :, token, : token + 1])
         for token, session in run.forced(policy, options)
-        for number, layer in enumerate(grouped)
+        for number, layer in enumerate(run.grouped_attention)
     ]
     return float(torch.stack(sums).mean())
 

@@ -49,12 +49,12 @@ class Inspected:
                 layers.append([layer.float().cpu() for layer in found])
         return [torch.cat(parts) for parts in zip(*layers, strict=True)]
 
-    @property
-    def grouped_attention(self) -> Iterator[Tensor]:
+    @functools.cached_property
+    def grouped_attention(self) -> list[Tensor]:
         """Its average over each KV head's query group, layer by layer: [windows, H, n, n]."""
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return (layer.unflatten(1, (heads, -1)).mean(2) for layer in self.attention)
+        return [layer.unflatten(1, (heads, -1)).mean(2) for layer in self.attention]
 
     @torch.inference_mode()
     def forced(self, method: str, options: dict[str, Any]) -> Iterator[tuple[int, Any]]:

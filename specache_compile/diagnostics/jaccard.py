@@ -26,7 +26,7 @@ def points(run: Inspected) -> list[Point]:
 def similarity(run: Inspected, policy: str, rate: float) -> Point:
     """Over the steps before which a pair has gone; 1 where none ever goes."""
     budget = max(1, round(rate * run.length))
-    histories = [full_history(layer, run.prefill) for layer in run.grouped_attention]
+    histories = full_histories(run)
     found = [
         jaccard(session.state[number]["kept_token"].cpu(), chosen(policy, history[token], budget))
         for token, session in run.forced(policy, {"budget": budget})
@@ -35,6 +35,13 @@ def similarity(run: Inspected, policy: str, rate: float) -> Point:
     ]
     heads = histories[0][run.prefill].token.shape[:2].numel()
     return Point(policy, rate, float(torch.stack(found).mean()) if found else 1.0, len(found) * heads)
+
+
+def full_histories(run: Inspected) -> list[dict[int, History]]:
+    """`full_history` of each layer; every policy and rate is compared with the same."""
+    if "histories" not in run.results:
+        run.results["histories"] = [full_history(layer, run.prefill) for layer in run.grouped_attention]
+    return run.results["histories"]  # type: ignore[no-any-return]
 
 
 def full_history(attention: Tensor, first: int) -> dict[int, History]:

@@ -114,11 +114,16 @@ def check_arguments(args: argparse.Namespace) -> None:
     ):
         if value < 1:
             raise SpecacheError(f"--{name} {value}: give a whole number, 1 or more")
+    if args.data is not None and not args.data.is_dir():
+        raise SpecacheError(f"no folder {args.data}: --data wants the folder of the data files")
+    check_inputs(args)
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    """Texts that are not there, a device that is not."""
     for path in args.text:
         if not path.is_file():
             raise SpecacheError(f"no text file {path}")
-    if args.data is not None and not args.data.is_dir():
-        raise SpecacheError(f"no folder {args.data}: --data wants the folder of the data files")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SpecacheError("--device cuda: torch sees no CUDA device")
 
@@ -151,14 +156,18 @@ def limit_of(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 62))
 
 
+def text_identity(texts: Sequence[Path]) -> list[str] | str:
+    """What a figure owes to its texts: their hashes, or whose library source they are."""
+    return [file_hash(path) for path in texts] or f"library of python {platform.python_version()}"
+
+
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, fingerprint: str, args: argparse.Namespace) -> str:
     """Everything that a row's figures depend on."""
-    texts = [file_hash(path) for path in bench.texts] or f"library of python {platform.python_version()}"
     return json.dumps(
         {
             "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
             "seed": bench.seed, "model": fingerprint, "dtype": args.dtype, "device": args.device,
-            "lowering": args.lowering, "texts": texts, **cell.facts,
+            "lowering": args.lowering, "texts": text_identity(bench.texts), **cell.facts,
         },
         sort_keys=True,
     )  # fmt: skip

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from specache_compile.kernels.evict import HISTORY_SIZE
-from specache_compile.kernels.policies import POLICIES
 from specache_compile.passes.recipe import Call, Recipe
 
 from .method import UNSELECTED, Method, Shapes
@@ -41,9 +39,4 @@ def eviction(policy: str) -> Method:
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     takes = ("budget", "eviction_block", "seed") if policy == "random" else ("budget", "eviction_block")
-    return Method(policy, first_line(POLICIES[policy]), takes, shapes, recipe, UNSELECTED)
-
-
-def first_line(policy: object) -> str:
-    """What the policy's file says of it, in its first line."""
-    return (sys.modules[policy.__module__].__doc__ or "").splitlines()[0]
+    return Method(policy, takes, shapes, recipe, UNSELECTED)

@@ -23,4 +23,4 @@ def recipe(options: Options, site: int) -> Recipe:
     return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("full_cache",)),))
 
 
-METHOD = Method("full", "all pairs on the device in 16 bits: the reference", (), shapes, recipe, UNSELECTED)
+METHOD = Method("full", (), shapes, recipe, UNSELECTED)

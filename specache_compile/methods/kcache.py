@@ -39,7 +39,6 @@ def recipe(options: Options, site: int) -> Recipe:
 
 METHOD = Method(
     "kcache",
-    "keys on the device, the N heaviest values fetched in the step (KCache, 2024)",
     ("top_n", "kept_layers", "host_memory"),
     shapes,
     recipe,

@@ -11,7 +11,6 @@ RESIDUAL_LENGTH = 128
 
 METHOD = Method(
     "kivi",
-    "a low-bit copy on the device, nothing fetched (KIVI, ICML 2024)",
     specache.TIERS,
     specache.shapes,
     specache.recipe,

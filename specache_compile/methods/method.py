@@ -24,13 +24,12 @@ COMMON = ("method", "lowering", "disable_passes", "exact_layers", "mode", "induc
 class Method:
     """A method of the papers, as a recipe over the same passes and tiers.
 
-    what: one line, with its source. takes: its own options, beside COMMON. shapes: (options, layer, batch, capacity in
+    takes: its own options, beside COMMON. shapes: (options, layer, batch, capacity in
     tokens) → state tensors, [B, H, ...] each but for the measures. recipe: (options, site) → the ops there. defaults:
     options that differ from `Options`; those that it does not take are thereby fixed.
     """
 
     name: str
-    what: str
     takes: tuple[str, ...]
     shapes: Callable[[Options, LayerShape, int, int], Shapes]
     recipe: Callable[[Options, int], Recipe]

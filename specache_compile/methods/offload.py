@@ -23,6 +23,4 @@ def recipe(options: Options, site: int) -> Recipe:
     return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("host",)),))
 
 
-METHOD = Method(
-    "offload", "all pairs on the host, streamed layer by layer", ("host_memory",), shapes, recipe, UNSELECTED
-)
+METHOD = Method("offload", ("host_memory",), shapes, recipe, UNSELECTED)

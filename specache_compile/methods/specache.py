@@ -52,7 +52,6 @@ def recipe(options: Options, site: int) -> Recipe:
 
 METHOD = Method(
     "specache",
-    "a low-bit copy on the device, k pairs prefetched by speculation (SpeCache, ICML 2025)",
     (*TIERS, "top_k", "speculate", "hit_rate"),
     shapes,
     recipe,
