@@ -306,7 +306,7 @@ class CapturedGraph:
         inputs = session.bind(context.inputs, arguments)
         start = time.perf_counter()
         if context.capture and session.capturable:
-            stays = [source.source in ("state", "cursor") for source in context.inputs]
+            stays = [source.source in ("state", "cursor", "padding") for source in context.inputs]
             give_up = functools.partial(self.stop_capturing, context)
             outputs = session.captured.run(lowered, inputs, stays, session.cursor.device, give_up, session.late_fetches)
         else:
