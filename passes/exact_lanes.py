@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from .attention_forms import NoMatch, is_attention, match_form
 from .find_attention import match_update
 from .lane_cat import cat
+from .lane_products import product
 
 
 def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
@@ -75,7 +76,7 @@ def attend_behind_first_lane(
     keys = cat([FirstLane.apply(kept_k), k], -2).repeat_interleave(group, 1)
     values = cat([FirstLane.apply(kept_v), v], -2).repeat_interleave(group, 1)
     tokens = keys.shape[-2]
-    logits = (q @ keys.transpose(-1, -2)).float() * scale
+    logits = product(q, keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if mask is not None:
@@ -84,4 +85,4 @@ def attend_behind_first_lane(
     if sinks is not None:
         logits = cat([logits, sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
     weights = logits.softmax(-1)[..., :tokens]
-    return torch.where(lane == 0, out, (weights.to(v.dtype) @ values).to(out.dtype))
+    return torch.where(lane == 0, out, product(weights.to(v.dtype), values).to(out.dtype))
