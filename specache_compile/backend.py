@@ -8,6 +8,7 @@ session's state, and hands back held tensors of the new length.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import time
@@ -207,9 +208,7 @@ class CapturedGraph:
             state = [
                 {
                     field: torch.empty(shape, dtype=dtype, device=device_of(field, layer))
-                    for field, (shape, dtype) in state_shapes(
-                        session.options, layer, batch, session.capacity
-                    ).items()
+                    for field, (shape, dtype) in state_shapes(session.options, layer, batch, session.capacity).items()
                 }
                 for layer in session.layers
             ]
@@ -325,9 +324,26 @@ class CapturedGraph:
         else:
             handles = [(layer, arguments[i].handle) for layer, past in enumerate(self.pasts) for i in past]
             session = agreed_session(handles)
+            if session.asked != self.options:
+                warn_of_other_options(session.asked, self.options)
         self.record = self.record or record_of(arguments)
         self.record.note(self, session.statistics)
         return session
+
+
+def warn_of_other_options(made_under: Options, compiled_with: Options) -> None:
+    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else."""
+    differences = ", ".join(
+        f"{field.name} {getattr(made_under, field.name)!r} (the model's: {getattr(compiled_with, field.name)!r})"
+        for field in dataclasses.fields(Options)
+        if getattr(made_under, field.name) != getattr(compiled_with, field.name)
+    )
+    warnings.warn(
+        "this cache was made with other options than the model is compiled with, and goes on with its own: "
+        f"{differences}",
+        SpecacheWarning,
+        stacklevel=2,
+    )
 
 
 def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:

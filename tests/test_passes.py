@@ -247,7 +247,7 @@ scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
 append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
 offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (scaled_dot_product_attention, None, None)
-""",
+""",  # noqa: E501
         )
 
 
