@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from .recipe import RecipeOf
 
 Phase = Literal["prefill", "extend", "pre-decode", "decode"]
+Part = Literal["keys", "values"]
 
 
 @dataclass
@@ -84,8 +85,8 @@ class Context:
     inputs: list[Input] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
-    # Output positions that HF's cache will see as held tensors → layer.
-    held_outputs: dict[int, int] = field(default_factory=dict)
+    # Output positions that HF's cache will see as held tensors → layer, and which part of it.
+    held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1
     # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False
