@@ -14,7 +14,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,11 +49,25 @@ def specache(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. Registered as the backend "specache"; see `Options` for `options`."""
-    parsed = parse_options(options)
-    for name in parsed.disable_passes:
-        if name not in PASS_NAMES:
-            raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {', '.join(PASS_NAMES)}")
-    return compile_graph(graph_module, example_inputs, parsed, mode)
+    try:
+        parsed = parse_options(options)
+        for name in parsed.disable_passes:
+            if name not in PASS_NAMES:
+                names = ", ".join(PASS_NAMES)
+                raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {names}")
+        return compile_graph(graph_module, example_inputs, parsed, mode)
+    except SpecacheError as error:
+        return refusal(error)
+
+
+def refusal(error: SpecacheError) -> Callable[..., Any]:
+    """What Dynamo calls in place of a refused graph. Raised while it compiles, the error would come out as Dynamo's."""
+    kind, said = type(error), error.args  # not the error itself, whose traceback holds the graph
+
+    def refuse(*arguments: Any) -> NoReturn:
+        raise kind(*said)
+
+    return refuse
 
 
 def compile_graph(
@@ -295,8 +309,8 @@ class CapturedGraph:
         inside += seconds
         session.primed = phase == "decode" and bool(before)
         session.advance(tokens)
-        for position, layer in context.held_outputs.items():
-            outputs[position] = session.held(layer)
+        for position, (layer, part) in context.held_outputs.items():
+            outputs[position] = session.held(layer, part)
         return outputs, inside
 
     def run(self, session: Session, phase: Phase, arguments: Sequence[Any]) -> tuple[tuple[list[Any], Context], float]:

@@ -167,7 +167,7 @@ matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
 return (matmul, None, None)
 """,
         )
-        assert context.held_outputs == {1: 0, 2: 0}
+        assert context.held_outputs == {1: (0, "keys"), 2: (0, "values")}
 
     def test_rewrite_attention(self) -> None:
         graph_module, context = decode_graph()
