@@ -124,7 +124,8 @@ def turn(soak: Soak, draw: random.Random) -> int:
     """A turn of a chat: generate goes on with a cache of the pool."""
     pair = soak.pick(draw)
     ids = torch.cat([pair.text, some_text(draw, len(pair.text), draw.randint(1, 40))], 1)
-    return generate(soak, draw, ids, pair, do_sample=False)
+    # Not the mask that `generate` infers from padding tokens in the text: the other steps of the cache see them all.
+    return generate(soak, draw, ids, pair, do_sample=False, attention_mask=torch.ones_like(ids))
 
 
 def crop(soak: Soak, draw: random.Random) -> int:
