@@ -1,15 +1,21 @@
-# Everything runs in .venv, made from the pinned versions of constraints.txt.
+# Everything runs in .venv, made from the pinned versions of constraints.txt; test-oldest runs in .venv-oldest, made
+# from constraints-oldest.txt: the oldest versions that pyproject.toml promises.
 PYTHON ?= python3
 BIN := .venv/bin
+OLDEST := .venv-oldest/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test lint bench quality train format clean
+.PHONY: demo test test-oldest lint bench quality train format clean
 
 demo: .venv/ready          ## ask the shipped model for needles: table and picture
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready          ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
+test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
+test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/test_passes.py -k speculate"
+	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 lint: .venv/ready          ## style, formatting and types
 	$(BIN)/ruff check .
@@ -34,12 +40,21 @@ format: .venv/ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build .venv
+	rm -rf build .venv .venv-oldest
 
 # torch alone first: its pin decides which build everything else must agree with.
 .venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("specache-compile needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	touch $@
+	$(call environment,.venv,constraints.txt,dev)
+
+.venv-oldest/ready: pyproject.toml constraints-oldest.txt
+	$(call environment,.venv-oldest,constraints-oldest.txt,test$(comma)eval)
+
+# $(call environment,folder,constraints,extras)
+comma := ,
+define environment
+$(PYTHON) -c 'import sys; sys.exit("specache-compile needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip install -q -c $(2) torch
+$(1)/bin/python -m pip install -q -c $(2) -e '.[$(3)]'
+touch $@
+endef

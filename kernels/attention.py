@@ -168,7 +168,7 @@ def decode_attention(
     """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
 
     q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
-    additive, [B|1, Hq|1, lanes|1, n + 1], its last column the new token; sinks [Hq]. Tiers: codes [B, H, C, 2, w],
+    additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, 2, w],
     key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], recent [B, H, W, 2, d], slots [B, H, k, 2, d],
     slot_index [B, H, k] (-1: empty). `low_bit_part` computes the low-bit tier's share.
 
@@ -244,8 +244,9 @@ def extend_attention(
 ) -> Tensor:
     """Exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, n + T] (None: causal); sinks [Hq]; host
-    [B, H, C, 2, d]. Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
+    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T, ≥ n + T], or one row for all T, of padding, beside which the
+    new tokens are causal, as they are without a mask; sinks [Hq]; host [B, H, C, 2, d]. Returns [B, Hq, T, d] in q's
+    dtype. A running softmax keeps one block of logits at a time.
     """
     wait_for_offloads(cursor)
     length = int(cursor[LENGTH])
@@ -267,7 +268,7 @@ def extend_attention(
         logits = product(query, keys, softcap)
         if bias is not None:
             logits = logits + bias[..., start:stop]
-        elif start == length:
+        if start == length and (bias is None or bias.shape[3] == 1):
             logits = logits.masked_fill(
                 torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1), -math.inf
             )

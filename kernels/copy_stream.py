@@ -177,7 +177,7 @@ def release_staging() -> None:
     staging_of.cache_clear()
 
 
-def offload(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
+def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
     """As `tiers.offload`: a few pairs are written through at once, many go through staging on the copy stream."""
     from .triton_copy import write_through
 

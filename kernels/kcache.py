@@ -42,7 +42,8 @@ def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
     return host[row, head, index.to(host.device), 1]
 
 
-def keep_keys(k: Tensor, v: Tensor, cursor: Tensor, device_keys: Tensor) -> None:
-    """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]; v is not read: a store takes a pair."""
+def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Tensor) -> None:
+    """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]; v and padding, which every store is
+    given, are not read."""
     start = int(cursor[LENGTH])
     device_keys[:, :, start : start + k.shape[2]] = k

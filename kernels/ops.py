@@ -67,14 +67,14 @@ OPS = (
         "triton_extend:extend_attention",
     ),
     Op(
-        "append(Tensor k, Tensor v, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, Tensor(c!) key_params, "
+        "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, Tensor(c!) key_params, "
         "Tensor(d!) value_params, str zero_point) -> ()",
         tiers.append,
         fake_nothing,
         "triton_append:append",
     ),
     Op(
-        "offload(Tensor k, Tensor v, Tensor cursor, Tensor(a!) host) -> ()",
+        "offload(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) host) -> ()",
         tiers.offload,
         fake_nothing,
         "copy_stream:offload",
@@ -114,7 +114,7 @@ OPS = (
         "copy_stream:kcache_attention",
     ),
     Op(
-        "keep_keys(Tensor k, Tensor v, Tensor cursor, Tensor(a!) device_keys) -> ()",
+        "keep_keys(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) device_keys) -> ()",
         kcache.keep_keys,
         fake_nothing,
         "kcache:keep_keys",

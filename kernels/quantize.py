@@ -43,16 +43,19 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.cat([(packed >> (plane * bits)) & mask for plane in range(8 // bits)], dim=-1)
 
 
-def scale_and_zero(groups: Tensor, dim: int, bits: int, zero_point: str) -> tuple[Tensor, Tensor]:
+def scale_and_zero(
+    groups: Tensor, dim: int, bits: int, zero_point: str, there: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Scale and zero of each group along `dim` (kept, size 1), in float32.
 
     bits >= 2: z = min, s = (max - min) / (2**bits - 1)            (KIVI, equation 2)
     bits == 1: z = (3 min + max) / 4, s = (max - min) / 2          (SpeCache, the midpoints of the two halves)
     bits == 1, zero_point "minimum": KIVI's own z and s, the ablation of Table 5.
 
-    Non-finite elements are left out of min and max: one infinity or NaN must not wipe out its whole group.
+    Non-finite elements are left out of min and max: one infinity or NaN must not wipe out its whole group. So is what
+    is not `there` (bool, broadcast over `groups`; None: all is): nobody reads it.
     """
-    finite = groups.isfinite()
+    finite = groups.isfinite() if there is None else groups.isfinite() & there
     low = groups.masked_fill(~finite, float("inf")).amin(dim, keepdim=True)
     high = groups.masked_fill(~finite, float("-inf")).amax(dim, keepdim=True)
     empty = low > high
@@ -64,24 +67,34 @@ def scale_and_zero(groups: Tensor, dim: int, bits: int, zero_point: str) -> tupl
     return spread / spread.new_full((), (1 << bits) - 1), low
 
 
-def encode(groups: Tensor, dim: int, bits: int, zero_point: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def encode(
+    groups: Tensor, dim: int, bits: int, zero_point: str, dtype: torch.dtype, there: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (uint8, the shape of `groups`), scale and zero (`dtype`, size 1 along `dim`).
 
     Codes are rounded against the stored scale and zero, so that what `dtype` loses costs no second error.
     +inf and -inf become the group's largest and smallest level, NaN the smallest; a constant group gives its constant.
+    there: as for `scale_and_zero`.
     """
     groups = groups.float()
     limit = torch.finfo(dtype).max
-    scale, zero = (t.clamp(-limit, limit).to(dtype) for t in scale_and_zero(groups, dim, bits, zero_point))
+    scale, zero = (t.clamp(-limit, limit).to(dtype) for t in scale_and_zero(groups, dim, bits, zero_point, there))
     levels = (groups - zero.float()) / scale.float()  # a scale of 0: not finite, and any code will do
     codes = levels.nan_to_num(nan=0.0).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
     return codes, scale, zero
 
 
-def quantize_keys(keys: Tensor, group_size: int, bits: int, zero_point: str) -> tuple[Tensor, Tensor]:
-    """Keys [B, H, T, d] with T a multiple of g → codes [B, H, T, d*bits/8], and scale|zero [B, H, T/g, 2, d]."""
+def quantize_keys(
+    keys: Tensor, group_size: int, bits: int, zero_point: str, there: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keys [B, H, T, d] with T a multiple of g → codes [B, H, T, d*bits/8], and scale|zero [B, H, T/g, 2, d].
+
+    there: bool [B, 1, T, 1], which tokens have a part in their group's range.
+    """
     groups = keys.unflatten(2, (-1, group_size))
-    codes, scale, zero = encode(groups, 3, bits, zero_point, keys.dtype)
+    if there is not None:
+        there = there.unflatten(2, (-1, group_size))
+    codes, scale, zero = encode(groups, 3, bits, zero_point, keys.dtype, there)
     return pack(codes.flatten(2, 3), bits), torch.cat([scale, zero], dim=3)
 
 

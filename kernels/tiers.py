@@ -15,6 +15,7 @@ EMPTY = -1
 def append(
     k: Tensor,
     v: Tensor,
+    padding: Tensor | None,
     cursor: Tensor,
     recent: Tensor,
     codes: Tensor,
@@ -24,14 +25,16 @@ def append(
 ) -> None:
     """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
 
-    Mutates recent [B, H, W, 2, d], codes [B, H, C, 2, w], key_params [B, H, C/g, 2, d] and value_params
+    padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
+    group's range. Mutates recent [B, H, W, 2, d], codes [B, H, C, 2, w], key_params [B, H, C/g, 2, d] and value_params
     [B, H, C, 2, d/gv].
     """
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
     new = torch.stack([k, v], dim=3)
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
-        store_low_bit(window[:, :, : next_low_bit - low_bit], low_bit, codes, key_params, value_params, zero_point)
+        leaving = window[:, :, : next_low_bit - low_bit]
+        store_low_bit(leaving, padding, low_bit, codes, key_params, value_params, zero_point)
     first = max(length, next_low_bit)
     stop = length + new.shape[2]
     place = torch.arange(first, stop, device=recent.device) % recent.shape[2]
@@ -39,9 +42,11 @@ def append(
 
 
 def store_low_bit(
-    pairs: Tensor, start: int, codes: Tensor, key_params: Tensor, value_params: Tensor, zero_point: str
-) -> None:
-    """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on."""
+    pairs: Tensor, padding: Tensor | None, start: int, codes: Tensor, key_params: Tensor, value_params: Tensor,
+    zero_point: str,
+) -> None:  # fmt: skip
+    """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on; padding as for
+    `append`."""
     bits = stored_bits(codes, pairs.shape[-1])
     stop = start + pairs.shape[2]
     if bits == 16:
@@ -50,14 +55,16 @@ def store_low_bit(
     group = codes.shape[2] // key_params.shape[2]
     channels = pairs.shape[-1] // value_params.shape[-1]
     keys, values = pairs.unbind(3)
+    there = None if padding is None else padding[..., start:stop].mT
     codes[:, :, start:stop, 0], key_params[:, :, start // group : stop // group] = quantize_keys(
-        keys, group, bits, zero_point
+        keys, group, bits, zero_point, there
     )
     codes[:, :, start:stop, 1], value_params[:, :, start:stop] = quantize_values(values, channels, bits, zero_point)
 
 
-def offload(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
-    """Send the new pairs k, v [B, H, T, d] to the host tier [B, H, C, 2, d]; the copy may end after the op."""
+def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
+    """Send the new pairs k, v [B, H, T, d] to the host tier [B, H, C, 2, d], those that are padding too; the copy may
+    end after the op."""
     start = int(cursor[LENGTH])
     pairs = torch.stack([k, v], dim=3)  # the job's own memory: k and v may be reused before it runs
 

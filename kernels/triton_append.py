@@ -71,10 +71,10 @@ def load_pairs(
 
 @triton.jit(do_not_specialize=["heads"])
 def quantize_groups(
-    k, v, cursor, recent, codes, key_params, value_params, heads,
-    k_batch, k_head, k_token, v_batch, v_head, v_token, limit,
+    k, v, padding, cursor, recent, codes, key_params, value_params, heads,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch, limit,
     d: tl.constexpr, capacity, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
-    bits: tl.constexpr, midpoint: tl.constexpr, PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    bits: tl.constexpr, midpoint: tl.constexpr, PADDED: tl.constexpr, PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window."""
     bh = tl.program_id(0).to(tl.int64)
@@ -91,6 +91,10 @@ def quantize_groups(
     inside = byte < width
     row = (bh * capacity + tokens) * 2 * width
 
+    present = tokens >= 0
+    if PADDED:
+        present = tl.load(padding + (bh // heads) * p_batch + tokens) != 0
+
     # Keys: per channel over the group's tokens; plane p holds the channels p·width + byte.
     packed = tl.zeros([group, PLANE], tl.int32)
     params = key_params + (bh * (capacity // group) + start // group) * 2 * d
@@ -99,7 +103,7 @@ def quantize_groups(
         x = load_pairs(
             k, recent, bh, k_base, tokens[:, None], channel[None, :], 0, length, window, k_token, d, inside[None, :]
         )
-        low, high = finite_range(x, inside[None, :], 0)
+        low, high = finite_range(x, inside[None, :] & present[:, None], 0)
         scale, zero = scale_and_zero(low, high, limit, bits, midpoint)
         scale, zero = scale.to(key_params.dtype.element_ty), zero.to(key_params.dtype.element_ty)
         tl.store(params + channel[None, :], scale, inside[None, :])
@@ -177,8 +181,8 @@ def write_recent(
 
 
 def append(
-    k: Tensor, v: Tensor, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor, value_params: Tensor,
-    zero_point: str,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
+    value_params: Tensor, zero_point: str,
 ) -> None:  # fmt: skip
     """As `tiers.append`, the lengths read on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -194,9 +198,11 @@ def append(
         )
     else:
         group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
+        padded = padding is not None
         quantize_groups[batch * heads, count // group + 1](
-            k, v, cursor, recent, codes, key_params, value_params, heads, *strides, torch.finfo(k.dtype).max,
-            d, capacity, window, group, value_group, bits, zero_point == "midpoint" and bits == 1,
+            k, v, padding.view(torch.uint8) if padded else k, cursor, recent, codes, key_params, value_params, heads,
+            *strides, padding.stride(0) if padded else 0, torch.finfo(k.dtype).max,
+            d, capacity, window, group, value_group, bits, zero_point == "midpoint" and bits == 1, padded,
             triton.next_power_of_2(d * bits // 8), triton.next_power_of_2(value_group),
             num_warps=8 if group * d >= 128 * 128 else 4,
         )  # fmt: skip

@@ -79,6 +79,7 @@ def extend_attention(
         raise ValueError(
             f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {length + count}"
         )
+    causal = mask is None or mask.shape[2] == 1
     kind, mask, mask_strides = mask_form(mask, batch, query_heads, count)
     rows = (batch, query_heads, count)
     out = torch.zeros(*rows, d, dtype=torch.float32, device=q.device)
@@ -100,5 +101,5 @@ def extend_attention(
 
     for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):
         attend(*block.unbind(3), first, False)
-    attend(k, v, length, mask is None)
+    attend(k, v, length, causal)
     return (out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(q.dtype)

@@ -49,6 +49,7 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
         if node.target in READS_THE_CURSOR:
             return f"{node.target} reads the cache's length on the host"
     placeholders = graph_module.graph.find_nodes(op="placeholder")
+    batch = batch_symbols(context)  # a session's is one number
     for node, source in zip(placeholders, context.inputs, strict=True):
         value = value_of(node)
         argument = node.users and source.source == "argument" and isinstance(value, Tensor)
@@ -56,13 +57,8 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
             return f"input {node.name} is on {value.device}, where a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         free = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
-        if node.users and free and free <= batch_symbols(context):
-            return (
-                f"the batch size is symbolic (input {node.name}): Dynamo was told to make it so, or did after calls "
-                "with several sizes, which torch._dynamo.reset() makes it forget"
-            )
-        if node.users and free:
-            return f"input {node.name} changes its size from step to step (a mask for left padding does)"
+        if node.users and free - batch:
+            return f"input {node.name} changes its size from step to step (a mask that is more than padding does)"
     return None
 
 

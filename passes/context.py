@@ -17,8 +17,9 @@ Phase = Literal["prefill", "extend", "pre-decode", "decode"]
 class Site:
     """One attention in a captured graph, with the nodes that a rewrite needs.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d] are the new pairs; mask is None or [B|1, Hq|1, T|1, n + T]; sinks None or [Hq].
-    `past_k` and `past_v` are the held placeholders, None in a prefill.
+    q [B, Hq, T, d]; k, v [B, H, T, d] are the new pairs; mask is None (causal) or [B|1, Hq|1, T|1, n + T]; padded:
+    tokens that the session's padding says are not there are hidden besides; sinks None or [Hq]. `past_k` and `past_v`
+    are the held placeholders, None in a prefill.
     """
 
     layer: int
@@ -31,6 +32,7 @@ class Site:
     past_k: Node | None
     past_v: Node | None
     mask: Node | None
+    padded: bool
     sinks: Node | None
     scale: float
     softcap: float | None
@@ -51,7 +53,7 @@ class LeftAlone:
 class Input:
     """Where a graph input comes from at run time: the caller's argument, or the session's state."""
 
-    source: Literal["argument", "cursor", "state", "guess"]
+    source: Literal["argument", "cursor", "padding", "state", "guess"]
     argument: int = -1
     layer: int = -1
     field: str = ""
@@ -82,8 +84,14 @@ class Context:
     # Names of the placeholders that are held tensors.
     held: frozenset[str] = frozenset()
     inputs: list[Input] = field(default_factory=list)
+    # The fake of the session's padding.
+    padding: Any = None
     sites: list[Site] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
+    # The input [B, n] that says which tokens are there, of the sites that are padded.
+    padding_mask: Node | None = None
+    # What each mask was read to be: causal or not, and its padding (`masks.read_mask`).
+    masks: dict[Node, tuple[bool, Node | None]] = field(default_factory=dict)
     # Output positions that HF's cache will see as held tensors → layer.
     held_outputs: dict[int, int] = field(default_factory=dict)
     lanes: int = 1
@@ -130,6 +138,13 @@ def state_input(graph_module: GraphModule, context: Context, layer: int, field: 
 def cursor_input(graph_module: GraphModule, context: Context) -> Node:
     """The placeholder of the cursor: lengths and the copy queue's number."""
     return add_input(graph_module, context, "cursor", Input("cursor"), context.cursor)
+
+
+def padding_input(graph_module: GraphModule, context: Context, site: Site) -> Node | None:
+    """The placeholder of the session's padding, bool [B, 1, 1, C] (True: the token is there); None: all are."""
+    if not site.padded:
+        return None
+    return add_input(graph_module, context, "padding", Input("padding"), context.padding)
 
 
 def output_node(graph_module: GraphModule) -> Node:

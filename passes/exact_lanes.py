@@ -11,6 +11,8 @@ from torch.fx import GraphModule, Node
 
 from .attention_forms import NoMatch, is_attention, match_form
 from .find_attention import match_update
+from .lane_cat import cat
+from .lane_products import product
 
 
 def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
@@ -71,16 +73,16 @@ def attend_behind_first_lane(
 ) -> Tensor:  # fmt: skip
     """`out` in lane 0; in lane 1 the attention over lane 0's kept pairs and its own. Shapes as in `Form`, T = 1."""
     group = q.shape[1] // k.shape[1]
-    keys = torch.cat([FirstLane.apply(kept_k), k], -2).repeat_interleave(group, 1)
-    values = torch.cat([FirstLane.apply(kept_v), v], -2).repeat_interleave(group, 1)
+    keys = cat([FirstLane.apply(kept_k), k], -2).repeat_interleave(group, 1)
+    values = cat([FirstLane.apply(kept_v), v], -2).repeat_interleave(group, 1)
     tokens = keys.shape[-2]
-    logits = (q @ keys.transpose(-1, -2)).float() * scale
+    logits = product(q, keys.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if mask is not None:
-        seen = torch.cat([mask, mask[..., -1:]], -1)[..., -tokens:]
+        seen = cat([mask, mask[..., -1:]], -1)[..., -tokens:]
         logits = torch.where(seen, logits, -math.inf) if seen.dtype == torch.bool else logits + seen
     if sinks is not None:
-        logits = torch.cat([logits, sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+        logits = cat([logits, sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
     weights = logits.softmax(-1)[..., :tokens]
-    return torch.where(lane == 0, out, (weights.to(v.dtype) @ values).to(out.dtype))
+    return torch.where(lane == 0, out, product(weights.to(v.dtype), values).to(out.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .context import Context, LeftAlone, PassReport, Site, output_node, value_of
 from .in_place import unknown_write
+from .masks import read_mask
 
 
 def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -29,7 +31,7 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
         try:
             if number in context.exact:
                 raise NoMatch(f"option exact_layers lists attention {number}")
-            site = match_site(attention, len(context.sites), context.held)
+            site = match_site(attention, context)
             if foreign is not None:
                 raise NoMatch(f"the graph writes to its inputs in place ({foreign.name}), and lanes would write twice")
             context.sites.append(site)
@@ -51,23 +53,45 @@ class Update:
     new: Node
 
 
-def match_site(attention: Node, layer: int, held: frozenset[str]) -> Site:
+def match_site(attention: Node, context: Context) -> Site:
     form = match_form(attention)
     keys, values = match_update(form.keys), match_update(form.values)
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
     for update in (keys, values):
-        check_owned(update, attention, held)
+        check_owned(update, attention, context.held)
     check_shapes(form, keys, values, value_of(attention))
     tokens = value_of(form.q).shape[2]
     if keys.past is not None and form.mask is None and (form.causal or not statically_known_true(tokens == 1)):
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
+    mask, padded = carried_mask(form, 0 if keys.past is None else value_of(keys.past).shape[2], context)
     heads, head_dim = value_of(keys.new).shape[1::2]
     return Site(
-        layer, attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
-        form.mask, form.sinks, form.scale, form.softcap,
+        len(context.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
+        mask, padded, form.sinks, form.scale, form.softcap,
         heads=int(heads), query_heads=int(value_of(form.q).shape[1]), head_dim=int(head_dim),
     )  # fmt: skip
+
+
+def carried_mask(form: Form, past: Any, context: Context) -> tuple[Node | None, bool]:
+    """The mask that a site's op is to be given, None where causality and padding say it all; and whether it is padded.
+
+    What masks are read to be is kept in the context: layers share them.
+    """
+    if form.mask is None:
+        return None, False
+    if form.mask not in context.masks:
+        context.masks[form.mask] = read_mask(form.mask, past)
+    causal, padding = context.masks[form.mask]
+    if causal and padding is None:
+        return None, False
+    if causal and context.padding_mask in (None, padding):
+        context.padding_mask = padding
+        return None, True
+    one_row = statically_known_true(value_of(form.mask).shape[2] == 1)
+    if one_row and not statically_known_true(value_of(form.q).shape[2] == 1):
+        raise NoMatch("its mask hides the same tokens from all its new ones (bidirectional attention?)")
+    return form.mask, False
 
 
 def match_update(node: Node) -> Update:

@@ -13,8 +13,10 @@ from pathlib import Path
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
+from .causal_prefill import causal_prefill
 from .clean_up import clean_up
 from .context import Context, Pass, PassReport
+from .cursor_lengths import cursor_lengths
 from .find_attention import find_attention
 from .fingerprint import graph_hash
 from .overlap import overlap
@@ -28,6 +30,8 @@ PIPELINE: tuple[Pass, ...] = (
     find_attention,
     own_cache,
     rewrite_attention,
+    causal_prefill,
+    cursor_lengths,
     speculate,
     store,
     prefetch,

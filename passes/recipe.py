@@ -12,7 +12,8 @@ class Call:
     """An op by name, the state tensors that it takes, and its settings.
 
     At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap) → out, or (out, selection
-    scores) where `scores`. As a store: op(k, v, cursor, *state, *settings).
+    scores) where `scores`; a mask of one row is padding, beside which an op is causal by itself. As a store: op(k, v,
+    padding, cursor, *state, *settings).
     """
 
     op: str

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from .clean_up import drop_dead
-from .context import Context, PassReport, Site, cursor_input, state_input, value_of
+from .context import Context, PassReport, Site, cursor_input, padding_input, state_input, value_of
 from .recipe import Call
 
 
@@ -32,6 +32,8 @@ def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[Grap
 
 def replace_site(graph_module: GraphModule, context: Context, site: Site, call: Call) -> None:
     graph = graph_module.graph
+    if site.mask is None:
+        site.mask = padding_input(graph_module, context, site)
     pairs = (site.q, site.k, site.v, site.mask, site.sinks, cursor_input(graph_module, context))
     state = [state_input(graph_module, context, site.layer, field) for field in call.state]
     op = getattr(torch.ops.specache, call.op).default

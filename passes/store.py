@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport, cursor_input, output_node, state_input
+from .context import Context, PassReport, cursor_input, output_node, padding_input, state_input
 from .in_place import take_writes
 
 
@@ -13,8 +13,8 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
     """Store each site's new pairs as the recipe says; of two lanes, only lane 0's. A pre-decode stores nothing.
 
         out = sdpa(q, k, v)                out = sdpa(q, k, v)
-        return (logits, None, None)        specache.append(k, v, cursor, recent_0, codes_0, ...)
-                                           specache.offload(k, v, cursor, host_0)
+        return (logits, None, None)        specache.append(k, v, padding, cursor, recent_0, codes_0, ...)
+                                           specache.offload(k, v, padding, cursor, host_0)
 
     The nodes stand at the end of the graph; `overlap` moves them to where they start earliest.
     """
@@ -25,12 +25,13 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
     cursor = cursor_input(graph_module, context) if context.sites else None
     for site in context.sites:
         calls = context.recipe(site.layer).stores
+        padding = padding_input(graph_module, context, site)
         state = [[state_input(graph_module, context, site.layer, field) for field in call.state] for call in calls]
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, context.lanes) for node in (site.k, site.v))
             for call, tensors in zip(calls, state, strict=True):
                 op = getattr(torch.ops.specache, call.op).default
-                graph.call_function(op, (k, v, cursor, *tensors, *call.settings))
+                graph.call_function(op, (k, v, padding, cursor, *tensors, *call.settings))
     return graph_module, PassReport("store", {"stored": len(context.sites)})
 
 

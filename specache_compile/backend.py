@@ -28,6 +28,7 @@ from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES, PIPELINE, Tr
 
 from .dump import dump_explanation
 from .errors import OptionError, SpecacheError, SpecacheWarning, copy_failed, mixed_caches, unmatched_held
+from .free_sizes import free_sizes
 from .held import Handle, HeldTensor
 from .methods import METHODS
 from .options import Options, parse_options
@@ -59,6 +60,8 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
     graph = CapturedGraph(graph_module, options, mode)
+    if graph.sites:
+        free_sizes(graph.placeholders, graph.fakes, example_inputs)
     warn_left_alone(graph.left_alone, len(graph.sites))
     if graph.sites:
         graph.compile_ahead()
@@ -99,7 +102,6 @@ class CapturedGraph:
 
     def __init__(self, graph_module: GraphModule, options: Options, mode: str | None) -> None:
         self.graph_module, self.options, self.mode = graph_module, options, mode or options.mode
-        self.name = f"graph{next(_graph_numbers)}"
         self.placeholders = graph_module.graph.find_nodes(op="placeholder")
         # Dynamo's own fakes: the inputs it passes are real, and its tracing context has another fake mode.
         self.fakes = [value_of(node) for node in self.placeholders]
@@ -132,6 +134,7 @@ class CapturedGraph:
             tokens = value_of(self.sites[0].q).shape[2]
             self.phase = "decode" if isinstance(tokens, int) and tokens == 1 else "extend"
         index = {node: i for i, node in enumerate(self.placeholders)}
+        self.padding = None if context.padding_mask is None else index[context.padding_mask]
         self.pasts = [(index[s.past_k], index[s.past_v]) for s in self.sites if s.past_k is not None]
 
     def drop_unread_held(self) -> list[int]:
@@ -146,7 +149,9 @@ class CapturedGraph:
         self.graph_module.recompile()
         return [i for i in range(len(self.placeholders)) if i not in self.held]
 
-    def new_context(self, phase: Phase, options: Options, state: list[dict[str, Any]], cursor: Any = None) -> Context:
+    def new_context(
+        self, phase: Phase, options: Options, state: list[dict[str, Any]], cursor: Any = None, padding: Any = None
+    ) -> Context:
         return Context(
             phase=phase,
             top_k=0 if "prefetch" in options.disable_passes else options.top_k,
@@ -155,6 +160,7 @@ class CapturedGraph:
             recipe=functools.partial(METHODS[options.method].recipe, options),
             state=state,
             cursor=cursor,
+            padding=padding,
             exact=frozenset(options.exact_layers),
             held=frozenset(self.placeholders[i].name for i in self.held),
             inputs=[Input("argument", argument=i) for i in range(len(self.placeholders))],
@@ -162,6 +168,7 @@ class CapturedGraph:
 
     def compile_ahead(self) -> None:
         """Lower while Dynamo is still listening, for the state that the first call will have."""
+        self.name = f"graph{next(_graph_numbers)}"
         k = value_of(self.sites[0].k)
         batch, tokens = self.symbols.hint(k.shape[0]), self.symbols.hint(k.shape[2])
         past = self.symbols.hint(self.fakes[self.held[0]].shape[2]) if self.held else 0
@@ -185,7 +192,7 @@ class CapturedGraph:
 
     def specialise(self, session: Session, phase: Phase, ahead: bool = False) -> tuple[Callable[..., Any], Context]:
         """The rewritten graph for this phase and the shapes of this session's state; compiled on first use."""
-        key = phase, session.batch, session.capacity, session.later is None, session.options.budget
+        key = phase, session.capacity, session.options
         if key not in self.lowered:
             self.lowered[key] = within_tracing(self.fake_mode, lambda: self.rewrite(session, phase), late=not ahead)
             if phase == self.phase:
@@ -193,20 +200,24 @@ class CapturedGraph:
         return self.lowered[key]
 
     def rewrite(self, session: Session, phase: Phase) -> tuple[Callable[..., Any], Context]:
-        """Run the passes over a copy of the captured graph, and lower the result."""
+        """Run the passes over a copy of the captured graph, and lower the result; for any batch, if Dynamo's is."""
         self.compiles += 1
+        batch = value_of(self.sites[0].k).shape[0]
         with self.fake_mode:
             state = [
                 {
                     field: torch.empty(shape, dtype=dtype, device=device_of(field, layer))
                     for field, (shape, dtype) in state_shapes(
-                        session.options, layer, session.batch, session.capacity
+                        session.options, layer, batch, session.capacity
                     ).items()
                 }
                 for layer in session.layers
             ]
             cursor = torch.empty(session.cursor.shape, dtype=session.cursor.dtype, device=session.cursor.device)
-        context = self.new_context(phase, session.options, state, cursor)
+            device = session.layers[0].device
+            guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
+            padding = torch.empty(batch, 1, 1, session.capacity, dtype=torch.bool, device=device)
+        context = self.new_context(phase, session.options, state, cursor, padding)
         graph_module = GraphModule(self.graph_module, copy.deepcopy(self.graph_module.graph))
         passes = [p for p in PIPELINE if p.__name__ not in self.options.disable_passes]
         graph_module, trace = run_pipeline(graph_module, context, passes, self.name)
@@ -217,7 +228,8 @@ class CapturedGraph:
             "argument": lambda source: self.fakes[source.argument],
             "cursor": lambda source: cursor,
             "state": lambda source: state[source.layer][source.field],
-            "guess": lambda source: self.guess_fake(session),
+            "padding": lambda source: padding,
+            "guess": lambda source: guess,
         }
         inputs = [fakes[source.source](source) for source in context.inputs]
         patches = {**cuda_graphs.NO_TREES, **self.options.inductor}
@@ -248,10 +260,6 @@ class CapturedGraph:
             stacklevel=2,
         )
 
-    def guess_fake(self, session: Session) -> Tensor:
-        with self.fake_mode:
-            return torch.empty(session.batch, 1, dtype=torch.int64, device=session.layers[0].device)
-
     def __call__(self, *arguments: Any) -> list[Any]:
         start = time.perf_counter()
         session = self.session_for(arguments)
@@ -275,6 +283,8 @@ class CapturedGraph:
         session.capacity_for(session.length + tokens)
         session.reserve()
         session.point(tokens)
+        if self.padding is not None:
+            session.see(arguments[self.padding], session.length + tokens)
         *before, phase = self.phases(session.options)
         inside = 0.0
         guess_is_missing = session.guess is None and self.specialise(session, phase)[1].needs_guess
@@ -296,7 +306,7 @@ class CapturedGraph:
         inputs = session.bind(context.inputs, arguments)
         start = time.perf_counter()
         if context.capture and session.capturable:
-            stays = [source.source in ("state", "cursor") for source in context.inputs]
+            stays = [source.source in ("state", "cursor", "padding") for source in context.inputs]
             give_up = functools.partial(self.stop_capturing, context)
             outputs = session.captured.run(lowered, inputs, stays, session.cursor.device, give_up, session.late_fetches)
         else:

@@ -140,7 +140,7 @@ def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:
     if handle is None:
         raise held_read("an edit inside the compiled model")
     result = HeldTensor(held.anchor, shape, Handle(handle.session, handle.version, handle.layer, (*handle.edits, edit)))
-    torch._dynamo.maybe_mark_dynamic(result, 2)
+    torch._dynamo.maybe_mark_dynamic(result, (0, 2))
     return result
 
 

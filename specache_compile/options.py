@@ -56,7 +56,7 @@ class Options:
     host_memory: int | None = None
     min_context: int | str = "auto"
     mode: str | None = None
-    inductor: Mapping[str, Any] = field(default_factory=dict)
+    inductor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     budget: int | float = 0.25
     eviction_block: int = 1
     seed: int = 0

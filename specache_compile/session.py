@@ -37,13 +37,14 @@ class Session:
     """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
 
     `guess` [B, 1] is the speculative token; `primed` says that the slots were chosen for the next decode step.
-    `options` are those in force: below `min_context` tokens the 16-bit ones, with `later` to come.
+    `asked` are the options that the cache was made under, `options` those in force: with the prompt's budget, and below
+    `min_context` tokens the 16-bit ones, with `later` to come. `padding` bool [B, 1, 1, C], where a step brought one.
     State is never made under the caller's inference mode: the copy queue's worker writes to it outside of that.
     """
 
     @torch.inference_mode(False)
     def __init__(self, options: Options, layers: list[LayerShape], batch: int) -> None:
-        self.options = options
+        self.asked = self.options = options
         self.later: Options | None = None
         self.layers = layers
         self.batch = batch
@@ -52,6 +53,7 @@ class Session:
         # The edited view that the tiers were last brought to, while no step has followed: it may be used again.
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
+        self.padding: Tensor | None = None
         self.primed = False
         # A step has raised half way that had evicted pairs already.
         self.broken = False
@@ -87,7 +89,9 @@ class Session:
             return
         self.drain()
         for number, layer in enumerate(self.layers):
-            self.state[number] = moved_over(self.state[number], self.later, layer, self.batch, self.length)
+            self.state[number] = moved_over(
+                self.state[number], self.later, layer, self.batch, self.length, self.padding
+            )
         self.options, self.later = self.later, None
         self.primed, self.guess = False, None
         self.note_memory()
@@ -129,6 +133,7 @@ class Session:
         """After the state's tensors have changed: drop what was captured over the old ones, and let the statistics know
         the tiers' sizes, which may be asked for when the session is gone."""
         self.captured.clear()
+        self.padding = None
         # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
@@ -167,6 +172,15 @@ class Session:
         if self.cursor.is_cuda:
             copy_stream.publish(self.cursor, self.length)
 
+    @torch.inference_mode(False)
+    def see(self, padding: Tensor, tokens: int) -> None:
+        """Take over which of the first `tokens` tokens are there, from an attention mask [B, ≥ tokens]; outside of the
+        graph, so that a captured step finds it where it was."""
+        if self.padding is None:
+            shape = (self.batch, 1, 1, self.capacity)
+            self.padding = torch.zeros(shape, dtype=torch.bool, device=self.layers[0].device)
+        self.padding[:, 0, 0, :tokens].copy_(padding[:, :tokens])
+
     def advance(self, tokens: int) -> None:
         """`tokens` more are cached; views of the cache taken before are stale from here on."""
         self.length += tokens
@@ -187,7 +201,7 @@ class Session:
             elif source.source == "state":
                 values.append(self.state[source.layer][source.field])
             else:
-                values.append(self.cursor if source.source == "cursor" else self.guess)
+                values.append(getattr(self, source.source))  # the cursor, the padding, the guess
         return values
 
     @torch.inference_mode(False)
@@ -262,7 +276,7 @@ class Session:
             (self.batch, shape.heads, self.length, shape.head_dim),
             Handle(self, self.version, layer),
         )
-        torch._dynamo.maybe_mark_dynamic(held, 2)
+        torch._dynamo.maybe_mark_dynamic(held, (0, 2))
         return held
 
     def pairs(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -100,8 +100,10 @@ def allocate(
     return state
 
 
-def moved_over(state: LayerState, options: Options, layer: LayerShape, batch: int, length: int) -> LayerState:
-    """A layer's 16-bit state (`Options.in_16_bits`) with `length` tokens, as `options` have it.
+def moved_over(
+    state: LayerState, options: Options, layer: LayerShape, batch: int, length: int, padding: Tensor | None
+) -> LayerState:
+    """A layer's 16-bit state (`Options.in_16_bits`) with `length` tokens, as `options` have it; padding as for `append`.
 
     Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty.
     A state that has moved already stays.
@@ -118,7 +120,7 @@ def moved_over(state: LayerState, options: Options, layer: LayerShape, batch: in
     low_bit = options.low_bit_length(length)
     for start in range(0, low_bit, MOVED):
         pairs = codes[:, :, start : min(start + MOVED, low_bit)]
-        store_low_bit(pairs, start, new["codes"], new["key_params"], new["value_params"], options.zero_point)
+        store_low_bit(pairs, padding, start, new["codes"], new["key_params"], new["value_params"], options.zero_point)
     adopt(new, layer)
     return new
 

@@ -32,7 +32,7 @@ TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32
 # What the arguments are, by name, where it is not a 32-bit integer.
 FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
-    "mask": "*u8", "cursor": "*i64", "slot_index": "*i32", "wanted": "*i32", "traffic": "*i64", "tokens": "*i32",
+    "mask": "*u8", "padding": "*u8", "cursor": "*i64", "slot_index": "*i32", "wanted": "*i32", "traffic": "*i64", "tokens": "*i32",
     "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32", "partial": "*fp32",
     "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "logits_out": "*fp16", "codes": "*u8",
 }  # fmt: skip
@@ -103,7 +103,7 @@ def main() -> None:
         else:
             build(
                 append.quantize_groups, label, dtype, warps=8 if group * d >= 128 * 128 else 4, **shape, bits=bits,
-                value_group=value_group, midpoint=bits == 1, PLANE=next_power_of_2(width),
+                value_group=value_group, midpoint=bits == 1, PADDED=True, PLANE=next_power_of_2(width),
                 VALUE_GROUP=next_power_of_2(value_group),
             )  # fmt: skip
     build(append.write_recent, "bf16, d 128", d=128, window=128, BLOCK=append.RING_BLOCK, CHANNELS=128)

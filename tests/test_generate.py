@@ -191,6 +191,14 @@ def test_ways_to_switch_it_on(llama: LlamaForCausalLM, way: str) -> None:
         assert twin._compiled_call_impl is None, "the wrapped model itself must stay uncompiled"
 
 
+def test_a_batch_that_is_a_symbol(llama: LlamaForCausalLM) -> None:
+    """dynamic=True frees it, since it is more than one."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=LOSSLESS, dynamic=True)
+    assert torch.equal(greedy(twin, prompt(60, batch=3)), greedy(llama, prompt(60, batch=3)))
+    assert sc.stats(twin).pre_decodes == 1, "two lanes"
+
+
 def test_a_pipeline_runs_the_rewritten_graphs(llama: LlamaForCausalLM) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

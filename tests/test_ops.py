@@ -104,6 +104,12 @@ class Inputs:
             return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         return seen if self.case.mask == "bool" else None
 
+    def padding(self) -> Tensor | None:
+        """Of a case with a bool mask: [B, 1, 1, C], a token of three hidden, others in each row."""
+        if self.case.mask != "bool":
+            return None
+        return (torch.arange(CAPACITY) % 3 != torch.arange(self.case.batch).view(-1, 1, 1, 1) % 3).contiguous()
+
 
 def decode_inputs(i: Inputs) -> tuple[Any, ...]:
     state = (i.codes, i.key_params, i.value_params, i.recent, i.slots, i.slot_index)
@@ -117,9 +123,9 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
     ),
     "append": lambda i: (
-        i.new_k, i.new_v, i.cursor, i.recent, i.codes, i.key_params, i.value_params, "midpoint",
+        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, "midpoint",
     ),
-    "offload": lambda i: (i.new_k, i.new_v, i.cursor, i.host),
+    "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.wanted),
     "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
     "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index),
@@ -131,7 +137,7 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.device_keys, i.host, 8, i.scale,
         i.case.softcap,
     ),
-    "keep_keys": lambda i: (i.new_k, i.new_v, i.cursor, i.device_keys),
+    "keep_keys": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.device_keys),
     "measure": lambda i: (
         i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.tally, i.scale, i.case.softcap,
     ),

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import specache_compile  # noqa: F401  (registers the ops)
 from specache_compile.methods import METHODS
@@ -18,10 +20,12 @@ from specache_compile.options import Options
 from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.lane_products import product, rows_times, show_products
 from specache_compile.passes.overlap import COPIES, WAITS, critical_path, dependencies, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.rewrite_attention import rewrite_attention
+from specache_compile.passes.speculate import run_lanes
 from specache_compile.passes.store import store
 from specache_compile.tiers import LayerShape, state_shapes
 
@@ -118,6 +122,18 @@ def text(graph_module: GraphModule) -> str:
     return "\n".join(lines) + "\n"
 
 
+def products_graph(batch: int) -> GraphModule:
+    """A rotary table's product, linear layers of both kinds, and one of vectors."""
+    builder = GraphBuilder()
+    x, frequencies = builder.input("x", batch, 1, DIM), builder.input("frequencies", batch, 6, 1)
+    weight, bias = builder.input("weight", DIM, DIM), builder.input("bias", DIM)
+    angles = builder.call(torch.matmul, (batch, 6, DIM), frequencies, x)
+    hidden = builder.call(F.linear, (batch, 1, DIM), x, weight, bias)
+    rows = builder.call(torch.flatten, (batch, DIM), hidden, 0, 1)
+    out = builder.call(torch.addmm, (batch, DIM), bias, rows, weight)
+    return builder.finish(angles, hidden, out, builder.call(torch.matmul, (DIM,), weight, bias))
+
+
 def run(graph_module: GraphModule, context: Context, *passes: Any) -> GraphModule:
     for step in passes:
         graph_module, _ = step(graph_module, context)
@@ -166,6 +182,21 @@ return (matmul, None, None)
         )
         assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 6
 
+    def test_show_products(self) -> None:
+        graph_module = products_graph(batch=3)
+        assert show_products(graph_module) == 3
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+matmul = product(frequencies, x)
+linear = rows_times(x, weight, bias)
+flatten = flatten(linear, 0, 1)
+addmm = rows_times_transposed(flatten, weight, bias)
+matmul_1 = matmul(weight, bias)
+return (matmul, linear, addmm, matmul_1)
+""",
+        )
+
     def test_store(self) -> None:
         graph_module, context = decode_graph()
         self.assertExpectedInline(
@@ -174,8 +205,8 @@ return (matmul, None, None)
 decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, recent_0, slots_0, slot_index_0, 0.25, None)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
-append_default = specache.append.default(k0, v0, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
-offload_default = specache.offload.default(k0, v0, cursor, host_0)
+append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
+offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (matmul, None, None)
 """,  # noqa: E501
         )
@@ -213,8 +244,8 @@ matmul_1""",
             text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store, clean_up)),
             """\
 scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
-append_default = specache.append.default(k0, v0, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
-offload_default = specache.offload.default(k0, v0, cursor, host_0)
+append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
+offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (scaled_dot_product_attention, None, None)
 """,
         )
@@ -290,6 +321,56 @@ def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
 def rewritten(layers: int = 3) -> tuple[GraphModule, Context]:
     graph_module, context = decode_graph(layers)
     return run(graph_module, context, find_attention, own_cache, rewrite_attention, store, prefetch), context
+
+
+def test_lanes_of_a_batch_that_is_a_symbol() -> None:
+    """vmap's own rules for products fail here on torch 2.11."""
+    graph_module = products_graph(batch=3)
+    x, guess = torch.randn(3, 1, DIM), torch.randn(3, 1, DIM)
+    rest = [torch.randn(3, 6, 1), torch.randn(DIM, DIM), torch.randn(DIM)]
+    expected = [torch.stack(pair) for pair in zip(graph_module(x, *rest), graph_module(guess, *rest), strict=True)]
+    show_products(graph_module)
+    add_unused_lane(graph_module)
+
+    def two_lanes(x: torch.Tensor, guess: torch.Tensor, *rest: torch.Tensor) -> list[Any]:
+        return run_lanes(graph_module, [x, *rest], 0, guess)
+
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    symbolic = [fakes.from_tensor(tensor) for tensor in (x, guess, rest[0])]
+    static = [fakes.from_tensor(tensor, static_shapes=True) for tensor in rest[1:]]
+    assert isinstance(symbolic[0].shape[0], torch.SymInt)
+    with fakes:
+        widened = make_fx(two_lanes)(*symbolic, *static)
+    torch.testing.assert_close(widened(x, guess, *rest), expected)
+    products = [str(node.target) for node in widened.graph.nodes if "mm" in str(node.target)]
+    assert sorted(products) == ["aten.addmm.default", "aten.addmm.default", "aten.bmm.default"]
+
+
+def add_unused_lane(graph_module: GraphModule) -> None:
+    """The input that positions would take."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    with graph_module.graph.inserting_after(placeholders[-1]):
+        graph_module.graph.placeholder("lane")
+    graph_module.recompile()
+
+
+@pytest.mark.parametrize(("x_dim", "weight_dim"), [(0, None), (1, None), (0, 0), (1, 0), (None, 0)])
+def test_products_under_vmap(x_dim: int | None, weight_dim: int | None) -> None:
+    """Lanes of the rows, of an expert's weights, or of both: as lane by lane."""
+    x, weight, bias = torch.randn(2, 2, 4, DIM), torch.randn(2, 6, DIM), torch.randn(2, 6)
+    matrices = torch.randn(5, 2, 6, DIM)  # one axis more than a lane of x
+    dims = (x_dim, weight_dim, weight_dim)
+
+    def both(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rows_times(x, weight, bias), product(x, weight.mT), product(x, matrices.mT)
+
+    given = [tensor if dim is not None else tensor[0] for tensor, dim in zip((x, weight, bias), dims, strict=True)]
+    lanes = [
+        both(*(tensor if dim is None else tensor.select(dim, lane) for tensor, dim in zip(given, dims, strict=True)))
+        for lane in range(2)
+    ]
+    expected = tuple(torch.stack(pair) for pair in zip(*lanes, strict=True))
+    torch.testing.assert_close(torch.vmap(both, dims)(*given), expected)
 
 
 def test_overlap_keeps_every_dependency() -> None:

@@ -70,9 +70,9 @@ class Cache:
         self.cursor[NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
         k, v = pairs.unbind(3)
         ops.append(
-            k, v, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.zero_point
+            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.zero_point
         )  # fmt: skip
-        ops.offload(k, v, self.cursor, self.host)
+        ops.offload(k, v, None, self.cursor, self.host)
         self.originals.append(pairs)
 
     def check(self) -> None:
@@ -280,7 +280,7 @@ def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue
     new = random_pairs(1, 5)
     slots.wanted[...] = torch.tensor([8, 0, -1, -1])
     gate = Gate(queue)
-    ops.offload(*new.unbind(3), cursor, slots.host)
+    ops.offload(*new.unbind(3), None, cursor, slots.host)
     ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     gate.opened.set()
     ops.wait(slots.wanted, cursor, slots.slots, slots.slot_index)
@@ -294,7 +294,7 @@ def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
     new = random_pairs(2, 5)
     k, v = (x.clone() for x in new.unbind(3))
     gate = Gate(queue)
-    ops.offload(k, v, cursor, host)
+    ops.offload(k, v, None, cursor, host)
     k.fill_(math.nan)
     v.fill_(math.nan)
     cursor[LENGTH] = 0
@@ -311,7 +311,7 @@ def test_an_extend_reads_the_host_tier_only_after_the_offloads(queue: CopyQueue)
     new, q = random_pairs(1, 5), random_pairs(1, 6)[:, :, :, 0]
     cursor = torch.tensor([8, 0, 0, queue.number])
     threading.Timer(0.05, Gate(queue).opened.set).start()
-    ops.offload(*new.unbind(3), cursor, host)
+    ops.offload(*new.unbind(3), None, cursor, host)
     cursor[LENGTH] = 9
     out = ops.extend_attention(q, q, q, None, None, cursor, host, 0.25, None)
     cursor[QUEUE] = 0

@@ -112,9 +112,12 @@ class Layer:
             self.point(at, tokens)
             k, v = self.pairs[:, :, at : at + tokens].unbind(3)
             tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params"))
-            append(k, v, self.cursor, *tier, case.zero_point)
+            append(k, v, padding_of(case, len(self)), self.cursor, *tier, case.zero_point)
             at += tokens
         self.point(at, 1)
+
+    def __len__(self) -> int:
+        return self.state["codes"].shape[2]
 
     def point(self, length: int, tokens: int) -> None:
         self.cursor[LENGTH] = length
@@ -130,6 +133,16 @@ class Layer:
                 tokens = torch.randperm(low_bit)[: self.case.top_k].to(DEVICE)
                 index[row, head, : len(tokens)] = tokens.int()
                 slots[row, head, : len(tokens)] = self.pairs[row, head, tokens]
+
+
+def padding_of(case: Case, capacity: int) -> Tensor | None:
+    """With a bool mask: [B, 1, 1, C], the first tokens and every fifth are not there; the first row has all."""
+    if case.mask != "bool":
+        return None
+    tokens = torch.arange(capacity, device=DEVICE)
+    there = (tokens >= 40 * torch.arange(BATCH, device=DEVICE).view(-1, 1, 1, 1)) & (tokens % 5 > 0)
+    there[0] = True
+    return there
 
 
 @every_case
@@ -148,7 +161,7 @@ def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_cod
         pairs[1, 1, :, :, 3] = float("nan")
         layer.point(0, 90)
         tier = (layer.state[name] for name in ("recent", "codes", "key_params", "value_params"))
-        append(*pairs.unbind(3), layer.cursor, *tier, "midpoint")
+        append(*pairs.unbind(3), None, layer.cursor, *tier, "midpoint")
         return layer
 
     ours, reference = filled(triton_append.append), filled(tiers.append)

@@ -1,0 +1,41 @@
+"""Let a flash kernel have a prefill: causal, over keys and values that nobody has repeated."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch.fx import GraphModule
+
+from .context import Context, PassReport, Site, value_of
+
+
+def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+    """An SDPA whose mask says "causal" and no more takes no mask, and the KV heads as they are.
+
+        mask = le(arange(T), arange(T)[:, None])
+        keys = reshape(expand(k[:, :, None]))
+        out = sdpa(q, keys, values, mask)          out = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+    No flash kernel takes a mask: at 32k tokens a row's mask alone is a gigabyte. A padded prefill keeps its mask.
+    """
+    changed = 0
+    for site in context.sites if context.phase == "prefill" else ():
+        if is_masked_sdpa(site):
+            settings = {"dropout_p": 0.0, "is_causal": True, "scale": site.scale, "enable_gqa": True}
+            with graph_module.graph.inserting_before(site.attention):
+                new = graph_module.graph.call_function(
+                    F.scaled_dot_product_attention, (site.q, site.k, site.v), settings
+                )
+            new.meta["example_value"] = value_of(site.attention)
+            site.attention.replace_all_uses_with(new)
+            graph_module.graph.erase_node(site.attention)
+            site.attention = new
+            changed += 1
+    return graph_module, PassReport("causal_prefill", {"without a mask": changed})
+
+
+def is_masked_sdpa(site: Site) -> bool:
+    """Whether an attention has a mask that the site, read to be causal, has not."""
+    node = site.attention
+    if node.target is not F.scaled_dot_product_attention or site.mask is not None or site.padded:
+        return False
+    return node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None

@@ -1,0 +1,58 @@
+"""Read the number of cached tokens from the cursor, where a captured step must look for it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from specache_compile.kernels.copy_queue import LENGTH
+
+from .context import Context, PassReport, cursor_input, value_of
+
+
+def cursor_lengths(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+    """Positions that a decode graph counts from its cache's length count from `cursor[LENGTH]` instead.
+
+        position = arange(1) + s53         position = arange(1) + cursor[0]
+
+    A symbol that grows from step to step would keep the step from being captured; the cursor is a tensor that stays
+    where it is. Only a model that is called without `position_ids` has such positions.
+    """
+    found = 0
+    past = past_of(context) if context.phase in ("decode", "pre-decode") else None
+    if past is None:
+        return graph_module, PassReport("cursor_lengths", {"read": 0})
+    for node in list(graph_module.graph.nodes):
+        length = counted_from(node, past)
+        if length is None:
+            continue
+        cursor = cursor_input(graph_module, context)
+        with graph_module.graph.inserting_before(node):
+            read = graph_module.graph.call_function(operator.getitem, (cursor, LENGTH))
+        read.meta["example_value"] = context.cursor[LENGTH]
+        node.replace_input_with(length, read)
+        found += 1
+    return graph_module, PassReport("cursor_lengths", {"read": found})
+
+
+def past_of(context: Context) -> Any:
+    """The symbol of the cached tokens' number; None where there is none."""
+    past = context.sites[0].past_k if context.sites else None
+    size = None if past is None else value_of(past).shape[2]
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+def counted_from(node: Node, past: Any) -> Node | None:
+    """Of `integers + past`, the node of `past`."""
+    if node.target not in (operator.add, torch.add, "add") or len(node.args) != 2:
+        return None
+    first, second = node.args
+    if not (isinstance(first, Node) and isinstance(second, Node)):
+        return None
+    counted, length = value_of(first), value_of(second)
+    is_count = isinstance(counted, Tensor) and counted.dtype == torch.int64
+    return second if is_count and isinstance(length, torch.SymInt) and length.node.expr == past else None
