@@ -133,7 +133,7 @@ def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
         **graphs,
         "graphs captured by Dynamo": dynamo.counters["stats"]["unique_graphs"],
         "recompiles of Dynamo": sum(one.recompile_reason is not None for one in captured),
-        "warnings of specache": len(warned),
+        **Counter(f"warnings: {text.split(',')[0]}" for text in warned),
         "MiB resident after the warm-up": round(soak.memory[0]) if soak.memory else 0,
         "MiB resident at the end": round(megabytes()),
         "sessions alive at the end": live_sessions(),
@@ -142,12 +142,11 @@ def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
     }
 
 
-def table(soak: Soak, facts: dict[str, int], warned: list[str]) -> str:
+def table(soak: Soak, facts: dict[str, int]) -> str:
     names = [name for name, _, _ in OPERATIONS if soak.calls[name]]
     rows = [(name, soak.calls[name], soak.tokens[name], round(soak.seconds[name], 1)) for name in names]
     rows.append(("all", *(round(sum(column), 1) for column in list(zip(*rows, strict=True))[1:])))
-    parts = [tabulate(rows, ("operation", "calls", "tokens compared", "seconds")), tabulate(facts.items())]
-    return "\n\n".join(parts + sorted(set(warned)))
+    return "\n\n".join([tabulate(rows, ("operation", "calls", "tokens compared", "seconds")), tabulate(facts.items())])
 
 
 def command(args: argparse.Namespace, calls: int) -> str:
@@ -191,9 +190,8 @@ def main(arguments: list[str] | None = None) -> int:
             failed = f"{soak.now}: {difference}"
         except Exception:  # whatever it is, the command that shows it again goes with it
             failed = f"{soak.now}: {traceback.format_exc()}"
-    warned = [str(warning.message) for warning in caught]
-    facts = figures(soak, time.perf_counter() - started, warned)
-    print(table(soak, facts, warned))
+    facts = figures(soak, time.perf_counter() - started, [str(warning.message) for warning in caught])
+    print(table(soak, facts))
     if args.out:
         report = {"provenance": provenance(torch.device("cpu"), "benchmarks/soak.py"), "options": LOSSLESS}
         report |= {"failed": failed, "calls": soak.calls, "tokens compared": soak.tokens, "figures": facts}
