@@ -154,7 +154,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
     session.length = context
     session.version += 1
     for number, layer in enumerate(cache.layers):
-        layer.keys, layer.values = session.held(number), session.held(number)
+        layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")
     return cache
 
 

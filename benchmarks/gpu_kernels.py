@@ -213,7 +213,9 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     k, v = (torch.randn(shape, device=device).to(setting.dtype) for _ in range(2))
     x.point(0, setting.context)
     given = [x.state[field] for field in ("recent", "codes", "key_params", "value_params")]
-    ms = milliseconds_on_device(lambda i: triton_append.append(k, v, None, x.cursor, *given, "midpoint"), device, repeats)
+    ms = milliseconds_on_device(
+        lambda i: triton_append.append(k, v, None, x.cursor, *given, "midpoint"), device, repeats
+    )
     written = setting.pairs * sum(t.nbytes for t in given[1:]) // tokens_of(x.state)
     size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
     return {

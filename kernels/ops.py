@@ -67,8 +67,8 @@ OPS = (
         "triton_extend:extend_attention",
     ),
     Op(
-        "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, Tensor(c!) key_params, "
-        "Tensor(d!) value_params, str zero_point) -> ()",
+        "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
+        "Tensor(c!) key_params, Tensor(d!) value_params, str zero_point) -> ()",
         tiers.append,
         fake_nothing,
         "triton_append:append",

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from .recipe import RecipeOf
 
 Phase = Literal["prefill", "extend", "pre-decode", "decode"]
+Part = Literal["keys", "values"]
 
 
 @dataclass
@@ -92,8 +93,8 @@ class Context:
     padding_mask: Node | None = None
     # What each mask was read to be: causal or not, and its padding (`masks.read_mask`).
     masks: dict[Node, tuple[bool, Node | None]] = field(default_factory=dict)
-    # Output positions that HF's cache will see as held tensors → layer.
-    held_outputs: dict[int, int] = field(default_factory=dict)
+    # Output positions that HF's cache will see as held tensors → layer, and which part of it.
+    held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1
     # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False

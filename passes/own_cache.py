@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport, output_node
+from .context import Context, Part, PassReport, output_node
 
 
 def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -16,7 +16,9 @@ def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
 
     In a prefill the attention reads k itself: there is nothing to concatenate it with.
     """
-    owned = {node: site.layer for site in context.sites for node in (site.cat_k, site.cat_v)}
+    owned: dict[Node, tuple[int, Part]] = {}
+    for site in context.sites:
+        owned[site.cat_k], owned[site.cat_v] = (site.layer, "keys"), (site.layer, "values")
     output = output_node(graph_module)
     outputs = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(outputs):

@@ -8,12 +8,13 @@ session's state, and hands back held tensors of the new length.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -48,11 +49,25 @@ def specache(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured. Registered as the backend "specache"; see `Options` for `options`."""
-    parsed = parse_options(options)
-    for name in parsed.disable_passes:
-        if name not in PASS_NAMES:
-            raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {', '.join(PASS_NAMES)}")
-    return compile_graph(graph_module, example_inputs, parsed, mode)
+    try:
+        parsed = parse_options(options)
+        for name in parsed.disable_passes:
+            if name not in PASS_NAMES:
+                names = ", ".join(PASS_NAMES)
+                raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {names}")
+        return compile_graph(graph_module, example_inputs, parsed, mode)
+    except SpecacheError as error:
+        return refusal(error)
+
+
+def refusal(error: SpecacheError) -> Callable[..., Any]:
+    """What Dynamo calls in place of a refused graph. Raised while it compiles, the error would come out as Dynamo's."""
+    kind, said = type(error), error.args  # not the error itself, whose traceback holds the graph
+
+    def refuse(*arguments: Any) -> NoReturn:
+        raise kind(*said)
+
+    return refuse
 
 
 def compile_graph(
@@ -207,9 +222,7 @@ class CapturedGraph:
             state = [
                 {
                     field: torch.empty(shape, dtype=dtype, device=device_of(field, layer))
-                    for field, (shape, dtype) in state_shapes(
-                        session.options, layer, batch, session.capacity
-                    ).items()
+                    for field, (shape, dtype) in state_shapes(session.options, layer, batch, session.capacity).items()
                 }
                 for layer in session.layers
             ]
@@ -296,8 +309,8 @@ class CapturedGraph:
         inside += seconds
         session.primed = phase == "decode" and bool(before)
         session.advance(tokens)
-        for position, layer in context.held_outputs.items():
-            outputs[position] = session.held(layer)
+        for position, (layer, part) in context.held_outputs.items():
+            outputs[position] = session.held(layer, part)
         return outputs, inside
 
     def run(self, session: Session, phase: Phase, arguments: Sequence[Any]) -> tuple[tuple[list[Any], Context], float]:
@@ -325,9 +338,26 @@ class CapturedGraph:
         else:
             handles = [(layer, arguments[i].handle) for layer, past in enumerate(self.pasts) for i in past]
             session = agreed_session(handles)
+            if session.asked != self.options:
+                warn_of_other_options(session.asked, self.options)
         self.record = self.record or record_of(arguments)
         self.record.note(self, session.statistics)
         return session
+
+
+def warn_of_other_options(made_under: Options, compiled_with: Options) -> None:
+    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else."""
+    differences = ", ".join(
+        f"{field.name} {getattr(made_under, field.name)!r} (the model's: {getattr(compiled_with, field.name)!r})"
+        for field in dataclasses.fields(Options)
+        if getattr(made_under, field.name) != getattr(compiled_with, field.name)
+    )
+    warnings.warn(
+        "this cache was made with other options than the model is compiled with, and goes on with its own: "
+        f"{differences}",
+        SpecacheWarning,
+        stacklevel=2,
+    )
 
 
 def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:

@@ -24,11 +24,29 @@ class SpecacheWarning(UserWarning):
 
 def held_read(operation: str) -> HeldTensorError:
     return HeldTensorError(
-        f"{operation} tried to read keys or values that the specache backend holds in its own tiers. Inside the "
-        "compiled model this cannot happen, so either the model ran without its compiled graph (Dynamo's recompile "
-        "limit was reached: raise torch._dynamo.config.recompile_limit, or see TORCH_LOGS=recompiles for the cause; "
-        "or this cache went to an uncompiled model), or code outside the model read the cache. Use "
-        "specache_compile.materialize(past_key_values) for a plain copy."
+        f"{operation} tried to read keys or values that the specache backend holds in its own tiers: this tensor has "
+        "their shape alone. specache_compile.materialize(past_key_values) gives a plain copy of the cache to read."
+    )
+
+
+def held_saved() -> HeldTensorError:
+    return HeldTensorError(
+        "a cache that the specache backend holds in its own tiers cannot be pickled or saved. Save the plain copy that "
+        "specache_compile.materialize(past_key_values) makes; copy.deepcopy copies the held cache itself."
+    )
+
+
+RECOMPILE_LIMIT = (
+    "Dynamo's recompile limit was reached (raise torch._dynamo.config.recompile_limit, or recompile_limit= of "
+    "torch.compile where it has it; TORCH_LOGS=recompiles shows the cause)"
+)
+
+
+def went_uncompiled(size: int, tokens: int, batch: int) -> str:
+    return (
+        f"no compiled graph ran this call, so the cache became plain keys and values, {size / 2**20:,.2f} MiB on the "
+        f"device for {tokens:,} tokens x batch {batch}: nothing is lost, and nothing compressed any more. Either "
+        f"{RECOMPILE_LIMIT}, or the cache went to an uncompiled model"
     )
 
 
@@ -65,7 +83,8 @@ def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
 def evicted(method: str) -> SpecacheError:
     return SpecacheError(
         f"method {method!r} keeps only the pairs that its policy chose, each head its own: there are no keys and "
-        "values of all tokens to copy. Use a method that keeps them: specache, kivi, kcache, offload or full."
+        "values of all tokens to copy, or to go on with uncompiled. Use a method that keeps them: specache, kivi, "
+        f"kcache, offload or full. In the middle of a generation, {RECOMPILE_LIMIT}."
     )
 
 

@@ -34,9 +34,7 @@ def free_sizes(placeholders: Sequence[Node], fakes: Sequence[Any], inputs: Seque
         raise TensorifyScalarRestartAnalysis(restart_reason="specache: batch sizes and lengths are to be symbols")
 
 
-def numbers(
-    placeholders: Sequence[Node], fakes: Sequence[Any], inputs: Sequence[Any]
-) -> Iterator[tuple[Tensor, int]]:
+def numbers(placeholders: Sequence[Node], fakes: Sequence[Any], inputs: Sequence[Any]) -> Iterator[tuple[Tensor, int]]:
     """The inputs of the caller's, not the model's, and the dimensions of them that were traced as a number above 1."""
     for node, fake, value in zip(placeholders, fakes, inputs, strict=True):
         if not isinstance(value, Tensor) or isinstance(value, torch.nn.Parameter) or is_of_the_model(node):

@@ -1,22 +1,24 @@
 """Held tensors: what Hugging Face's cache keeps in place of keys and values: shape and dtype, no storage.
 
 Length, crop, row selection, repeat and deepcopy work on them; the session replays those edits on its tiers when
-the cache is next used. Reading them raises.
+the cache is next used. Where no compiled graph runs, HF's update makes them plain; any other reading raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .errors import held_read
+from .errors import held_read, held_saved
 
 if TYPE_CHECKING:
+    from specache_compile.passes.context import Part
+
     from .session import Session
 
 aten = torch.ops.aten
@@ -49,6 +51,7 @@ class Handle:
     session: Session
     version: int
     layer: int
+    part: Part
     edits: tuple[Edit, ...] = field(default=())
 
 
@@ -84,8 +87,13 @@ class HeldTensor(Tensor):
         if key not in forks:
             forks[key] = self.handle.session.fork(self.handle)
         fork: Session = forks[key]
-        copied = Handle(fork, fork.version, self.handle.layer, self.handle.edits)
-        return HeldTensor(self.anchor, self.shape, copied)
+        return HeldTensor(self.anchor, self.shape, replace(self.handle, session=fork, version=fork.version))
+
+    def __copy__(self) -> HeldTensor:
+        return HeldTensor(self.anchor, self.shape, self.handle)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise held_saved()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise held_read("numpy()")
@@ -96,13 +104,13 @@ class HeldTensor(Tensor):
     def __getitem__(self, index: Any) -> HeldTensor:
         """Crop and row selection. Not through ATen: its slice would make a view, which Dynamo traces with its base."""
         parts = index if isinstance(index, tuple) else (index,)
-        if Ellipsis not in [part for part in parts if not isinstance(part, Tensor)]:
+        if not any(part is Ellipsis for part in parts):
             parts = (*parts, Ellipsis)
         where = next(i for i, part in enumerate(parts) if part is Ellipsis)
         missing = 4 - (len(parts) - 1)
         result = self
         for dim, part in enumerate((*parts[:where], *[slice(None)] * missing, *parts[where + 1 :])):
-            result = slice_tokens(result, dim, part) if isinstance(part, slice) else select_rows(result, dim, part)
+            result = take(result, dim, part)
         return result
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **kwargs: Any) -> HeldTensor:
@@ -113,10 +121,10 @@ class HeldTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Replay shape edits as handles; under Dynamo give `cat` its shape; refuse everything else."""
+        """Replay shape edits as handles; give `cat` its shape under Dynamo, its value outside; refuse all else."""
         kwargs = kwargs or {}
-        if func is aten.cat.default and is_being_traced(args[0]):
-            return traced_cat(*args, **kwargs)
+        if func is aten.cat.default:
+            return (traced_cat if is_being_traced(args[0]) else uncompiled_cat)(*args, **kwargs)
         rule = EDITS.get(func)
         if rule is None or not isinstance(args[0], HeldTensor):
             raise held_read(f"{func}")
@@ -135,11 +143,18 @@ def traced_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
     return plain.new_empty(shape)
 
 
+def uncompiled_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """HF's cache update where no compiled graph runs it: from here on this layer's keys, or values, are plain."""
+    held, *new = parts
+    if not isinstance(held, HeldTensor) or held.handle is None or dim not in (2, -2):
+        raise held_read("a cat that is not an update of the cache")
+    return torch.cat([held.handle.session.give_up(held.handle), *new], dim)
+
+
 def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:
-    handle = held.handle
-    if handle is None:
+    if held.handle is None:
         raise held_read("an edit inside the compiled model")
-    result = HeldTensor(held.anchor, shape, Handle(handle.session, handle.version, handle.layer, (*handle.edits, edit)))
+    result = HeldTensor(held.anchor, shape, replace(held.handle, edits=(*held.handle.edits, edit)))
     torch._dynamo.maybe_mark_dynamic(result, (0, 2))
     return result
 
@@ -148,22 +163,28 @@ def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
     return held
 
 
-def slice_tokens(held: HeldTensor, dim: int, part: slice) -> HeldTensor:
-    """A crop is a slice of dim 2 that starts at 0; a slice that keeps everything is the tensor itself."""
-    size = held.shape[dim]
-    start, stop, step = part.indices(size)
-    if (start, stop, step) == (0, size, 1):
+def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
+    """One dimension's part of an index. Rows: whatever a plain tensor takes there (its errors too); tokens: a crop."""
+    if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
         return held
-    if dim == 2 and (start, step) == (0, 1):
-        return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
-    raise held_read("a slice that does not start at the first token")
-
-
-def select_rows(held: HeldTensor, dim: int | None, indices: Any) -> HeldTensor:
-    """Batch rows by a 1-D tensor of numbers, or of booleans."""
-    if dim != 0 or not isinstance(indices, Tensor) or indices.dim() != 1:
+    if dim == 2 and isinstance(part, slice):
+        return crop(held, *part.indices(held.shape[2]))
+    if dim != 0:
         raise held_read("indexing other than by batch rows and a crop")
-    rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+    rows = torch.arange(held.shape[0])
+    return select_rows(held, 0, rows[part.cpu() if isinstance(part, Tensor) else part, ...])
+
+
+def crop(held: HeldTensor, start: int, stop: int, step: int) -> HeldTensor:
+    if (start, step) != (0, 1):
+        raise held_read("a slice that does not start at the first token")
+    return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
+
+
+def select_rows(held: HeldTensor, dim: int | None, rows: Tensor) -> HeldTensor:
+    """The batch rows of these numbers [B']."""
+    if dim != 0 or rows.dim() != 1:
+        raise held_read("indexing other than by batch rows and a crop")
     return edited(held, (rows.numel(), *held.shape[1:]), Rows(rows))
 
 

@@ -29,7 +29,7 @@ def materialize(cache: DynamicCache) -> DynamicCache:
         twin = copy.copy(layer)
         if isinstance(layer.keys, HeldTensor):
             number = next(held)
-            twin.keys, twin.values = session.pairs(number)
-            layer.keys, layer.values = session.held(number), session.held(number)
+            twin.keys, twin.values = session.plain(number, "keys"), session.plain(number, "values")
+            layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")
         plain.layers.append(twin)
     return plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,18 @@ from specache_compile.kernels import copy_stream, evict
 from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
 from specache_compile.kernels.host_memory import budget
 from specache_compile.lowering.cuda_graphs import CapturedSteps
-from specache_compile.passes.context import Input
+from specache_compile.passes.context import Input, Part
 
 from .break_even import min_context
-from .errors import copy_failed, evicted, evicted_half_way, no_host_memory, stale_cache
+from .errors import (
+    SpecacheWarning,
+    copy_failed,
+    evicted,
+    evicted_half_way,
+    no_host_memory,
+    stale_cache,
+    went_uncompiled,
+)
 from .held import Crop, Edit, Handle, HeldTensor
 from .options import Options
 from .records import Statistics
@@ -57,6 +66,8 @@ class Session:
         self.primed = False
         # A step has raised half way that had evicted pairs already.
         self.broken = False
+        # A person was told that this cache goes on uncompiled.
+        self.told = False
         self.capacity = 0
         self.reserved = 0
         self.state: list[LayerState] = []
@@ -261,33 +272,42 @@ class Session:
         for count in (*other.fields("fetched"), *other.fields("tally")):
             count.zero_()
         other.queue = self.new_queue()
-        other.captured = CapturedSteps()
+        other.captured, other.told = CapturedSteps(), False
         other.statistics = Statistics(other.queue)
         other.note_memory()
         other.cursor = self.cursor.clone()
         other.cursor[QUEUE] = other.queue.number
         return other
 
-    def held(self, layer: int) -> HeldTensor:
-        """What goes into HF's cache for one layer's keys, or values: shape [B, H, n, d], no storage."""
+    def held(self, layer: int, part: Part) -> HeldTensor:
+        """What goes into HF's cache for one layer's keys or values: shape [B, H, n, d], no storage."""
         shape = self.layers[layer]
         held = HeldTensor(
             self.anchors[layer],
             (self.batch, shape.heads, self.length, shape.head_dim),
-            Handle(self, self.version, layer),
+            Handle(self, self.version, layer, part),
         )
         torch._dynamo.maybe_mark_dynamic(held, (0, 2))
         return held
 
-    def pairs(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Plain copies of one layer's keys and values [B, H, n, d], from the host tier, bit for bit."""
+    def plain(self, layer: int, part: Part) -> Tensor:
+        """A plain copy of one layer's keys or values [B, H, n, d], from the host tier, bit for bit."""
         self.drain()
         whole = self.state[layer].get("host", self.state[layer].get("full_cache"))
         if whole is None:
             raise evicted(self.options.method)
-        keys, values = whole[:, :, : self.length].unbind(3)
-        device = self.layers[layer].device
-        return keys.to(device, copy=True), values.to(device, copy=True)
+        return whole[:, :, : self.length, int(part == "values")].to(self.layers[layer].device, copy=True)
+
+    def give_up(self, handle: Handle) -> Tensor:
+        """The plain copy that a call without a compiled graph goes on with, of the view that `handle` has; the first
+        one warns."""
+        self.replay(handle.version, handle.edits)
+        plain = self.plain(handle.layer, handle.part)
+        if not self.told:
+            self.told = True
+            size = full_cache_bytes(self.layers, self.batch, self.length)
+            warnings.warn(went_uncompiled(size, self.length, self.batch), SpecacheWarning, stacklevel=2)
+        return plain
 
     def abandon_step(self) -> None:
         """After a step that raised: wait out its copies and empty the slots, so that it can be taken again. Under

@@ -103,9 +103,9 @@ def allocate(
 def moved_over(
     state: LayerState, options: Options, layer: LayerShape, batch: int, length: int, padding: Tensor | None
 ) -> LayerState:
-    """A layer's 16-bit state (`Options.in_16_bits`) with `length` tokens, as `options` have it; padding as for `append`.
+    """A layer's 16-bit state (`Options.in_16_bits`) with `length` tokens, as `options` have it.
 
-    Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty.
+    padding: as for `append`. Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty.
     A state that has moved already stays.
     """
     codes = state["codes"]

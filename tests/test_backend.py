@@ -40,9 +40,15 @@ def test_a_bad_option_is_named_with_what_is_accepted(options: dict[str, Any], me
         parse_options(options)
 
 
-def test_a_bad_option_reaches_the_person_through_torch_compile(llama: LlamaForCausalLM) -> None:
-    with pytest.raises(Exception, match="unknown pass 'sort'; the passes are find_attention"):
-        greedy(compile_copy(llama, disable_passes=["sort"]), prompt(5), 2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; the passes are find_attention"), ({"bits": 3}, "bits=3")],
+)
+def test_a_bad_option_reaches_the_person_through_torch_compile(
+    llama: LlamaForCausalLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(sc.OptionError, match=message):
+        greedy(compile_copy(llama, **options), prompt(5), 2)
 
 
 @pytest.mark.parametrize("name", PASS_NAMES)
@@ -126,8 +132,27 @@ def test_a_held_cache_under_gradients_is_refused(llama: LlamaForCausalLM) -> Non
     twin = compile_copy(llama)
     with torch.no_grad():
         cache = twin(prompt(50), use_cache=True).past_key_values
-    with pytest.warns(sc.SpecacheWarning), pytest.raises(Exception, match=r"gradients are enabled.*torch.no_grad\(\)"):
+    refused = pytest.raises(sc.SpecacheError, match=r"gradients are enabled.*torch.no_grad\(\)")
+    with pytest.warns(sc.SpecacheWarning), refused:
         twin(prompt(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str) -> None:
+    """Not inside Dynamo's BackendCompilerFailed; afterwards the cache goes on as if it had not been asked."""
+    llama = tiny_llama(attn_implementation=attention)
+    twin = compile_copy(llama)
+    with torch.no_grad():
+        cache = twin(prompt(50), use_cache=True).past_key_values
+        errors = []
+        for _ in range(2):
+            with pytest.raises(sc.SpecacheError, match=r"held by the specache backend.*materialize") as raised:
+                twin(prompt(1), past_key_values=cache, output_attentions=True)
+            errors.append(raised.value)
+        assert errors[0] is not errors[1]
+        assert all(type(error) is sc.SpecacheError and error.__cause__ is error.__context__ is None for error in errors)
+        expected = llama(prompt(1), past_key_values=llama(prompt(50), use_cache=True).past_key_values).logits
+        torch.testing.assert_close(twin(prompt(1), past_key_values=cache).logits, expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -167,7 +167,7 @@ matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
 return (matmul, None, None)
 """,
         )
-        assert context.held_outputs == {1: 0, 2: 0}
+        assert context.held_outputs == {1: (0, "keys"), 2: (0, "values")}
 
     def test_rewrite_attention(self) -> None:
         graph_module, context = decode_graph()
@@ -247,7 +247,7 @@ scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
 append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
 offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (scaled_dot_product_attention, None, None)
-""",
+""",  # noqa: E501
         )
 
 

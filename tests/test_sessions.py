@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import mmap
+import pickle
 import random
 import re
 import time
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
@@ -182,14 +185,6 @@ def test_a_bounded_number_of_compiles_for_a_thousand_tokens(llama: LlamaForCausa
     assert len({g.name for g in sc.records.find_record(twin).graphs}) == 2
 
 
-def test_reaching_the_recompile_limit_is_an_error_not_nonsense(llama: LlamaForCausalLM) -> None:
-    twin = compile_copy(llama)
-    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=False):
-        cache = step(twin, prompt(40)).past_key_values
-        with pytest.raises(sc.HeldTensorError, match="recompile limit"):
-            step(twin, prompt(1), cache)
-
-
 @pytest.mark.parametrize("delay", [0.0, 0.003])
 def test_a_slow_worker_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, delay: float) -> None:
     ids = prompt(150)
@@ -342,10 +337,14 @@ class TestHeldTensors:
             lambda t: t.tolist(),
             lambda t: t.numpy(),
             lambda t: t.clone(),
-            lambda t: torch.cat([t, torch.zeros(2, 2, 1, 16)], -2),
+            lambda t: torch.cat([t, torch.zeros(2, 2, 50, 16)], 0),
+            lambda t: torch.cat([torch.zeros(2, 2, 1, 16), t], -2),
             lambda t: t[:, :, 3:],
             lambda t: t[:, 0],
             lambda t: t[..., 0],
+            lambda t: t[..., 99],
+            lambda t: t[0],
+            lambda t: t[None],
             lambda t: t.to(torch.float64),
             lambda t: t.transpose(1, 2),
             lambda t: t.copy_(torch.zeros_like(t)),
@@ -353,8 +352,21 @@ class TestHeldTensors:
     )
     def test_any_read_is_an_error_that_says_who_holds_the_data(self, read: Any) -> None:
         _, cache = self.cache()
-        with pytest.raises(sc.HeldTensorError, match="specache backend holds"):
+        with pytest.raises(sc.HeldTensorError, match=r"specache backend holds .*materialize") as raised:
             read(cache.layers[0].keys)
+        assert "recompile" not in str(raised.value)
+
+    @pytest.mark.parametrize("save", [pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())])
+    def test_a_held_cache_is_not_saved_but_its_plain_copy_is(self, save: Any) -> None:
+        twin, cache = self.cache()
+        with pytest.raises(sc.HeldTensorError, match=r"Save the plain copy .*materialize"):
+            save(cache)
+        saved = io.BytesIO()
+        torch.save(sc.materialize(cache), saved)
+        saved.seek(0)
+        loaded = torch.load(saved, weights_only=False)
+        expected = step(tiny_llama(), prompt(1, 2), loaded).logits
+        torch.testing.assert_close(step(twin, prompt(1, 2), cache).logits, expected, atol=1e-3, rtol=1e-4)
 
     def test_an_old_view_of_a_cache_that_went_on_is_refused(self) -> None:
         twin, cache = self.cache()
@@ -371,11 +383,6 @@ class TestHeldTensors:
         with pytest.raises(sc.SpecacheError, match="different caches"):
             step(twin, prompt(1, 2), cache)
 
-    def test_a_held_cache_given_to_an_uncompiled_model_is_refused(self) -> None:
-        _, cache = self.cache()
-        with pytest.raises(sc.HeldTensorError, match="uncompiled model"):
-            step(tiny_llama(), prompt(1, 2), cache)
-
     def test_materialize_gives_it_a_plain_cache(self) -> None:
         twin, cache = self.cache()
         plain = sc.materialize(cache)
@@ -383,6 +390,47 @@ class TestHeldTensors:
         torch.testing.assert_close(step(twin, prompt(1, 2), cache).logits, expected, atol=1e-3, rtol=1e-4)
         with pytest.raises(sc.SpecacheError, match="plain tensors already"):
             sc.materialize(plain)
+
+
+# What HF's own cache takes for batch_select_indices, of a batch of 4.
+ROWS: dict[str, Any] = {
+    "tuple": (0, 2),
+    "list": [3, 0, 0],
+    "range": range(1, 4),
+    "slice": slice(1, 3),
+    "slice with a step": slice(0, None, 2),
+    "slice from the end": slice(-3, None),
+    "slice of all": slice(None),
+    "array": np.array([2, 1]),
+    "array of booleans": np.array([True, False, False, True]),
+    "tensor": torch.tensor([1, 3]),
+    "negative": [-1, 0],
+    "negative tensor": torch.tensor([-2]),
+    "booleans": [False, True, True, False],
+    "tensor of booleans": torch.tensor([True, True, False, True]),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_batch_select_indices_takes_what_hfs_own_cache_takes(llama: LlamaForCausalLM, rows: Any) -> None:
+    logits = []
+    for model in (llama, compile_copy(llama)):
+        cache = step(model, prompt(70, 4)).past_key_values
+        cache.batch_select_indices(rows)
+        logits.append(step(model, prompt(1, cache.layers[0].keys.shape[0]), cache).logits)
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [(0, 4), [-5, 0], range(3, 6), np.array([4]), torch.tensor([1, -5]), [True, False]])
+def test_rows_that_the_batch_has_not_are_an_index_error_as_hfs(llama: LlamaForCausalLM, rows: Any) -> None:
+    """In the same words, which name the index and the batch size; the cache is as it was."""
+    plain, held = (step(model, prompt(40, 4)).past_key_values for model in (llama, compile_copy(llama)))
+    with pytest.raises(IndexError) as expected:
+        plain.batch_select_indices(rows)
+    with pytest.raises(IndexError, match=r"(index -?\d .*with size 4|shape .*\[2\].*\[4)") as raised:
+        held.batch_select_indices(rows)
+    assert str(raised.value).split("[4")[0] == str(expected.value).split("[4")[0]
+    assert held.layers[0].keys.shape == (4, 2, 40, 16)
 
 
 def test_a_host_tier_over_its_budget_is_refused_before_anything_is_lost(llama: LlamaForCausalLM) -> None:
