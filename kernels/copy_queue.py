@@ -79,6 +79,9 @@ class CopyQueue:
             self.error = self.error or future.exception()
         if self.error is None:
             self.wait_for_offloads()
+        else:
+            # The frames that it came through hold the session, which statistics that keep this queue would keep.
+            self.error.__traceback__ = None
         self._prefetches.clear()
         self._offloads.clear()
 

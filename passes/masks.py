@@ -77,14 +77,15 @@ def scenes(mask: Node, padding: Node | None, past: Any, nodes: list[Node]) -> It
         for size, value in ((past, PAST + beyond), (value_of(mask).shape[2], NEW + beyond)):
             for symbol in free(size):
                 sizes.setdefault(symbol, value)
-        for size in value_of(mask).shape:
+        # Rows that are a number, of the mask or of the padding that it looks up, are that of the other too.
+        batches = [value_of(node).shape[0] for node in (mask, padding) if node is not None]
+        rows = max((size for size in batches if isinstance(size, int) and size > 1), default=2)
+        for size in (*batches, *value_of(mask).shape):
             for symbol in free(size):
-                sizes.setdefault(symbol, 2)
+                sizes.setdefault(symbol, rows)
         columns = value_of(mask).shape[3]
         if padding is not None:
-            batch, width = value_of(padding).shape
-            for symbol in free(batch):
-                sizes.setdefault(symbol, 2)
+            width = value_of(padding).shape[1]
             for symbol in free(width):
                 sizes.setdefault(symbol, at(columns, sizes) + hint(width) - hint(columns))
         elements = torch.Size(at(size, sizes) for size in value_of(mask).shape).numel()
@@ -166,7 +167,7 @@ def agrees(made: Tensor, sizes: Sizes, mask: Node, padding: Node | None) -> bool
     expected = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
     if padding is not None:
         there = padding_at(padding, sizes)[:, :columns] != 0
-        if there.shape[1] != columns:
+        if there.shape[1] != columns or len(there) not in (1, len(made)):
             return False
         expected = expected & there[:, None, None]
     seen = made if made.dtype == torch.bool else made > HIDDEN

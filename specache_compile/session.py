@@ -152,9 +152,16 @@ class Session:
         self.statistics.bytes_by_tier = bytes_by_tier(self.state)
 
     def drain(self) -> None:
-        """Wait for all copies, those that a captured step has left to the next one among them."""
+        """Wait for all copies, those that a captured step has left to the next one among them; SpecacheError where one
+        has failed."""
         self.captured.pay(self.late_fetches)
-        self.queue.drain()
+        self.queue.settle()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """SpecacheError where a copy of this session is known to have failed."""
+        if self.queue.error is not None:
+            raise copy_failed(self.queue.error) from self.queue.error
 
     def late_fetches(self) -> list[copy_stream.Fetch]:
         """The fetches of the last quarter of layers, which the end of a captured step would leave no time.
@@ -211,8 +218,7 @@ class Session:
     @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
         """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
-        if self.queue.error is not None:
-            raise copy_failed(self.queue.error) from self.queue.error
+        self.check_copies()
         if self.broken:
             raise evicted_half_way(self.options.method)
         if self.view is not None and self.view == (version, edits):

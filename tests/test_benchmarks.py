@@ -1,17 +1,21 @@
-"""The GPU benchmarks run from end to end, small, on any machine; their figures then mean nothing."""
+"""The benchmarks run from end to end, small, on any machine; the GPU figures then mean nothing."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conftest import prompt, tiny_llama
+from specache_compile.session import Session
 from specache_compile.tiers import LayerShape
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -125,3 +129,79 @@ def test_a_day_with_a_gpu_is_one_command_whose_steps_do_not_stop_each_other(tmp_
     steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
     assert [step["step"] for step in steps] == ["kernels", "prefill"]
     assert "killed after 1 s" in (tmp_path / "prefill.log").read_text()
+
+
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import soak
+
+    return soak
+
+
+def restrict(soak: Any, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    monkeypatch.setattr(soak, "OPERATIONS", [entry for entry in soak.OPERATIONS if entry[0] in names])
+
+
+def test_a_soak_compares_its_calls_and_tells_what_it_did(
+    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    restrict(soak, monkeypatch, ["greedy", "decode steps", "crop", "fork", "interrupted step", "failing copy"])
+    out = tmp_path / "out.json"
+    assert soak.main(["--calls", "13", "--seed", "39", "--recompile-limit", "100", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "13 operations" in printed.err
+    report = json.loads(out.read_text())
+    assert report["failed"] == ""
+    assert sum(report["calls"].values()) == 13
+    figures = report["figures"]
+    assert figures["sessions alive at the end"] == figures["caches in the pool"]
+    assert figures["copies failed"] > 0
+    assert figures["steps interrupted"] > 0
+    assert all(name in printed.out for name in (*report["calls"], *figures))
+
+
+def test_the_operations_of_a_soak_are_those_of_its_seed(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[Any]] = []
+
+    def note(state: Any, draw: random.Random) -> int:
+        drawn[-1].append((state.now, draw.random()))
+        return 0
+
+    monkeypatch.setattr(soak, "OPERATIONS", [(name, weight, note) for name, weight, _ in soak.OPERATIONS])
+    for seed in ("5", "5", "6"):
+        drawn.append([])
+        assert soak.main(["--calls", "20", "--seed", seed]) == 0
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    select = Session.select
+    monkeypatch.setattr(Session, "select", lambda self, indices: select(self, indices.flip(0)))
+
+
+def kept_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance, kept = Session.advance, set()
+    monkeypatch.setattr(Session, "advance", lambda self, tokens: (kept.add(self), advance(self, tokens)))
+
+
+@pytest.mark.parametrize(
+    ("plant", "names", "told"),
+    [
+        (wrong_rows, ["new cache", "reorder rows", "decode steps"], "(decode steps): logits"),
+        (wrong_rows, ["beams"], "(beams): the tokens of rows"),
+        (kept_sessions, ["new cache", "drop"], "are still alive"),
+    ],
+)
+def test_a_soak_stops_at_a_planted_fault_and_tells_how_to_see_it_again(
+    soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plant: Any, names: Any, told: str
+) -> None:
+    restrict(soak, monkeypatch, names)
+    plant(monkeypatch)
+    assert soak.main(["--calls", "60", "--seed", "7", "--recompile-limit", "100"]) == 1
+    out = capsys.readouterr().out
+    assert told in out
+    number = re.search(r"operation (\d+) \(", out)
+    again = "python benchmarks/soak.py --seed 7 --calls {} --lowering eager --recompile-limit 100\n"
+    assert number
+    assert out.endswith(again.format(number[1]))

@@ -85,6 +85,15 @@ def test_left_padded_batch(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) 
     assert torch.equal(compiled.generate(**inputs, max_new_tokens=80, do_sample=False), expected)
 
 
+def test_a_left_padded_batch_after_batches_of_other_sizes(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    """Dynamo has made the prompt's batch a symbol by then, and the mask's is a number."""
+    for batch in (2, 3):
+        greedy(compiled, prompt(20, batch), 2)
+    inputs = left_padded([70, 33, 5, 50])
+    expected = llama.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(compiled.generate(**inputs, max_new_tokens=20, do_sample=False), expected)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(compiled: LlamaForCausalLM) -> None:
     alone = greedy(compiled, prompt(60, 1, seed=11), 60)
     together = greedy(compiled, torch.cat([prompt(60, 2, seed=12), prompt(60, 1, seed=11)]), 60)

@@ -10,7 +10,8 @@ import pickle
 import random
 import re
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,39 @@ def test_a_failing_copy_is_a_clear_error_and_never_a_hang(
     if caches[0] is not None:
         with pytest.raises(sc.SpecacheError, match="new cache"):
             step(twin, prompt(1), caches[0])
+
+
+def test_a_cache_whose_copy_failed_is_refused_in_every_use_and_dies_when_dropped(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(job: Any) -> None:
+        raise MemoryError("no host memory left")
+
+    def step_after(edit: Callable[[DynamicCache], object]) -> Callable[[DynamicCache], object]:
+        return lambda cache: (edit(cache), step(twin, prompt(1, 2), cache))
+
+    uses: list[Callable[[DynamicCache], object]] = [
+        step_after(lambda cache: None),
+        step_after(lambda cache: cache.crop(-2)),
+        step_after(lambda cache: cache.reorder_cache(torch.tensor([1, 0]))),
+        copy.deepcopy,
+        sc.materialize,
+    ]
+    twin = compile_copy(llama)
+    for number, use in enumerate(uses):
+        cache = step(twin, prompt(100, 2)).past_key_values
+        step(twin, prompt(1, 2), cache)
+        session = weakref.ref(session_of(cache))
+        with monkeypatch.context() as patch:
+            patch.setattr(copy_queue, "run_job", failing)
+            step(twin, prompt(1, 2), cache)  # its copies fail behind it, and what comes next finds out
+            copy_queue._worker.submit(int).result()
+        for _ in range(2):
+            with pytest.raises(sc.SpecacheError, match=r"no host memory left.*new cache"):
+                use(cache)
+        del cache
+        gc.collect()
+        assert session() is None, f"use {number}"
 
 
 def test_a_missing_wait_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

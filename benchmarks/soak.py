@@ -1,0 +1,205 @@
+"""A soak: random calls of a compiled model for minutes, each beside the uncompiled model, in one process.
+
+A tiny random Llama is compiled in a lossless setting, in which every answer must be Hugging Face's. Operations drawn
+from one seed generate, step a pool of caches that live side by side, edit, fork and drop them, interrupt a step half
+way, delay copies and make them fail. It stops at the first answer that differs, with the command that shows it again,
+and exits with 1.
+
+    python benchmarks/soak.py --minutes 10               for ten minutes; Ctrl-C ends it with the table so far
+    python benchmarks/soak.py --seed 7 --calls 200       the first 200 operations of seed 7
+    python benchmarks/soak.py --recompile-limit 1000     as many graphs as it likes (Dynamo's own limit is 8)
+    python benchmarks/soak.py --min-context 96           caches that move from 16 bits into the tiers as they grow
+
+Operation n of a seed is the same in every run, its delays too; only what the copy thread overtakes is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import torch
+import transformers
+from measuring import provenance
+from soak_operations import OPERATIONS
+from soak_state import VOCABULARY, Difference, Soak, settle, some_text
+from tabulate import tabulate
+from torch._dynamo import utils as dynamo
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specache_compile as sc
+from specache_compile.kernels import copy_queue
+from specache_compile.records import find_record
+from specache_compile.session import Session
+
+# Every pair is fetched, so that the 1-bit tier never decides. The small group and window make tokens leave the window
+# early.
+LOSSLESS = {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
+
+
+def tiny(seed: int, layers: int) -> LlamaForCausalLM:
+    """Weights large enough that logits are well apart."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def compiled(model: LlamaForCausalLM, args: argparse.Namespace) -> LlamaForCausalLM:
+    twin = copy.deepcopy(model)
+    options = {**LOSSLESS, "lowering": args.lowering, "min_context": args.min_context}
+    twin.compile(backend="specache", options=options)
+    return twin
+
+
+def operate(soak: Soak, seed: int, number: int) -> None:
+    """Operation `number` of `seed`, one in three with delayed copies."""
+    draw = random.Random(f"{seed}, {number}")
+    name, _, function = draw.choices(OPERATIONS, [weight for _, weight, _ in OPERATIONS])[0]
+    soak.now = f"operation {number} ({name})"
+    settle()
+    soak.weather.delay = draw.choice((0.0, 0.0, 0.004))
+    soak.weather.draw = random.Random(f"{seed}, {number}, delays")
+    started = time.perf_counter()
+    soak.calls[name] += 1
+    soak.tokens[name] += function(soak, draw)
+    soak.seconds[name] += time.perf_counter() - started
+
+
+def last_look(soak: Soak) -> None:
+    """Every cache of the pool takes one more step; only their sessions are alive."""
+    soak.now = "the last look at the pool"
+    for pair in soak.pool:
+        soak.tokens["new cache"] += soak.step(pair, some_text(random.Random(0), len(pair.text), 1))
+    soak.check_dropped()
+    alive, ours = live_sessions(), sum(pair.session is not None for pair in soak.pool)
+    if alive != ours:
+        raise Difference(f"{alive} sessions are alive, and the pool has {ours}")
+
+
+def live_sessions() -> int:
+    settle()
+    gc.collect()
+    return sum(type(thing) is Session for thing in gc.get_objects())
+
+
+def megabytes() -> float:
+    return psutil.Process().memory_info().rss / 2**20
+
+
+@torch.no_grad()
+def run(soak: Soak, args: argparse.Namespace, bar: tqdm) -> None:
+    """Operations until the calls or the minutes are used up, and the last look."""
+    began = time.perf_counter()
+    for number in itertools.count(1):
+        elapsed = time.perf_counter() - began
+        share = (number - 1) / args.calls if args.calls else elapsed / (60 * args.minutes)
+        bar.n = round(share * bar.total)
+        bar.set_postfix_str(f"{number - 1} operations")
+        if share >= 0.2 and not soak.memory:
+            soak.memory.append(megabytes())
+        if share >= 1:
+            break
+        operate(soak, args.seed, number)
+    last_look(soak)
+
+
+def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
+    """What is told of a soak beside its calls: what befell it, graphs, memory, lifetimes."""
+    graphs: Counter[str] = Counter()
+    for model in (soak.twin, soak.assistant):
+        record = find_record(model)
+        for graph in record.graphs if record else ():
+            graphs[f"rewritten graphs, {graph.phase}"] += graph.compiles
+    captured = dynamo.get_compilation_metrics()
+    return {
+        **soak.facts,
+        **graphs,
+        "graphs captured by Dynamo": dynamo.counters["stats"]["unique_graphs"],
+        "recompiles of Dynamo": sum(one.recompile_reason is not None for one in captured),
+        **Counter(f"warnings: {text.split(',')[0]}" for text in warned),
+        "MiB resident after the warm-up": round(soak.memory[0]) if soak.memory else 0,
+        "MiB resident at the end": round(megabytes()),
+        "sessions alive at the end": live_sessions(),
+        "caches in the pool": len(soak.pool),
+        "seconds": round(seconds),
+    }
+
+
+def table(soak: Soak, facts: dict[str, int]) -> str:
+    names = [name for name, _, _ in OPERATIONS if soak.calls[name]]
+    rows = [(name, soak.calls[name], soak.tokens[name], round(soak.seconds[name], 1)) for name in names]
+    rows.append(("all", *(round(sum(column), 1) for column in list(zip(*rows, strict=True))[1:])))
+    return "\n\n".join([tabulate(rows, ("operation", "calls", "tokens compared", "seconds")), tabulate(facts.items())])
+
+
+def command(args: argparse.Namespace, calls: int) -> str:
+    """What shows the first `calls` operations again."""
+    more = {"--min-context": args.min_context, "--recompile-limit": args.recompile_limit}
+    given = "".join(f" {name} {value}" for name, value in more.items() if value)
+    return f"python benchmarks/soak.py --seed {args.seed} --calls {calls} --lowering {args.lowering}{given}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10, help="how long it takes (default: 10)")
+    parser.add_argument("--calls", type=int, help="stop after so many operations instead, however long they take")
+    parser.add_argument("--seed", type=int, default=0, help="what the operations are drawn from (default: 0)")
+    parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager", help="(default: eager)")
+    parser.add_argument("--min-context", type=int, default=0, metavar="N", help="tokens below which caches are 16-bit")
+    parser.add_argument("--recompile-limit", type=int, metavar="N", help="Dynamo's, on graphs of one function")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures, with the command and versions")
+    args = parser.parse_args(arguments)
+    if args.minutes <= 0:
+        parser.error("--minutes: more than 0")
+    transformers.logging.set_verbosity_error()
+    dynamo.set_compilation_metrics_limit(100_000)
+    limits = {"recompile_limit": args.recompile_limit, "accumulated_recompile_limit": 100 * (args.recompile_limit or 0)}
+    model = tiny(0, layers=2)
+    soak = Soak(model, compiled(model, args), compiled(tiny(5, layers=1), args))
+    failed, started = "", time.perf_counter()
+    with (
+        torch._dynamo.config.patch(limits if args.recompile_limit else {}),
+        mock.patch.object(copy_queue, "run_job", soak.weather.run_job),
+        warnings.catch_warnings(record=True) as caught,
+        tqdm(total=args.calls or round(60 * args.minutes), file=sys.stderr, unit="" if args.calls else "s") as bar,
+    ):
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", sc.SpecacheWarning)
+        try:
+            run(soak, args, bar)
+        except KeyboardInterrupt:
+            print(f"interrupted in {soak.now}: the table so far", file=sys.stderr)
+        except Difference as difference:
+            failed = f"{soak.now}: {difference}"
+        except Exception:  # whatever it is, the command that shows it again goes with it
+            failed = f"{soak.now}: {traceback.format_exc()}"
+    facts = figures(soak, time.perf_counter() - started, [str(warning.message) for warning in caught])
+    print(table(soak, facts))
+    if args.out:
+        report = {"provenance": provenance(torch.device("cpu"), "benchmarks/soak.py"), "options": LOSSLESS}
+        report |= {"failed": failed, "calls": soak.calls, "tokens compared": soak.tokens, "figures": facts}
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    if failed:
+        print(f"\n{failed}\nshown again by: {command(args, soak.calls.total())}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

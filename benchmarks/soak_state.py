@@ -1,0 +1,149 @@
+"""What benchmarks/soak.py keeps while it runs: both models, the caches alive, and what has been counted."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+from specache_compile.held import HeldTensor
+from specache_compile.kernels import copy_queue
+from specache_compile.session import Session
+
+VOCABULARY, LARGEST_BATCH, LONGEST, POOL = 128, 12, 600, 5
+TOLERANCE = 1e-3  # of logits
+
+
+class Difference(Exception):
+    """An answer, an error or a lifetime that is not what it must be."""
+
+
+@dataclass(eq=False)
+class Pair:
+    """One cache twice, ours and Hugging Face's, and the text [B, n] that both hold."""
+
+    ours: DynamicCache
+    theirs: DynamicCache
+    text: Tensor
+
+    @property
+    def session(self) -> Session | None:
+        """Ours; None once the model has gone on uncompiled."""
+        keys = self.ours.layers[0].keys
+        return keys.handle.session if isinstance(keys, HeldTensor) else None
+
+    def crop(self, tokens: int) -> None:
+        for cache in (self.ours, self.theirs):
+            cache.crop(-tokens)
+        self.text = self.text[:, : self.text.shape[1] - tokens]
+
+
+@dataclass
+class Weather:
+    """What befalls every copy: a delay of up to `delay` seconds; the one that counts `failing` down to 0 fails."""
+
+    delay: float = 0.0
+    failing: int = -1
+    draw: random.Random = field(default_factory=random.Random)
+
+    def run_job(self, job: Callable[[], object]) -> None:
+        if self.delay:
+            time.sleep(self.draw.random() * self.delay)
+        self.failing -= 1
+        if self.failing == 0:
+            raise MemoryError("planted by the soak")
+        job()
+
+
+@dataclass
+class Soak:
+    """Both models, the caches alive, and what has been counted."""
+
+    model: LlamaForCausalLM
+    twin: LlamaForCausalLM
+    assistant: LlamaForCausalLM
+    pool: list[Pair] = field(default_factory=list)
+    weather: Weather = field(default_factory=Weather)
+    dropped: list[weakref.ref[Session]] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    facts: Counter[str] = field(default_factory=Counter)
+    memory: list[float] = field(default_factory=list)
+    now: str = "the start"
+
+    def pick(self, draw: random.Random) -> Pair:
+        """A cache of the pool; a new one where there is none. One that has grown long is cropped."""
+        if not self.pool:
+            self.start(draw)
+        pair = draw.choice(self.pool)
+        if pair.text.shape[1] > LONGEST:
+            pair.crop(draw.randrange(LONGEST // 2, LONGEST))
+        return pair
+
+    def start(self, draw: random.Random) -> int:
+        ids = a_prompt(draw, 4)
+        ours, theirs = self.twin(ids, use_cache=True), self.model(ids, use_cache=True)
+        self.add(Pair(ours.past_key_values, theirs.past_key_values, ids), draw)
+        return compare_logits(ours.logits, theirs.logits)
+
+    def step(self, pair: Pair, ids: Tensor) -> int:
+        """One step of both models on the tokens `ids`; what ours raises leaves theirs where it was."""
+        ours = self.twin(ids, past_key_values=pair.ours, use_cache=True)
+        theirs = self.model(ids, past_key_values=pair.theirs, use_cache=True)
+        pair.text = torch.cat([pair.text, ids], 1)
+        self.facts["calls that ended uncompiled"] += pair.session is None
+        return compare_logits(ours.logits, theirs.logits)
+
+    def add(self, pair: Pair, draw: random.Random) -> None:
+        if len(self.pool) == POOL:
+            self.remove(draw.choice(self.pool))
+        self.pool.append(pair)
+
+    def remove(self, pair: Pair) -> None:
+        self.pool.remove(pair)
+        self.note_dropped(pair.ours)
+
+    def note_dropped(self, cache: DynamicCache) -> None:
+        """Of a cache that nobody here keeps: its session must die."""
+        keys = cache.layers[0].keys
+        if isinstance(keys, HeldTensor):
+            self.dropped.append(weakref.ref(keys.handle.session))
+
+    def check_dropped(self) -> None:
+        settle()
+        gc.collect()
+        alive = sum(session() is not None for session in self.dropped)
+        if alive:
+            raise Difference(f"{alive} of the {len(self.dropped)} sessions dropped last are still alive")
+        self.dropped.clear()
+
+
+def settle() -> None:
+    """Wait until the copy thread has done all that was handed in."""
+    copy_queue._worker.submit(int).result()
+
+
+def some_text(draw: random.Random, batch: int, length: int) -> Tensor:
+    """Any tokens but the padding."""
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+
+
+def a_prompt(draw: random.Random, largest: int = LARGEST_BATCH) -> Tensor:
+    return some_text(draw, draw.randint(1, largest), draw.randint(1, 300))
+
+
+def compare_logits(ours: Tensor, theirs: Tensor) -> int:
+    worst = (ours - theirs).abs().max().item()
+    if ours.shape != theirs.shape or not worst <= TOLERANCE:
+        raise Difference(f"logits {list(ours.shape)} and {list(theirs.shape)} differ by {worst:.3g} (> {TOLERANCE})")
+    return ours.shape[0] * ours.shape[1]
