@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from specache_compile.passes.context import value_of
 
@@ -33,6 +34,7 @@ def lower(
     # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
+    trust_indices(own)
     compiled: Any = compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
     return compiled
 
@@ -44,6 +46,38 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
         if value_of(node.args[0]).device.type == "cpu":
             node.target = ops.decode_attention_fused.default
     graph_module.recompile()
+
+
+def trust_indices(graph_module: GraphModule) -> None:
+    """An index that is made of no input depends on sizes alone, and needs no check of its bounds.
+
+        seen = getitem(padding, (rows, columns))      seen = _unsafe_index(padding, [rows, columns])
+
+    Hugging Face looks padding up so, by `arange`; and the C++ of torch 2.11 has the check before what it checks.
+    """
+    for node in graph_module.graph.nodes:
+        if node.target not in (operator.getitem, torch.ops.aten.index.Tensor) or not isinstance(node.args[1], Sequence):
+            continue
+        source, indices = node.args
+        if all(isinstance(index, Node) and is_made_of_sizes(index) for index in indices):
+            node.target, node.args = torch.ops.aten._unsafe_index.Tensor, (source, list(indices))
+    graph_module.recompile()
+
+
+def is_made_of_sizes(index: Node) -> bool:
+    """Whether an index is a tensor of whole numbers, with no tensor among the inputs that it comes from."""
+    seen, todo = set(), [index]
+    while todo:
+        node = todo.pop()
+        if not isinstance(value_of(node), torch.Tensor):
+            continue
+        if node.op not in ("call_function", "call_method"):
+            return False
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    value = value_of(index)
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
 def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bool) -> Made:

@@ -25,6 +25,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.lower import lower, within_tracing
 from specache_compile.passes.context import Context, Input, LeftAlone, Phase, value_of
 from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES, PIPELINE, Trace, run_pipeline
 
 from .dump import dump_explanation
@@ -132,6 +133,7 @@ class CapturedGraph:
 
     def find_sites(self) -> None:
         """Look for sites and decide the phase: no past, past and one token, or past and several."""
+        fill_in_sizes(self.graph_module)
         context = self.new_context("prefill", self.options, state=[])
         reason = reason_to_leave_alone(self.fakes, self.options)
         if reason is None:

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from specache_compile.passes.context import LeftAlone
 
 from .break_even import min_context
+from .compat import GENERATE_MASKS_ALL
 from .devices import Device, find_device
 from .errors import SpecacheError, SpecacheWarning
 from .explanation import Explanation, SiteRow
@@ -180,6 +181,10 @@ def run_two_steps(model: Any, prompt_length: int, batch_size: int, backend: Call
         compiled = torch.compile(model, backend=backend)
         prompt = torch.zeros(batch_size, prompt_length, dtype=torch.int64, device=model.device)
         positions = torch.zeros(batch_size, prompt_length + 1, dtype=torch.int64, device=model.device)
-        before, after = positions[:, :prompt_length].clone(), positions[:, prompt_length:].clone()
-        cache = compiled(prompt, position_ids=before, use_cache=True, logits_to_keep=1).past_key_values
-        compiled(prompt[:, :1].clone(), past_key_values=cache, position_ids=after, logits_to_keep=1)
+        before: dict[str, Any] = {"position_ids": positions[:, :prompt_length].clone(), "logits_to_keep": 1}
+        after: dict[str, Any] = {"position_ids": positions[:, prompt_length:].clone(), "logits_to_keep": 1}
+        if GENERATE_MASKS_ALL:
+            after["attention_mask"] = torch.ones_like(positions)
+            before["attention_mask"] = after["attention_mask"][:, :prompt_length].clone()
+        cache = compiled(prompt, use_cache=True, **before).past_key_values
+        compiled(prompt[:, :1].clone(), past_key_values=cache, **after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import specache_compile  # noqa: F401  (registers the ops)
+from specache_compile.lowering.lower import trust_indices
 from specache_compile.methods import METHODS
 from specache_compile.options import Options
 from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.lane_products import product, rows_times, show_products
 from specache_compile.passes.overlap import COPIES, WAITS, critical_path, dependencies, overlap
 from specache_compile.passes.own_cache import own_cache
@@ -194,6 +197,51 @@ flatten = flatten(linear, 0, 1)
 addmm = rows_times_transposed(flatten, weight, bias)
 matmul_1 = matmul(weight, bias)
 return (matmul, linear, addmm, matmul_1)
+""",
+        )
+
+    def test_fill_in_sizes(self) -> None:
+        builder = GraphBuilder()
+        past, new = builder.input("past", 1, HEADS, PAST, DIM), builder.input("new", 1, HEADS, 1, DIM)
+        size = builder.call(torch.Tensor.size, (), past)
+        size.meta["example_value"] = torch.Size((1, HEADS, PAST, DIM))
+        length, total = builder.call(operator.getitem, (), size, 2), builder.graph.call_function(operator.add)
+        total.args = (length, 1)
+        length.meta["example_value"], total.meta["example_value"] = PAST, PAST + 1
+        positions = builder.call(torch.arange, (PAST + 1,), total)
+        graph_module = builder.finish(builder.call(torch.cat, (1, HEADS, PAST + 1, DIM), [past, new], -2), positions)
+        assert fill_in_sizes(graph_module) == 2
+        assert not size.users
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+size = size(past)
+arange = arange(41)
+cat = cat([past, new], -2)
+return (cat, arange)
+""",
+        )
+
+    def test_trust_indices(self) -> None:
+        """Made of sizes, of an input, and of no tensor."""
+        builder = GraphBuilder()
+        padding, ids = builder.input("padding", 3, PAST), builder.input("ids", 3)
+        ids.meta["example_value"] = ids.meta["example_value"].long()
+        row, column = builder.call(torch.arange, (3,), 3), builder.call(torch.arange, (3,), 3)
+        for made in (row, column):
+            made.meta["example_value"] = made.meta["example_value"].long()
+        both = [(row, column), (ids, column), (row, slice(None))]
+        graph_module = builder.finish(*(builder.call(operator.getitem, (3,), padding, index) for index in both))
+        trust_indices(graph_module)
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+arange = arange(3)
+arange_1 = arange(3)
+getitem = aten._unsafe_index.Tensor(padding, [arange, arange_1])
+getitem_1 = getitem(padding, (ids, arange_1))
+getitem_2 = getitem(padding, (arange, slice(None, None, None)))
+return (getitem, getitem_1, getitem_2)
 """,
         )
 
