@@ -105,8 +105,8 @@ def moved_over(
 ) -> LayerState:
     """A layer's 16-bit state (`Options.in_16_bits`) with `length` tokens, as `options` have it.
 
-    padding: as for `append`. Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty.
-    A state that has moved already stays.
+    padding: as for `append`. Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a
+    time; slots are empty. A state that has moved already stays.
     """
     codes = state["codes"]
     shapes = state_shapes(options, layer, batch, codes.shape[2])
