@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -64,7 +63,7 @@ def match_site(attention: Node, context: Context) -> Site:
     tokens = value_of(form.q).shape[2]
     if keys.past is not None and form.mask is None and (form.causal or not statically_known_true(tokens == 1)):
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
-    mask, padded = carried_mask(form, 0 if keys.past is None else value_of(keys.past).shape[2], context)
+    mask, padded = carried_mask(form, context)
     heads, head_dim = value_of(keys.new).shape[1::2]
     return Site(
         len(context.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
@@ -73,7 +72,7 @@ def match_site(attention: Node, context: Context) -> Site:
     )  # fmt: skip
 
 
-def carried_mask(form: Form, past: Any, context: Context) -> tuple[Node | None, bool]:
+def carried_mask(form: Form, context: Context) -> tuple[Node | None, bool]:
     """The mask that a site's op is to be given, None where causality and padding say it all; and whether it is padded.
 
     What masks are read to be is kept in the context: layers share them.
@@ -81,7 +80,7 @@ def carried_mask(form: Form, past: Any, context: Context) -> tuple[Node | None, 
     if form.mask is None:
         return None, False
     if form.mask not in context.masks:
-        context.masks[form.mask] = read_mask(form.mask, past)
+        context.masks[form.mask] = read_mask(form.mask)
     causal, padding = context.masks[form.mask]
     if causal and padding is None:
         return None, False

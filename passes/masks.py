@@ -24,7 +24,7 @@ class Unreadable(Exception):
     """A mask that depends on more than positions and a [B, n] mask of padding, or is too large to evaluate."""
 
 
-def read_mask(mask: Node, past: Any) -> tuple[bool, Node | None]:
+def read_mask(mask: Node) -> tuple[bool, Node | None]:
     """Whether a mask [B|1, Hq|1, T, n] is causal, and the padding [B, n] (an input; 0: not there) that it also hides.
 
         q = arange(T) + past; kv = arange(n)
@@ -32,12 +32,11 @@ def read_mask(mask: Node, past: Any) -> tuple[bool, Node | None]:
 
     transformers 5.17 to 5.22 makes a causal mask in every graph, and every version does for a padded batch. A sliding
     window is causal too until it is full: so the mask is also evaluated at sizes beyond every number in its subgraph.
-    `past`: the number of cached tokens, a number or a symbol.
     """
     try:
         nodes = subgraph(mask)
         padding = padding_of(nodes)
-        for sizes in scenes(mask, padding, past, nodes):
+        for sizes in scenes(mask, padding, nodes):
             if not agrees(evaluate(mask, nodes, sizes, padding), sizes, mask, padding):
                 return False, None
     except Unreadable:
@@ -69,21 +68,21 @@ def padding_of(nodes: list[Node]) -> Node | None:
 Sizes = dict[Any, int]
 
 
-def scenes(mask: Node, padding: Node | None, past: Any, nodes: list[Node]) -> Iterator[Sizes]:
+def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Sizes]:
     """Values for the symbols: small ones, and ones beyond the largest constant (a window) in the subgraph."""
     constants = [abs(c) for node in nodes for c in whole_numbers(node)]
     for beyond in (0, max(constants, default=0) + MARGIN):
         sizes: Sizes = {}
-        for size, value in ((past, PAST + beyond), (value_of(mask).shape[2], NEW + beyond)):
+        rows, columns = value_of(mask).shape[2:]
+        for size, value in ((rows, NEW + beyond), (columns, PAST + beyond)):
             for symbol in free(size):
                 sizes.setdefault(symbol, value)
-        # Rows that are a number, of the mask or of the padding that it looks up, are that of the other too.
+        # A batch that is a number, the mask's or that of the padding it looks up, is that of the other too.
         batches = [value_of(node).shape[0] for node in (mask, padding) if node is not None]
-        rows = max((size for size in batches if isinstance(size, int) and size > 1), default=2)
+        batch = max((size for size in batches if isinstance(size, int) and size > 1), default=2)
         for size in (*batches, *value_of(mask).shape):
             for symbol in free(size):
-                sizes.setdefault(symbol, rows)
-        columns = value_of(mask).shape[3]
+                sizes.setdefault(symbol, batch)
         if padding is not None:
             width = value_of(padding).shape[1]
             for symbol in free(width):

@@ -34,7 +34,8 @@ FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
     "mask": "*u8", "padding": "*u8", "cursor": "*i64", "slot_index": "*i32", "wanted": "*i32", "traffic": "*i64",
     "tokens": "*i32", "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32",
-    "partial": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "logits_out": "*fp16", "codes": "*u8",
+    "partial": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "logits_out": "*fp16",
+    "codes": "*u8",
 }  # fmt: skip
 ALIGNED = ("capacity", *(f"{x}_{axis}" for x in "qkv" for axis in ("batch", "head", "lane", "token")))
 MODEL = (
