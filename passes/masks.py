@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -94,7 +95,9 @@ def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Size
 
 
 def whole_numbers(node: Node) -> list[int]:
-    found: list[int] = []
+    """Those among a call's arguments, and in the sizes that it is given."""
+    given = [value_of(argument) for argument in node.all_input_nodes]
+    found = [int(n) for size in given if isinstance(size, torch.SymInt) for n in size.node.expr.atoms(sympy.Integer)]
 
     def look(value: Any) -> Any:
         if type(value) is int:

@@ -45,6 +45,11 @@ def window(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
     return causal(x, past, padding) & (kv > q - 64)
 
 
+def window_from_the_end(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
+    """As `window` for the last token; its first token is a size."""
+    return causal(x, past, padding) & (positions(x, past)[1] >= past.shape[1] - 64)
+
+
 def chunks(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
     q, kv = positions(x, past)
     return causal(x, past, padding) & (kv // 50 == q // 50)
@@ -105,7 +110,7 @@ def test_padding_is_read_with_the_input_that_it_comes_from(
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("new", [1, 4])
-@pytest.mark.parametrize("make", [window, chunks, distance, of_the_tokens])
+@pytest.mark.parametrize("make", [window, window_from_the_end, chunks, distance, of_the_tokens])
 def test_what_is_more_than_causal_and_padding_stays_a_mask(make: Callable[..., Tensor], batch: int, new: int) -> None:
     assert reading(make, batch, new, dynamic=True) == (False, None)
 
