@@ -298,8 +298,7 @@ class CapturedGraph:
         session.capacity_for(session.length + tokens)
         session.reserve()
         session.point(tokens)
-        if self.padding is not None:
-            session.see(arguments[self.padding], session.length + tokens)
+        session.see(None if self.padding is None else arguments[self.padding], session.length + tokens)
         *before, phase = self.phases(session.options)
         inside = 0.0
         guess_is_missing = session.guess is None and self.specialise(session, phase)[1].needs_guess

@@ -144,7 +144,6 @@ class Session:
         """After the state's tensors have changed: drop what was captured over the old ones, and let the statistics know
         the tiers' sizes, which may be asked for when the session is gone."""
         self.captured.clear()
-        self.padding = None
         # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
@@ -184,11 +183,16 @@ class Session:
             copy_stream.publish(self.cursor, self.length)
 
     @torch.inference_mode(False)
-    def see(self, padding: Tensor, tokens: int) -> None:
+    def see(self, padding: Tensor | None, tokens: int) -> None:
         """Take over which of the first `tokens` tokens are there, from an attention mask [B, ≥ tokens]; outside of the
-        graph, so that a captured step finds it where it was."""
-        if self.padding is None:
-            shape = (self.batch, 1, 1, self.capacity)
+        graph, so that a captured step finds it where it was. None: all are, those too that were no candidates when the
+        slots were chosen."""
+        shape = (self.batch, 1, 1, self.capacity)
+        if padding is None:
+            self.primed = self.primed and self.padding is None
+            self.padding = None
+            return
+        if self.padding is None or self.padding.shape != shape:
             self.padding = torch.zeros(shape, dtype=torch.bool, device=self.layers[0].device)
         self.padding[:, 0, 0, :tokens].copy_(padding[:, :tokens])
 
@@ -258,6 +262,8 @@ class Session:
             self.state[number] = copied(self.state[number], layer, indices)
         if self.guess is not None:
             self.guess = self.guess.index_select(0, indices.to(self.guess.device))
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, indices.to(self.padding.device))
         self.batch = indices.numel()
         self.note_memory()
 
@@ -273,6 +279,7 @@ class Session:
             count.zero_()
         other.queue = self.new_queue()
         other.captured, other.told = CapturedSteps(), False
+        other.padding = None if self.padding is None else self.padding.clone()
         other.statistics = Statistics(other.queue)
         other.note_memory()
         other.cursor = self.cursor.clone()

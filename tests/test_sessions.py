@@ -28,9 +28,9 @@ from specache_compile.kernels import copy_queue, copy_stream, host_memory
 from specache_compile.tiers import bucket
 
 
-def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None) -> Any:
+def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
     with torch.no_grad():
-        return model(ids, past_key_values=cache, use_cache=True)
+        return model(ids, past_key_values=cache, use_cache=True, **given)
 
 
 def session_of(cache: DynamicCache) -> Any:
@@ -314,6 +314,23 @@ def test_token_ids_after_vectors_on_one_cache(llama: LlamaForCausalLM) -> None:
         return logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["itself", "its fork"])
+@torch.no_grad()
+def test_a_token_that_a_mask_hid_and_no_mask_hides_any_more_is_chosen_for_the_slots(
+    llama: LlamaForCausalLM, fork: bool
+) -> None:
+    ids, mask = prompt(103, 2), torch.ones(2, 102, dtype=torch.int64)
+    mask[0, 50] = 0
+
+    def last(model: LlamaForCausalLM) -> torch.Tensor:
+        cache = step(model, ids[:, :100], attention_mask=mask[:, :100]).past_key_values
+        for n in (101, 102):
+            step(model, ids[:, n - 1 : n], cache, attention_mask=mask[:, :n])
+        return step(model, ids[:, 102:], copy.deepcopy(cache) if fork else cache).logits
+
+    torch.testing.assert_close(last(compile_copy(llama)), last(llama), atol=1e-3, rtol=1e-4)
 
 
 class TestHeldTensors:
