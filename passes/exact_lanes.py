@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch.fx import GraphModule, Node
 
 from .attention_forms import NoMatch, is_attention, match_form
 from .find_attention import match_update
-from .lane_cat import cat
-from .lane_products import product
+from .lane_rules import cat, first_lane, product
 
 
 def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
@@ -51,30 +49,14 @@ def kept_of(update: Node) -> Node:
     return next((user for user in update.users if any(after.op == "output" for after in user.users)), update)
 
 
-class FirstLane(torch.autograd.Function):
-    """Under vmap, every lane gets lane 0's tensor."""
-
-    @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep: inference only."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tensor, None]:
-        return (tensor if in_dims[0] is None else tensor.select(in_dims[0], 0)), None
-
-
 def attend_behind_first_lane(
     out: Tensor, lane: Tensor, q: Tensor, kept_k: Tensor, k: Tensor, kept_v: Tensor, v: Tensor,
     mask: Tensor | None, sinks: Tensor | None, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """`out` in lane 0; in lane 1 the attention over lane 0's kept pairs and its own. Shapes as in `Form`, T = 1."""
     group = q.shape[1] // k.shape[1]
-    keys = cat([FirstLane.apply(kept_k), k], -2).repeat_interleave(group, 1)
-    values = cat([FirstLane.apply(kept_v), v], -2).repeat_interleave(group, 1)
+    keys = cat([first_lane(kept_k), k], -2).repeat_interleave(group, 1)
+    values = cat([first_lane(kept_v), v], -2).repeat_interleave(group, 1)
     tokens = keys.shape[-2]
     logits = product(q, keys.transpose(-1, -2)).float() * scale
     if softcap is not None:

@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .context import Context, Input, PassReport, output_node, value_of
 from .exact_lanes import show_first_lane
 from .in_place import take_writes
-from .lane_cat import show_cats
-from .lane_products import show_products
+from .lane_rules import own_rules
 
 LANES = 2
 
@@ -125,8 +124,7 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     token_input = placeholders.index(ids)
     lane = add_lane_to_positions(graph_module, placeholders[-1], sources)
     show_first_lane(graph_module, lane)
-    show_cats(graph_module)
-    show_products(graph_module)
+    own_rules(graph_module)
     written = take_writes(graph_module)
     output = output_node(graph_module)
     outputs: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]

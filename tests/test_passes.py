@@ -23,7 +23,7 @@ from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
-from specache_compile.passes.lane_products import product, rows_times, show_products
+from specache_compile.passes.lane_rules import own_rules, product, rows_times
 from specache_compile.passes.overlap import COPIES, WAITS, critical_path, dependencies, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.prefetch import prefetch
@@ -126,15 +126,16 @@ def text(graph_module: GraphModule) -> str:
 
 
 def products_graph(batch: int) -> GraphModule:
-    """A rotary table's product, linear layers of both kinds, and one of vectors."""
+    """A rotary table's product and its double, linear layers of both kinds, and a product of vectors."""
     builder = GraphBuilder()
     x, frequencies = builder.input("x", batch, 1, DIM), builder.input("frequencies", batch, 6, 1)
     weight, bias = builder.input("weight", DIM, DIM), builder.input("bias", DIM)
     angles = builder.call(torch.matmul, (batch, 6, DIM), frequencies, x)
+    both = builder.call(torch.cat, (batch, 6, 2 * DIM), (angles, angles), dim=-1)
     hidden = builder.call(F.linear, (batch, 1, DIM), x, weight, bias)
     rows = builder.call(torch.flatten, (batch, DIM), hidden, 0, 1)
     out = builder.call(torch.addmm, (batch, DIM), bias, rows, weight)
-    return builder.finish(angles, hidden, out, builder.call(torch.matmul, (DIM,), weight, bias))
+    return builder.finish(both, hidden, out, builder.call(torch.matmul, (DIM,), weight, bias))
 
 
 def run(graph_module: GraphModule, context: Context, *passes: Any) -> GraphModule:
@@ -185,18 +186,19 @@ return (matmul, None, None)
         )
         assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 6
 
-    def test_show_products(self) -> None:
+    def test_own_rules(self) -> None:
         graph_module = products_graph(batch=3)
-        assert show_products(graph_module) == 3
+        assert own_rules(graph_module) == 4
         self.assertExpectedInline(
             text(graph_module),
             """\
 matmul = product(frequencies, x)
+cat = cat((matmul, matmul), -1)
 linear = rows_times(x, weight, bias)
 flatten = flatten(linear, 0, 1)
 addmm = rows_times_transposed(flatten, weight, bias)
 matmul_1 = matmul(weight, bias)
-return (matmul, linear, addmm, matmul_1)
+return (cat, linear, addmm, matmul_1)
 """,
         )
 
@@ -377,7 +379,7 @@ def test_lanes_of_a_batch_that_is_a_symbol() -> None:
     x, guess = torch.randn(3, 1, DIM), torch.randn(3, 1, DIM)
     rest = [torch.randn(3, 6, 1), torch.randn(DIM, DIM), torch.randn(DIM)]
     expected = [torch.stack(pair) for pair in zip(graph_module(x, *rest), graph_module(guess, *rest), strict=True)]
-    show_products(graph_module)
+    own_rules(graph_module)
     add_unused_lane(graph_module)
 
     def two_lanes(x: torch.Tensor, guess: torch.Tensor, *rest: torch.Tensor) -> list[Any]:

@@ -1,8 +1,9 @@
-"""Matrix products in a graph that is about to be widened: how vmap is to treat them."""
+"""vmap's rules for a graph that is about to be widened, where torch's own want numbers for sizes, or round twice."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,19 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from .attention_forms import argument
 from .context import value_of
 
 PRODUCTS = (torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", torch.mm, "mm")
 
 
-def show_products(graph_module: GraphModule) -> int:
-    """Give matrix products a lane axis of their own; returns how many there are.
+def own_rules(graph_module: GraphModule) -> int:
+    """Give matrix products and concatenations a lane axis of their own; returns how many there are.
 
         hidden = linear(x, weight, bias)           hidden = rows_times(x, weight, bias)
         angles = matmul(frequencies, positions)    angles = product(frequencies, positions)
+        both = cat((angles, angles), dim=-1)       both = cat((angles, angles), -1)
 
-    vmap has rules for these too, but those of torch 2.11 ask for concrete sizes, and fail where the batch is a symbol;
-    and they make a product and a sum of a linear with a bias, which rounds twice.
+    vmap has rules for these too. Torch's for products fail where the batch is a symbol, and make a product and a sum of
+    a linear with a bias, which rounds twice; its rule for cat makes a number of the symbol.
     """
     shown = 0
     for node in graph_module.graph.nodes:
@@ -33,6 +36,8 @@ def show_products(graph_module: GraphModule) -> int:
             node.target, node.args = rows_times_transposed, (rows, weight, bias)
         elif node.target in PRODUCTS and all(value_of(factor).dim() > 1 for factor in node.args):
             node.op, node.target = "call_function", product
+        elif node.target is torch.cat and all(value_of(part).dim() == value_of(node).dim() for part in node.args[0]):
+            node.target, node.args, node.kwargs = cat, (node.args[0], argument(node, 1, "dim") or 0), {}
         else:
             continue
         shown += 1
@@ -45,16 +50,20 @@ def is_addmm_of_rows(node: Node) -> bool:
     return node.target is torch.addmm and not node.kwargs and len(node.args) == 3 and value_of(node.args[0]).dim() == 1
 
 
-class Rows(torch.autograd.Function):
+class LaneRule(torch.autograd.Function):
+    """A function whose `vmap` gets tensors with their lanes, and returns the result and where its lanes are."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing to keep: inference only."""
+
+
+class Rows(LaneRule):
     """x [..., m] · weightᵀ [m, n] + bias [n]; the lanes of x are so many more rows, of one product."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep: inference only."""
 
     @staticmethod
     def vmap(
@@ -69,7 +78,7 @@ class Rows(torch.autograd.Function):
         return out if bias is None else out + lanes_first(bias, in_dims[2], rank), 0
 
 
-class Product(torch.autograd.Function):
+class Product(LaneRule):
     """matmul(a [..., l, m], b [..., m, n]); a factor without lanes is the same in each."""
 
     @staticmethod
@@ -77,14 +86,38 @@ class Product(torch.autograd.Function):
         return torch.matmul(a, b)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep: inference only."""
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
         factors = list(zip((a, b), in_dims, strict=True))
         rank = max(factor.dim() - (dim is not None) for factor, dim in factors)
         return torch.matmul(*(lanes_first(factor, dim, rank) for factor, dim in factors)), 0
+
+
+class Cat(LaneRule):
+    """`torch.cat` along a dim counted from the end; a part without lanes is the same in each."""
+
+    @staticmethod
+    def forward(dim: int, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], dim: int, *parts: Tensor) -> tuple[Tensor, int]:
+        lanes = [
+            part.expand(info.batch_size, *part.shape) if at is None else part.movedim(at, 0)
+            for part, at in zip(parts, in_dims[1:], strict=True)
+        ]
+        return torch.cat(lanes, dim), 0
+
+
+class FirstLane(LaneRule):
+    """Under vmap, every lane gets lane 0's tensor."""
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tensor, None]:
+        return (tensor if in_dims[0] is None else tensor.select(in_dims[0], 0)), None
 
 
 def lanes_first(factor: Tensor, dim: int | None, rank: int) -> Tensor:
@@ -105,3 +138,11 @@ def rows_times_transposed(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     return Product.apply(a, b)
+
+
+def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return Cat.apply(dim if dim < 0 else dim - parts[0].dim(), *parts)
+
+
+def first_lane(tensor: Tensor) -> Tensor:
+    return FirstLane.apply(tensor)
