@@ -27,10 +27,10 @@ def budget_attention(
 ) -> Tensor:  # fmt: skip
     """Attention of T new tokens over the kept pairs and each other, which then join them; what is over b goes.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, n + T] (None: causal), column t is token t; sinks [Hq].
-    Mutates kept [B, H, b, 2, d], kept_token int32 [B, H, b] (-1: empty) and history float32 [B, H, b, 4]. While there
-    is room, nothing goes; then `block` tokens are encoded before as many pairs go (RoCo section 5.3, block-wise
-    eviction; one by one in a decode step). Returns [B, Hq, T, d] in q's dtype.
+    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, ≥ n + T] beside causality, column t is token t;
+    sinks [Hq]. Mutates kept [B, H, b, 2, d], kept_token int32 [B, H, b] (-1: empty) and history float32 [B, H, b, 4].
+    While there is room, nothing goes; then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
+    block-wise eviction; one by one in a decode step). Returns [B, Hq, T, d] in q's dtype.
     """
     length, tokens, budget = int(cursor[LENGTH]), k.shape[2], kept.shape[2]
     heads, filled = k.shape[1], min(length, budget)

@@ -15,7 +15,7 @@ def kcache_attention(
 ) -> Tensor:  # fmt: skip
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (004, eq. 4).
 
-    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, n + 1]; device_keys [B, H, C, d]; host [B, H, C, 2, d].
+    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys [B, H, C, d]; host [B, H, C, 2, d].
     The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. No guess: its fetch is waited for.
     """
     wait_for_offloads(cursor)

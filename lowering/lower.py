@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
 from specache_compile.passes.context import value_of
 
 Made = TypeVar("Made")
@@ -34,7 +35,8 @@ def lower(
     # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
-    trust_indices(own)
+    if CHECKS_BOUNDS_TOO_EARLY:
+        trust_indices(own)
     compiled: Any = compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
     return compiled
 
@@ -49,7 +51,7 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
 
 
 def trust_indices(graph_module: GraphModule) -> None:
-    """An index that is made of no input depends on sizes alone, and needs no check of its bounds.
+    """A lookup of padding [B, n] by indices that depend on sizes alone needs no check of its bounds.
 
         seen = getitem(padding, (rows, columns))      seen = _unsafe_index(padding, [rows, columns])
 
@@ -59,7 +61,8 @@ def trust_indices(graph_module: GraphModule) -> None:
         if node.target not in (operator.getitem, torch.ops.aten.index.Tensor) or not isinstance(node.args[1], Sequence):
             continue
         source, indices = node.args
-        if all(isinstance(index, Node) and is_made_of_sizes(index) for index in indices):
+        padding = value_of(source).dim() == 2 and value_of(source).dtype == torch.bool
+        if padding and all(isinstance(index, Node) and is_made_of_sizes(index) for index in indices):
             node.target, node.args = torch.ops.aten._unsafe_index.Tensor, (source, list(indices))
     graph_module.recompile()
 

@@ -55,5 +55,5 @@ def writes(node: Node) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    named_so = name.endswith("_") and not name.endswith("__")
+    named_so = name.endswith("_") and not name.endswith("__") and name not in vars(operator)  # operator.and_
     return named_so or node.target in OPERATORS or bool(node.kwargs.get("inplace")) or "out" in node.kwargs

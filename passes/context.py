@@ -89,10 +89,10 @@ class Context:
     padding: Any = None
     sites: list[Site] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
-    # The input [B, n] that says which tokens are there, of the sites that are padded.
-    padding_mask: Node | None = None
-    # What each mask was read to be: causal or not, and its padding (`masks.read_mask`).
-    masks: dict[Node, tuple[bool, Node | None]] = field(default_factory=dict)
+    # The name of the input [B, n] that says which tokens are there, of the sites that are padded.
+    padding_mask: str | None = None
+    # What each mask, by name, was read to be: causal or not, and its padding's name (`masks.read_mask`).
+    masks: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
     # Output positions that HF's cache will see as held tensors → layer, and which part of it.
     held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1

@@ -75,13 +75,14 @@ def match_site(attention: Node, context: Context) -> Site:
 def carried_mask(form: Form, context: Context) -> tuple[Node | None, bool]:
     """The mask that a site's op is to be given, None where causality and padding say it all; and whether it is padded.
 
-    What masks are read to be is kept in the context: layers share them.
+    What masks are read to be is kept in the context: layers share them, and so do the rewrites of one graph.
     """
     if form.mask is None:
         return None, False
-    if form.mask not in context.masks:
-        context.masks[form.mask] = read_mask(form.mask)
-    causal, padding = context.masks[form.mask]
+    if form.mask.name not in context.masks:
+        causal, padding_mask = read_mask(form.mask)
+        context.masks[form.mask.name] = causal, None if padding_mask is None else padding_mask.name
+    causal, padding = context.masks[form.mask.name]
     if causal and padding is None:
         return None, False
     if causal and context.padding_mask in (None, padding):

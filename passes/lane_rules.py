@@ -29,15 +29,16 @@ def own_rules(graph_module: GraphModule) -> int:
     """
     shown = 0
     for node in graph_module.graph.nodes:
-        if node.target is F.linear and value_of(node.args[0]).dim() > 1:
+        if node.target is F.linear and value_of(argument(node, 0, "input")).dim() > 1:
             node.target = rows_times
         elif is_addmm_of_rows(node):
             bias, rows, weight = node.args
             node.target, node.args = rows_times_transposed, (rows, weight, bias)
-        elif node.target in PRODUCTS and all(value_of(factor).dim() > 1 for factor in node.args):
+        elif node.target in PRODUCTS and not node.kwargs and all(value_of(x).dim() > 1 for x in node.args):
             node.op, node.target = "call_function", product
-        elif node.target is torch.cat and all(value_of(part).dim() == value_of(node).dim() for part in node.args[0]):
-            node.target, node.args, node.kwargs = cat, (node.args[0], argument(node, 1, "dim") or 0), {}
+        elif node.target is torch.cat and all(value_of(x).dim() == value_of(node).dim() for x in node.all_input_nodes):
+            parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim")
+            node.target, node.args, node.kwargs = cat, (parts, dim or 0), {}
         else:
             continue
         shown += 1

@@ -11,18 +11,23 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from specache_compile.kernels.attention import SEEN
+
+from .clean_up import writes
 from .context import value_of
+from .in_place import memory_of
 
 # Cached and new tokens that a symbolic size stands for when a mask is evaluated: few, and no two alike.
 PAST, NEW = 5, 3
 # Above every whole number in the subgraph, a window among them, and so many elements at most.
 MARGIN, MOST_ELEMENTS = 7, 1 << 26
-# An additive mask below this hides its token: half of float16's minimum, the smallest of the dtypes'.
-HIDDEN = torch.finfo(torch.float16).min / 2
+# What moves a window out of the numbers that stand in a subgraph: 16 blocks of 64 tokens, say.
+ARITHMETIC = ("mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "mod", "remainder", "pow", "lshift",
+              "rshift", "bitwise_left_shift", "bitwise_right_shift", "square")  # fmt: skip
 
 
 class Unreadable(Exception):
-    """A mask that depends on more than positions and a [B, n] mask of padding, or is too large to evaluate."""
+    """A mask of more than positions, counted up and compared, and a [B, n] mask of padding; or one too large."""
 
 
 def read_mask(mask: Node) -> tuple[bool, Node | None]:
@@ -36,6 +41,7 @@ def read_mask(mask: Node) -> tuple[bool, Node | None]:
     """
     try:
         nodes = subgraph(mask)
+        check_readable(nodes)
         padding = padding_of(nodes)
         for sizes in scenes(mask, padding, nodes):
             if not agrees(evaluate(mask, nodes, sizes, padding), sizes, mask, padding):
@@ -54,6 +60,19 @@ def subgraph(mask: Node) -> list[Node]:
             found.add(node)
             todo.extend(node.all_input_nodes)
     return [node for node in mask.graph.nodes if node in found]
+
+
+def check_readable(nodes: list[Node]) -> None:
+    """Nobody writes to the tensors in place, and no arithmetic on positions hides how wide a window is."""
+    memory = {memory_of(node) for node in nodes} - {None}
+    for node in nodes[0].graph.nodes if nodes else ():
+        target = node.kwargs.get("out", node.args[0] if node.args else None) if writes(node) else None
+        if isinstance(target, Node) and memory_of(target) in memory:
+            raise Unreadable
+    for node in nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name.strip("_") in ARITHMETIC and value_of(node).dtype != torch.bool:
+            raise Unreadable
 
 
 def padding_of(nodes: list[Node]) -> Node | None:
@@ -172,7 +191,7 @@ def agrees(made: Tensor, sizes: Sizes, mask: Node, padding: Node | None) -> bool
         if there.shape[1] != columns or len(there) not in (1, len(made)):
             return False
         expected = expected & there[:, None, None]
-    seen = made if made.dtype == torch.bool else made > HIDDEN
+    seen = made if made.dtype == torch.bool else made > SEEN
     neutral = made.dtype == torch.bool or bool((made[seen] == 0).all())
     expected = expected.expand(seen.shape) if expected.dim() == 2 else expected
     return neutral and bool((seen == expected).all())

@@ -33,6 +33,7 @@ from .errors import OptionError, SpecacheError, SpecacheWarning, copy_failed, mi
 from .free_sizes import free_sizes
 from .held import Handle, HeldTensor
 from .methods import METHODS
+from .methods.method import COMMON
 from .options import Options, parse_options
 from .records import ModelRecord, record_of
 from .session import Session
@@ -123,6 +124,7 @@ class CapturedGraph:
         self.fakes = [value_of(node) for node in self.placeholders]
         self.fake_mode: Any = next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
         self.held = [i for i, fake in enumerate(self.fakes) if isinstance(fake, HeldTensor)]
+        self.masks: dict[str, tuple[bool, str | None]] = {}
         self.find_sites()
         self.symbols = SymbolReader(self.fakes)
         self.lowered: dict[tuple[Any, ...], tuple[Callable[..., Any], Context]] = {}
@@ -151,7 +153,8 @@ class CapturedGraph:
             tokens = value_of(self.sites[0].q).shape[2]
             self.phase = "decode" if isinstance(tokens, int) and tokens == 1 else "extend"
         index = {node: i for i, node in enumerate(self.placeholders)}
-        self.padding = None if context.padding_mask is None else index[context.padding_mask]
+        names = [node.name for node in self.placeholders]
+        self.padding = None if context.padding_mask is None else names.index(context.padding_mask)
         self.pasts = [(index[s.past_k], index[s.past_v]) for s in self.sites if s.past_k is not None]
 
     def drop_unread_held(self) -> list[int]:
@@ -178,6 +181,7 @@ class CapturedGraph:
             state=state,
             cursor=cursor,
             padding=padding,
+            masks=self.masks,
             exact=frozenset(options.exact_layers),
             held=frozenset(self.placeholders[i].name for i in self.held),
             inputs=[Input("argument", argument=i) for i in range(len(self.placeholders))],
@@ -339,26 +343,29 @@ class CapturedGraph:
         else:
             handles = [(layer, arguments[i].handle) for layer, past in enumerate(self.pasts) for i in past]
             session = agreed_session(handles)
-            if session.asked != self.options:
-                warn_of_other_options(session.asked, self.options)
+            if session.asked != self.options and not session.told_of_options:
+                session.told_of_options = warn_of_other_options(session.asked, self.options)
         self.record = self.record or record_of(arguments)
         self.record.note(self, session.statistics)
         return session
 
 
-def warn_of_other_options(made_under: Options, compiled_with: Options) -> None:
-    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else."""
+def warn_of_other_options(made_under: Options, compiled_with: Options) -> bool:
+    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else. How the model
+    is lowered is the model's own. Returns whether there was something to say."""
     differences = ", ".join(
-        f"{field.name} {getattr(made_under, field.name)!r} (the model's: {getattr(compiled_with, field.name)!r})"
-        for field in dataclasses.fields(Options)
-        if getattr(made_under, field.name) != getattr(compiled_with, field.name)
+        f"{name} {getattr(made_under, name)!r} (the model's: {getattr(compiled_with, name)!r})"
+        for name in (field.name for field in dataclasses.fields(Options))
+        if (name == "method" or name not in COMMON) and getattr(made_under, name) != getattr(compiled_with, name)
     )
-    warnings.warn(
-        "this cache was made with other options than the model is compiled with, and goes on with its own: "
-        f"{differences}",
-        SpecacheWarning,
-        stacklevel=2,
-    )
+    if differences:
+        warnings.warn(
+            "this cache was made with other options than the model is compiled with, and goes on with its own: "
+            f"{differences}",
+            SpecacheWarning,
+            stacklevel=2,
+        )
+    return bool(differences)
 
 
 def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:

@@ -63,6 +63,9 @@ class Session:
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
         self.padding: Tensor | None = None
+        # Whether the last step had a padding mask; whether a person has been told that other options are in force.
+        self.padded = False
+        self.told_of_options = False
         self.primed = False
         # A step has raised half way that had evicted pairs already.
         self.broken = False
@@ -187,11 +190,12 @@ class Session:
         """Take over which of the first `tokens` tokens are there, from an attention mask [B, ≥ tokens]; outside of the
         graph, so that a captured step finds it where it was. None: all are, those too that were no candidates when the
         slots were chosen."""
-        shape = (self.batch, 1, 1, self.capacity)
         if padding is None:
-            self.primed = self.primed and self.padding is None
-            self.padding = None
+            self.primed = self.primed and not self.padded
+            self.padded = False
             return
+        self.padded = True
+        shape = (self.batch, 1, 1, self.capacity)
         if self.padding is None or self.padding.shape != shape:
             self.padding = torch.zeros(shape, dtype=torch.bool, device=self.layers[0].device)
         self.padding[:, 0, 0, :tokens].copy_(padding[:, :tokens])

@@ -260,17 +260,17 @@ def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
         assert len(stand_in) == 1
 
 
-def test_a_left_padded_batch_says_why_it_is_not_captured(
+def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captured(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
-    twin = copy.deepcopy(llama)
-    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead"})
-    ids = prompt(40, 2)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
-        twin.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    twin = compile_copy(llama, mode="reduce-overhead")
+    with torch.no_grad():
+        cache = twin(prompt(40, 2), use_cache=True).past_key_values
+        masks = [torch.ones(2, 1, 1, n, dtype=torch.bool) for n in (41, 42)]
+        twin(prompt(1, 2), past_key_values=cache, attention_mask=masks[0])
+        with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
+            twin(prompt(1, 2), past_key_values=cache, attention_mask=masks[1])
 
 
 def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:

@@ -55,6 +55,27 @@ def chunks(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
     return causal(x, past, padding) & (kv // 50 == q // 50)
 
 
+def blocks(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
+    """Sixteen blocks of 64 tokens: a window of 1,024, which is no number in the graph."""
+    q, kv = positions(x, past)
+    return causal(x, past, padding) & (q // 64 - kv // 64 < 16)
+
+
+def scaled(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
+    q, kv = positions(x, past)
+    return causal(x, past, padding) & ((q - kv) * 0.25 < 64)
+
+
+def hidden_in_place(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
+    return causal(x, past, padding).clone().logical_and_(padding.bool()[:, None, None, :])
+
+
+def hidden_by_a_view(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
+    mask = causal(x, past, padding).clone()
+    mask[..., : padding.shape[1]] = mask[..., : padding.shape[1]] & padding.bool()[:, None, None, :]
+    return mask
+
+
 def both_ways(x: Tensor, past: Tensor, padding: Tensor) -> Tensor:
     q, kv = positions(x, past)
     return (kv <= q) | (kv >= 0)
@@ -88,6 +109,9 @@ def reading(make: Callable[..., Tensor], batch: int, new: int, dynamic: bool) ->
     return causal, None if padding is None else str(padding.target)
 
 
+UNREADABLE = [
+    window, window_from_the_end, chunks, blocks, scaled, hidden_in_place, hidden_by_a_view, distance, of_the_tokens,
+]  # fmt: skip
 SHAPES = pytest.mark.parametrize(
     ("batch", "new", "dynamic"),
     [(1, 1, False), (3, 1, True), (1, 4, True), (3, 4, True), (3, 4, False)],
@@ -110,7 +134,7 @@ def test_padding_is_read_with_the_input_that_it_comes_from(
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("new", [1, 4])
-@pytest.mark.parametrize("make", [window, window_from_the_end, chunks, distance, of_the_tokens])
+@pytest.mark.parametrize("make", UNREADABLE)
 def test_what_is_more_than_causal_and_padding_stays_a_mask(make: Callable[..., Tensor], batch: int, new: int) -> None:
     assert reading(make, batch, new, dynamic=True) == (False, None)
 

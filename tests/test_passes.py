@@ -225,15 +225,22 @@ return (cat, arange)
         )
 
     def test_trust_indices(self) -> None:
-        """Made of sizes, of an input, and of no tensor."""
+        """Made of sizes, of an input, of no tensor; and a table that is no padding."""
         builder = GraphBuilder()
         padding, ids = builder.input("padding", 3, PAST), builder.input("ids", 3)
         ids.meta["example_value"] = ids.meta["example_value"].long()
+        table = builder.input("table", 3, PAST)
+        padding.meta["example_value"] = padding.meta["example_value"].bool()
         row, column = builder.call(torch.arange, (3,), 3), builder.call(torch.arange, (3,), 3)
         for made in (row, column):
             made.meta["example_value"] = made.meta["example_value"].long()
-        both = [(row, column), (ids, column), (row, slice(None))]
-        graph_module = builder.finish(*(builder.call(operator.getitem, (3,), padding, index) for index in both))
+        looked_up = [
+            (padding, (row, column)),
+            (padding, (ids, column)),
+            (padding, (row, slice(None))),
+            (table, (row, column)),
+        ]
+        graph_module = builder.finish(*(builder.call(operator.getitem, (3,), *both) for both in looked_up))
         trust_indices(graph_module)
         self.assertExpectedInline(
             text(graph_module),
@@ -243,7 +250,8 @@ arange_1 = arange(3)
 getitem = aten._unsafe_index.Tensor(padding, [arange, arange_1])
 getitem_1 = getitem(padding, (ids, arange_1))
 getitem_2 = getitem(padding, (arange, slice(None, None, None)))
-return (getitem, getitem_1, getitem_2)
+getitem_3 = getitem(table, (arange, arange_1))
+return (getitem, getitem_1, getitem_2, getitem_3)
 """,
         )
 
