@@ -64,7 +64,7 @@ class Rows(LaneRule):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def vmap(
@@ -73,9 +73,9 @@ class Rows(LaneRule):
         rank = x.dim() - (in_dims[0] is not None)
         x = lanes_first(x, in_dims[0], rank)
         if in_dims[1] is None and in_dims[2] is None:
-            return F.linear(x, weight, bias), 0
+            return linear(x, weight, bias), 0
         # An expert's weights, chosen by what a lane's token is.
-        out = torch.matmul(x, lanes_first(weight, in_dims[1], rank).mT)
+        out = matmul(x, lanes_first(weight, in_dims[1], rank).mT)
         return out if bias is None else out + lanes_first(bias, in_dims[2], rank), 0
 
 
@@ -84,13 +84,13 @@ class Product(LaneRule):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        return torch.matmul(a, b)
+        return matmul(a, b)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> tuple[Tensor, int]:
         factors = list(zip((a, b), in_dims, strict=True))
         rank = max(factor.dim() - (dim is not None) for factor, dim in factors)
-        return torch.matmul(*(lanes_first(factor, dim, rank) for factor, dim in factors)), 0
+        return matmul(*(lanes_first(factor, dim, rank) for factor, dim in factors)), 0
 
 
 class Cat(LaneRule):
@@ -127,6 +127,22 @@ def lanes_first(factor: Tensor, dim: int | None, rank: int) -> Tensor:
         return factor
     factor = factor.movedim(dim, 0) if dim else factor
     return factor[(slice(None), *[None] * (rank + 1 - factor.dim()))]
+
+
+# torch.matmul of 2.11, and F.linear with it, makes a number of a batch that is a symbol; mm and bmm do not.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., m] · weightᵀ [m, n] + bias [n], as one product of rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    return F.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., l, m] · b [..., m, n]."""
+    if b.dim() == 2:
+        return linear(a, b.mT)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    flat = (factor.expand(*batch, *factor.shape[-2:]).reshape(-1, *factor.shape[-2:]) for factor in (a, b))
+    return torch.bmm(*flat).view(*batch, a.shape[-2], b.shape[-1])
 
 
 def rows_times(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
