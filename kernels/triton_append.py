@@ -199,9 +199,10 @@ def append(
     else:
         group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
         padded = padding is not None
+        there = k if padding is None else padding.view(torch.uint8)
         quantize_groups[batch * heads, count // group + 1](
-            k, v, padding.view(torch.uint8) if padded else k, cursor, recent, codes, key_params, value_params, heads,
-            *strides, padding.stride(0) if padded else 0, torch.finfo(k.dtype).max,
+            k, v, there, cursor, recent, codes, key_params, value_params, heads,
+            *strides, there.stride(0), torch.finfo(k.dtype).max,
             d, capacity, window, group, value_group, bits, zero_point == "midpoint" and bits == 1, padded,
             triton.next_power_of_2(d * bits // 8), triton.next_power_of_2(value_group),
             num_warps=8 if group * d >= 128 * 128 else 4,
