@@ -48,6 +48,8 @@ LOSSY: dict[str, dict[str, Any]] = {
 RECIPES = ("full", "offload", "kcache", "roco")
 
 every_method = pytest.mark.parametrize("method", METHODS)
+# What a method keeps and where: the policies differ in which pairs go, which test_eviction.py asks.
+every_kind = pytest.mark.parametrize("method", ["full", "offload", "kivi", "specache", "kcache", "roco"])
 
 
 def under(model: LlamaForCausalLM, method: str, **options: Any) -> LlamaForCausalLM:
@@ -75,7 +77,7 @@ def test_without_loss_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, 
     assert torch.equal(greedy(under(llama, method, **LOSSLESS[method]), ids), greedy(llama, ids))
 
 
-@every_method
+@every_kind
 def test_without_loss_left_padding_changes_nothing(llama: LlamaForCausalLM, method: str) -> None:
     ids = prompt(100, batch=2)
     mask = torch.ones_like(ids)
@@ -84,7 +86,7 @@ def test_without_loss_left_padding_changes_nothing(llama: LlamaForCausalLM, meth
     assert torch.equal(ours, greedy(llama, ids, 8, attention_mask=mask))
 
 
-@every_method
+@every_kind
 def test_without_loss_a_second_turn_is_exact(llama: LlamaForCausalLM, method: str) -> None:
     ours, theirs = [], []
     for model, outs in ((under(llama, method, **LOSSLESS[method]), ours), (llama, theirs)):
@@ -143,7 +145,7 @@ def test_a_rate_is_of_the_prompt_and_stays(llama: LlamaForCausalLM, rate: float)
     assert all(layer["kept"].shape[2] == math.ceil(rate * 100) for layer in state_of(cache))
 
 
-@every_method
+@every_kind
 def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM, method: str) -> None:
     """Once Dynamo has made lengths dynamic, which takes it two prompts."""
     twin, compiles = under(llama, method, **({"budget": 24} if method in EVICTION else {})), []
@@ -347,7 +349,7 @@ def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
 # What is said of it
 
 
-@every_method
+@every_kind
 def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     llama: LlamaForCausalLM, method: str
 ) -> None:
@@ -361,7 +363,7 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     assert ("With other options" in str(explained)) == (method in ("kivi", "specache"))
 
 
-@every_method
+@every_kind
 def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
     """By the statistics of a run, and by explain's traffic of a step."""
     twin = under(llama, method, **LOSSY[method])

@@ -60,21 +60,22 @@ def test_the_full_cache_step_is_weights_and_cache(wide: sc.Explanation) -> None:
 
 @torch.no_grad()
 def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: LlamaForCausalLM) -> None:
-    """With the slots emptied before each step nothing can be reused: what was counted is what was predicted."""
+    """With the slots emptied before each step nothing can be reused: what was counted is what was predicted, for any of
+    them, since no group leaves the window meanwhile."""
     twin = compile_copy(llama, **OPTIONS)
     ids = prompt(300, 2)
     cache = twin(ids, use_cache=True).past_key_values
     twin(ids[:, :1], past_key_values=cache)
     session = cache.layers[0].keys.handle.session
-    for length in (301, 302, 303, 304):
+    explained = sc.explain(llama, prompt_length=302, batch_size=2, options=OPTIONS)
+    cost = explained.step_cost()
+    for _ in range(4):
         session.queue.drain()
         for layer in session.state:
             layer["slot_index"].fill_(-1)
         before = sc.stats(twin)
         twin(ids[:, :1], past_key_values=cache)
         after = sc.stats(twin)
-        explained = sc.explain(llama, prompt_length=length, batch_size=2, options=OPTIONS)
-        cost = explained.step_cost()
         assert after.bytes_to_device - before.bytes_to_device == cost.to_device == explained.bytes_fetched
         assert after.bytes_to_host - before.bytes_to_host == cost.to_host
 
