@@ -10,7 +10,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from transformers import LlamaForCausalLM
 
-from conftest import LOSSLESS, greedy, prompt
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt
 from specache_compile.records import find_record
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}
@@ -21,7 +21,7 @@ def code(llama: LlamaForCausalLM) -> dict[str, list[str]]:
     """The body of each phase's generated wrapper, line by line; and the tokens must be right."""
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options=OPTIONS)
-    tokens, sources = run_and_get_code(lambda: greedy(twin, prompt(70), 60))
+    tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 60))
     assert torch.equal(tokens, greedy(llama, prompt(70), 60))
     phases = [phase for graph in find_record(twin).graphs for phase, *_ in graph.lowered]
     assert len(sources) == len(phases)
@@ -68,7 +68,8 @@ def test_the_pre_decode_fetches_and_stores_nothing(code: dict[str, list[str]]) -
 
 
 def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
-    order = names(code["prefill"])
+    # torch 2.11 makes a batched product of the rotary table's angles, later versions a multiplication.
+    order = names([line for line in code["prefill"] if "extern_kernels.bmm" not in line])
     assert order[:5] == ["work", "work", "work", "offload", "append"]
 
 
