@@ -139,6 +139,7 @@ CALLS: tuple[Callable[[Any, Tensor, random.Random], Tensor], ...] = (
 def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
     """A graph for a batch of one and one for more, with a padding mask or none, in three phases, are twelve; Dynamo
     makes eight. What comes after them runs uncompiled, is right, and is said once a cache."""
+    counters.clear()
     rng, limited = random.Random(0), 0
     for number in range(60):
         call, seed = rng.choice(CALLS), rng.randrange(1 << 30)
@@ -149,7 +150,7 @@ def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, com
         assert torch.equal(got, call(llama, ids, random.Random(seed))), f"call {number}: {ids.shape}"
         limited += any("recompile limit" in str(warning.message) for warning in told)
     assert counters["stats"]["unique_graphs"] <= 8
-    assert limited < 20, "most calls run compiled"
+    assert limited < 20, f"most calls run compiled: {limited} did not"
 
 
 # Windows that are not full yet
