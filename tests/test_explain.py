@@ -41,7 +41,9 @@ def test_the_graph_it_shows_is_the_graph_that_runs(llama: LlamaForCausalLM) -> N
     options = {"bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
     explained = sc.explain(llama, prompt_length=100, options=options)
     twin = compile_copy(llama, **options)
-    greedy(twin, prompt(100), 5)
+    # What is explained is one length; what runs has a symbol for it, unless Dynamo is told to make none.
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        greedy(twin, prompt(100), 5)
     running = {phase: module for g in find_record(twin).graphs for phase, module in g.modules.items()}
     recorded = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.traces}
     assert explained.hashes == recorded
@@ -163,7 +165,7 @@ def test_compiled_graphs_are_dumped_with_their_explanation(
     assert set(data["hashes"]) == {"pre-decode", "decode"}
     assert data["memory"]["by_tier"] == sc.stats(twin).bytes_by_tier
     assert json.loads((tmp_path / graph.name / "timeline.json").read_text())["traceEvents"]
-    assert (tmp_path / f"{graph.name}.decode" / "07_overlap.py").exists()
+    assert (tmp_path / f"{graph.name}.decode" / "09_overlap.py").exists()
 
 
 def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None:
