@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
 from specache_compile.passes.context import value_of
+from specache_compile.passes.masks import subgraph
 
 Made = TypeVar("Made")
 
@@ -69,18 +70,10 @@ def trust_indices(graph_module: GraphModule) -> None:
 
 def is_made_of_sizes(index: Node) -> bool:
     """Whether an index is a tensor of whole numbers, with no tensor among the inputs that it comes from."""
-    seen, todo = set(), [index]
-    while todo:
-        node = todo.pop()
-        if not isinstance(value_of(node), torch.Tensor):
-            continue
-        if node.op not in ("call_function", "call_method"):
-            return False
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
     value = value_of(index)
-    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+        return False
+    return all(node.op in ("call_function", "call_method") for node in subgraph(index))
 
 
 def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bool) -> Made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from .context import Context, PassReport, Site, value_of
+from .context import Context, PassReport, Site, replace_attention
 
 
 def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -25,10 +25,7 @@ def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphMo
                 new = graph_module.graph.call_function(
                     F.scaled_dot_product_attention, (site.q, site.k, site.v), settings
                 )
-            new.meta["example_value"] = value_of(site.attention)
-            site.attention.replace_all_uses_with(new)
-            graph_module.graph.erase_node(site.attention)
-            site.attention = new
+            replace_attention(graph_module, site, new)
             changed += 1
     return graph_module, PassReport("causal_prefill", {"without a mask": changed})
 

@@ -148,5 +148,13 @@ def padding_input(graph_module: GraphModule, context: Context, site: Site) -> No
     return add_input(graph_module, context, "padding", Input("padding"), context.padding)
 
 
+def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:
+    """`new` stands where the site's attention stood."""
+    new.meta["example_value"] = value_of(site.attention)
+    site.attention.replace_all_uses_with(new)
+    graph_module.graph.erase_node(site.attention)
+    site.attention = new
+
+
 def output_node(graph_module: GraphModule) -> Node:
     return next(iter(graph_module.graph.find_nodes(op="output")))

@@ -6,6 +6,8 @@ Such a write must not run in a pre-decode, and of two lanes only lane 0's may.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
@@ -24,14 +26,19 @@ def unknown_write(graph_module: GraphModule) -> Node | None:
         return order[view] < order[at] and any(order[user] > order[at] for user in view.users)
 
     for node in graph.nodes:
-        target = node.kwargs.get("out", node.args[0]) if writes(node) else None
-        memory = memory_of(target) if isinstance(target, Node) else None
+        target, memory = written(node)
         if memory is None or memory not in inputs:
             continue
         views = [view for view in graph.nodes if memory_of(view) == memory and view.op != "placeholder"]
         if node.target != "copy_" or target is not inputs[memory] or any(stays(view, node) for view in views):
             return node
     return None
+
+
+def written(node: Node) -> tuple[Any, int | None]:
+    """What a call writes to in place, and its memory; None where it writes to nothing that is known."""
+    target = node.kwargs.get("out", node.args[0] if node.args else None) if writes(node) else None
+    return target, memory_of(target) if isinstance(target, Node) else None
 
 
 def memory_of(node: Node) -> int | None:

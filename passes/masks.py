@@ -13,9 +13,8 @@ from torch.fx.node import map_aggregate
 
 from specache_compile.kernels.attention import SEEN
 
-from .clean_up import writes
 from .context import value_of
-from .in_place import memory_of
+from .in_place import memory_of, written
 
 # Cached and new tokens that a symbolic size stands for when a mask is evaluated: few, and no two alike.
 PAST, NEW = 5, 3
@@ -65,10 +64,8 @@ def subgraph(mask: Node) -> list[Node]:
 def check_readable(nodes: list[Node]) -> None:
     """Nobody writes to the tensors in place, and no arithmetic on positions hides how wide a window is."""
     memory = {memory_of(node) for node in nodes} - {None}
-    for node in nodes[0].graph.nodes if nodes else ():
-        target = node.kwargs.get("out", node.args[0] if node.args else None) if writes(node) else None
-        if isinstance(target, Node) and memory_of(target) in memory:
-            raise Unreadable
+    if any(written(node)[1] in memory for node in nodes[0].graph.nodes):
+        raise Unreadable
     for node in nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if name.strip("_") in ARITHMETIC and value_of(node).dtype != torch.bool:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from .clean_up import drop_dead
-from .context import Context, PassReport, Site, cursor_input, padding_input, state_input, value_of
+from .context import Context, PassReport, Site, cursor_input, padding_input, replace_attention, state_input
 from .recipe import Call
 
 
@@ -41,7 +41,4 @@ def replace_site(graph_module: GraphModule, context: Context, site: Site, call: 
         new = graph.call_function(op, (*pairs, *state, *call.settings, site.scale, site.softcap))
         if call.scores:
             new = graph.call_function(operator.getitem, (new, 0))
-    new.meta["example_value"] = value_of(site.attention)
-    site.attention.replace_all_uses_with(new)
-    graph.erase_node(site.attention)
-    site.attention = new
+    replace_attention(graph_module, site, new)
