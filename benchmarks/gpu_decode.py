@@ -32,8 +32,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
-from specache_compile.session import Session
-from specache_compile.tiers import LayerShape, bucket, predicted_bytes
+from specache_compile.runtime.session import Session
+from specache_compile.runtime.state import LayerShape, bucket, predicted_bytes
 
 GIB = 1 << 30
 LLAMA = {

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_select
 from specache_compile.kernels.copy_queue import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.options import Options
-from specache_compile.tiers import LayerShape, LayerState, allocate
+from specache_compile.runtime.state import LayerShape, LayerState, allocate
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
 # Enough sets of inputs that none of them is still in the L2 cache when its turn comes again.

@@ -25,7 +25,7 @@ from tabulate import tabulate
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from specache_compile.tiers import full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "torch.compile": None,

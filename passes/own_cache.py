@@ -18,7 +18,7 @@ def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
     """
     owned: dict[Node, tuple[int, Part]] = {}
     for site in context.sites:
-        owned[site.cat_k], owned[site.cat_v] = (site.layer, "keys"), (site.layer, "values")
+        owned[site.cat_k], owned[site.cat_v] = (site.number, "keys"), (site.number, "values")
     output = output_node(graph_module)
     outputs = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(outputs):

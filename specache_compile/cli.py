@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .checkpoints import checked, is_byte_level, placed
-from .devices import find_device
-from .diagnostics.command import add_diagnose, run_diagnose
+from .explaining.devices import find_device
+from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .errors import OptionError, SpecacheError
 from .evaluation.command import add_eval, run_eval
 from .methods import METHODS
@@ -100,8 +100,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_explain(args: argparse.Namespace) -> None:
-    from .explain import explain
-    from .tables import nodes_table
+    from .explaining.explain import explain
+    from .explaining.tables import nodes_table
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
@@ -128,7 +128,7 @@ def run_explain(args: argparse.Namespace) -> None:
 def run_generate(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-    from .stats import stats
+    from .runtime.stats import stats
 
     text = args.prompt if args.prompt is not None else args.prompt_file.read_text()
     checked(args.model)

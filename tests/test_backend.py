@@ -15,7 +15,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from specache_compile.options import parse_options
 from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
-from specache_compile.records import find_record
+from specache_compile.runtime.records import find_record
 
 
 @pytest.mark.parametrize(

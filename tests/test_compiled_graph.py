@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import LlamaForCausalLM
 
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt
-from specache_compile.records import find_record
+from specache_compile.runtime.records import find_record
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}
 

@@ -22,9 +22,9 @@ from needle import sample  # noqa: E402
 from quality import TABLES, arguments  # noqa: E402
 from specache_compile.cli import parser  # noqa: E402
 from specache_compile.evaluation.settings import parse_setting  # noqa: E402
-from specache_compile.tasks import TASKS  # noqa: E402
-from specache_compile.tasks.haystack import library_source  # noqa: E402
-from specache_compile.tasks.needle import KEY_DIGITS  # noqa: E402
+from specache_compile.evaluation.tasks import TASKS  # noqa: E402
+from specache_compile.evaluation.tasks.haystack import library_source  # noqa: E402
+from specache_compile.evaluation.tasks.needle import KEY_DIGITS  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.cli import main
-from specache_compile.diagnostics import agreement, jaccard
-from specache_compile.diagnostics.inspected import Inspected
-from specache_compile.diagnostics.speculation import Greedy
-from specache_compile.stats import HitRate
+from specache_compile.evaluation.diagnostics import agreement, jaccard
+from specache_compile.evaluation.diagnostics.inspected import Inspected
+from specache_compile.evaluation.diagnostics.speculation import Greedy
+from specache_compile.runtime.stats import HitRate
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "needle-llama")
 SIZES: dict[str, Any] = {

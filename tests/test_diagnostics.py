@@ -14,9 +14,17 @@ from torch import Tensor
 
 from conftest import greedy, prompt, tiny_llama
 from specache_compile.cli import main
-from specache_compile.diagnostics import DIAGNOSTICS, command, coverage, deviation, hits, jaccard, speculation
-from specache_compile.diagnostics.inspected import Inspected
-from specache_compile.diagnostics.point import Point
+from specache_compile.evaluation.diagnostics import (
+    DIAGNOSTICS,
+    command,
+    coverage,
+    deviation,
+    hits,
+    jaccard,
+    speculation,
+)
+from specache_compile.evaluation.diagnostics.inspected import Inspected
+from specache_compile.evaluation.diagnostics.point import Point
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
 QUICK = ("--length", "48", "--steps", "6", "--windows", "1")

@@ -19,7 +19,7 @@ from specache_compile.errors import OptionError
 from specache_compile.evaluation import command
 from specache_compile.evaluation.rows import Row, append_row, read_rows
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tables import table
+from specache_compile.evaluation.cell_tables import table
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
 QUICK = ("--lengths", "200", "300", "--samples", "3", "--no-plots")
@@ -217,7 +217,7 @@ def test_bad_input_is_one_line_and_exit_status_2(
 def test_a_budget_beyond_the_context_is_refused_before_anything_runs() -> None:
     from specache_compile.errors import SpecacheError
     from specache_compile.evaluation.settings import Setting
-    from specache_compile.tasks.task import Cell
+    from specache_compile.evaluation.tasks.task import Cell
 
     cell = Cell("256", 256, lambda runner: pytest.fail("it ran"))
     command.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 256),)), Setting("h2o", (("budget", 0.5),))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specache_compile.evaluation import metrics
-from specache_compile.tasks.longbench import METRICS, score_of
+from specache_compile.evaluation.tasks.longbench import METRICS, score_of
 
 
 def longest_common(a: list[str] | str, b: list[str] | str) -> int:

@@ -19,8 +19,8 @@ import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.passes.fingerprint import graph_hash
 from specache_compile.passes.pipeline import PASS_NAMES
-from specache_compile.records import find_record
-from specache_compile.tiers import bucket, paper_kv_ratio
+from specache_compile.runtime.records import find_record
+from specache_compile.runtime.state import bucket, paper_kv_ratio
 
 
 def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from conftest import LOSSLESS, prompt
 from families import FAMILIES, Family
 from specache_compile import SpecacheWarning
-from specache_compile.records import find_record
+from specache_compile.runtime.records import find_record
 
 EVERY = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 WIDENED = [family for family in FAMILIES if family.rewritten and family.lanes == 2]

@@ -16,8 +16,8 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels import copy_stream, host_memory, triton_copy
 from specache_compile.lowering import cuda_graphs
-from specache_compile.records import find_record
-from specache_compile.tiers import LayerShape, state_shapes
+from specache_compile.runtime.records import find_record
+from specache_compile.runtime.state import LayerShape, state_shapes
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from conftest import prompt
-from specache_compile import tiers
+from specache_compile.runtime import state as tiers
 from specache_compile.kernels import cgroup, host_memory
 
 MANY = 1 << 62

@@ -14,7 +14,7 @@ from torch.fx import Node
 from conftest import compile_copy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.passes.context import output_node
 from specache_compile.passes.masks import read_mask
-from specache_compile.records import find_record
+from specache_compile.runtime.records import find_record
 
 PAST = 9
 

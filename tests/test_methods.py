@@ -23,8 +23,8 @@ from specache_compile.methods.eviction import eviction
 from specache_compile.methods.method import Shapes
 from specache_compile.options import Options, parse_options
 from specache_compile.passes.recipe import Recipe
-from specache_compile.schedule import check_order
-from specache_compile.tiers import LayerShape
+from specache_compile.explaining.schedule import check_order
+from specache_compile.runtime.state import LayerShape
 
 EVICTION = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
 # Settings in which a method loses nothing.

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
-from specache_compile import session
-from specache_compile.session import Session
+from specache_compile.runtime import session
+from specache_compile.runtime.session import Session
 
 
 def session_of(cache: Any) -> Session:

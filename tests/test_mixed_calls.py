@@ -21,7 +21,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from families import FAMILIES, Family
 from specache_compile.passes.context import value_of
-from specache_compile.records import find_record
+from specache_compile.runtime.records import find_record
 
 SLIDING = [family for family in FAMILIES if family.exact]
 BY_NAME = {family.name: family for family in FAMILIES}

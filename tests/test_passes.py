@@ -30,7 +30,7 @@ from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
 from specache_compile.passes.store import store
-from specache_compile.tiers import LayerShape, state_shapes
+from specache_compile.runtime.state import LayerShape, state_shapes
 
 BATCH, HEADS, PAST, DIM = 1, 2, 40, 8
 

@@ -13,8 +13,8 @@ import pytest
 
 import specache_compile as sc
 from conftest import tiny_llama
-from specache_compile.outline import changes, folded, only_changed, rows_of
-from specache_compile.report import memory_bars, timeline
+from specache_compile.explaining.outline import changes, folded, only_changed, rows_of
+from specache_compile.explaining.report import memory_bars, timeline
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, prompt, tiny_llama
-from specache_compile.plan import step_time
-from specache_compile.schedule import Launch, Schedule, check_order, launches_of
+from specache_compile.explaining.plan import step_time
+from specache_compile.explaining.schedule import Launch, Schedule, check_order, launches_of
 
 WAIT = torch.ops.specache.wait.default
 PREFETCH = torch.ops.specache.prefetch.default

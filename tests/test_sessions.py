@@ -22,10 +22,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile import session as session_module
-from specache_compile.held import HeldTensor
+from specache_compile.runtime import session as session_module
+from specache_compile.runtime.held import HeldTensor
 from specache_compile.kernels import copy_queue, copy_stream, host_memory
-from specache_compile.tiers import bucket
+from specache_compile.runtime.state import bucket
 
 
 def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:

@@ -18,10 +18,19 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import ByteReader, TokenizerReader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.tasks import TASKS, aggregation, fidelity, multikey, needle, perplexity, shared_context, variables
-from specache_compile.tasks.haystack import hide, library_source
-from specache_compile.tasks.longbench import without_middle
-from specache_compile.tasks.task import Bench
+from specache_compile.evaluation.tasks import (
+    TASKS,
+    aggregation,
+    fidelity,
+    multikey,
+    needle,
+    perplexity,
+    shared_context,
+    variables,
+)
+from specache_compile.evaluation.tasks.haystack import hide, library_source
+from specache_compile.evaluation.tasks.longbench import without_middle
+from specache_compile.evaluation.tasks.task import Bench
 
 BYTES = ByteReader()
 LENGTHLY = ("needle", "multikey", "variables", "aggregation", "shared_context", "perplexity", "fidelity")

@@ -22,7 +22,7 @@ from specache_compile.kernels import attention, tiers, triton_append, triton_cop
 from specache_compile.kernels import triton_select as select
 from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.options import Options
-from specache_compile.tiers import LayerShape, allocate
+from specache_compile.runtime.state import LayerShape, allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU's exponential is not exact to the last bit, and its sums run in another order.

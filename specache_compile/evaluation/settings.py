@@ -15,7 +15,7 @@ import torch
 
 from specache_compile.errors import OptionError
 from specache_compile.options import parse_options
-from specache_compile.records import forget
+from specache_compile.runtime.records import forget
 
 FULL = "full"
 WORDS = {"true": True, "false": False, "none": None}

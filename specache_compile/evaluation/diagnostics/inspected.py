@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.settings import Setting, running
-from specache_compile.held import HeldTensor
-from specache_compile.session import Session
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.session import Session
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import SpecacheError
+from specache_compile.errors import SpecacheError
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .options import Options
+from specache_compile.options import MethodOptions
 
 # Tokens, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand here.
 MEASURED: dict[str, int] = {}
 
 
-def min_context(options: Options, device: torch.device) -> int:
+def min_context(options: MethodOptions, device: torch.device) -> int:
     """Tokens from which the options' tiers are used. "auto": what was measured on this device, 0 where nothing was."""
     if isinstance(options.min_context, int):
         return options.min_context

@@ -16,7 +16,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from .errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, SpecacheWarning
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def compiled_logits(
     model: Any, given: Mapping[str, Tensor], tokens: Tensor, options: Mapping[str, Any]
 ) -> list[Tensor]:
     """The same logits from the model compiled with `options`, fed the reference's tokens."""
-    from .backend import specache
+    from specache_compile.backend import specache
 
     twin = uncompiled(model)
     torch._dynamo.reset_code(type(twin).forward.__code__)

@@ -21,8 +21,8 @@ from specache_compile.passes.context import value_of
 from specache_compile.passes.overlap import is_work
 
 from .devices import Device
-from .options import Options
-from .tiers import FIELDS, LayerShape
+from specache_compile.options import Options
+from specache_compile.runtime.state import FIELDS, LayerShape
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specache_compile.evaluation.settings import Setting, running
-from specache_compile.stats import HitRate, stats
+from specache_compile.runtime.stats import HitRate, stats
 
 from .inspected import Inspected, session_of
 from .point import Point

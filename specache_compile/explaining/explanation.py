@@ -15,13 +15,13 @@ from specache_compile.passes.context import LeftAlone
 from specache_compile.passes.pipeline import Trace
 
 from .devices import Device
-from .errors import SpecacheError
-from .methods import METHODS
-from .options import Options
+from specache_compile.errors import SpecacheError
+from specache_compile.methods import METHODS
+from specache_compile.options import Options
 from .plan import StepTime, break_even, device_total, fits, largest_batch, step_time
 from .roofline import Cost, Workload, fetched_pairs, full_cache_step, launch_cost, step_costs, total
 from .schedule import Launch, Schedule, launches_of
-from .tiers import LayerShape, full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import LayerShape, full_cache_bytes, predicted_bytes
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import (
-    aggregation,
-    fidelity,
-    longbench,
-    multikey,
-    needle,
-    perplexity,
-    ruler,
-    shared_context,
-    variables,
-)
+from . import aggregation, fidelity, longbench, multikey, needle, perplexity, ruler, shared_context, variables
 from .task import Bench, Cell
 
 TASKS: dict[str, Callable[[Bench], list[Cell]]] = {

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels import copy_stream, evict
+from specache_compile.kernels import copy_stream
 from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
 from specache_compile.kernels.host_memory import budget
 from specache_compile.lowering.cuda_graphs import CapturedSteps
-from specache_compile.passes.context import Input, Part
+from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.passes.context import Input, Part, Phase
 
 from .break_even import min_context
-from .errors import (
+from specache_compile.errors import (
     SpecacheWarning,
     copy_failed,
     evicted,
@@ -27,34 +28,44 @@ from .errors import (
     went_uncompiled,
 )
 from .held import Crop, Edit, Handle, HeldTensor
-from .options import Options
+from specache_compile.methods.field import Cropped, LayerShape, LayerState
+from specache_compile.options import MethodOptions
 from .records import Statistics
-from .tiers import (
-    LayerShape,
-    LayerState,
+from .state import (
     allocate,
     bucket,
     bytes_by_tier,
     copied,
+    fields_of,
     full_cache_bytes,
     host_bytes,
     moved_over,
 )
+from .variant import Variant
+
+
+def options_at(options: MethodOptions, device: torch.device, prompt: int, tokens: int) -> MethodOptions:
+    """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt`: with the budget that it
+    gives; the 16-bit ones, where the tokens are too few to gain."""
+    fixed = options.for_prompt(prompt)
+    return fixed.in_16_bits if tokens < min_context(fixed, device) else fixed
 
 
 class Session:
     """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
 
-    `guess` [B, 1] is the speculative token; `primed` says that the slots were chosen for the next decode step.
-    `asked` are the options that the cache was made under, `options` those in force: with the prompt's budget, and below
-    `min_context` tokens the 16-bit ones, with `later` to come. `padding` bool [B, 1, 1, C], where a step brought one.
-    State is never made under the caller's inference mode: the copy queue's worker writes to it outside of that.
+    `guess` [B, 1] is the speculative token; `slots_ready`: the slots were chosen for the next decode step. `asked` are
+    the options that the cache was made under, `options` those in force (`options_at`), `pending_options` those that it
+    has yet to move over to. `padding` bool [B, 1, 1, C], where a step brought one. State is never made under the
+    caller's inference mode: the copy queue's worker writes to it outside of that.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, options: Options, layers: list[LayerShape], batch: int) -> None:
-        self.asked = self.options = options
-        self.later: Options | None = None
+    def __init__(self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int) -> None:
+        self.asked = options
+        self.options = options_at(options, layers[0].device, prompt, prompt)
+        fixed = options.for_prompt(prompt)
+        self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         self.batch = batch
         self.length = 0
@@ -66,13 +77,13 @@ class Session:
         # Whether the last step had a padding mask; whether a person has been told that other options are in force.
         self.padded = False
         self.told_of_options = False
-        self.primed = False
+        self.slots_ready = False
         # A step has raised half way that had evicted pairs already.
-        self.broken = False
+        self.half_evicted = False
         # A person was told that this cache goes on uncompiled.
-        self.told = False
+        self.told_uncompiled = False
         self.capacity = 0
-        self.reserved = 0
+        self.allocated = 0
         self.state: list[LayerState] = []
         self.queue = self.new_queue()
         self.captured = CapturedSteps()
@@ -86,12 +97,23 @@ class Session:
         device = self.layers[0].device
         return copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
 
-    def start_for(self, tokens: int) -> None:
-        """Before anything is allocated: the budget that a prompt of `tokens` gives; 16 bits, where they are too few to
-        gain."""
-        self.options = self.options.for_prompt(tokens)
-        if tokens < min_context(self.options, self.layers[0].device):
-            self.options, self.later = self.options.in_16_bits, self.options
+    def begin(self, tokens: int, padding: Tensor | None) -> None:
+        """Before a graph runs that adds `tokens` to the cache: room for them, the cursor and the padding."""
+        after = self.length + tokens
+        self.move_over(after)
+        self.capacity_for(after)
+        self.reserve()
+        self.point(tokens)
+        self.see(padding, after)
+
+    def finish(self, tokens: int, slots_ready: bool) -> None:
+        """After it: `tokens` more are cached, and views of the cache taken before are stale."""
+        self.slots_ready = slots_ready
+        self.advance(tokens)
+
+    def variant(self, phase: Phase) -> Variant:
+        """What a graph of this phase must be rewritten for, to run on this session."""
+        return Variant(phase, self.options, self.capacity)
 
     @torch.inference_mode(False)
     def move_over(self, tokens: int) -> None:
@@ -99,15 +121,15 @@ class Session:
 
         Stopped half way, it goes on from there with the next step.
         """
-        if self.later is None or tokens < min_context(self.later, self.layers[0].device):
+        pending = self.pending_options
+        if pending is None or tokens < min_context(pending, self.layers[0].device):
             return
+        assert isinstance(pending, LowBitOptions)
         self.drain()
         for number, layer in enumerate(self.layers):
-            self.state[number] = moved_over(
-                self.state[number], self.later, layer, self.batch, self.length, self.padding
-            )
-        self.options, self.later = self.later, None
-        self.primed, self.guess = False, None
+            self.state[number] = moved_over(self.state[number], pending, layer, self.batch, self.length, self.padding)
+        self.options, self.pending_options = pending, None
+        self.slots_ready, self.guess = False, None
         self.note_memory()
 
     def capacity_for(self, tokens: int) -> None:
@@ -121,22 +143,22 @@ class Session:
         Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
         where the host tier would outgrow its budget.
         """
-        there = self.reserved
-        if there == self.capacity:
+        before = self.allocated
+        if before == self.capacity:
             return
         held = sum(host.nbytes for host in self.fields("host"))
         needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
         allowed = budget(held, self.options.host_memory)
         if needed > allowed:
-            wanted, self.capacity = self.capacity, there
+            wanted, self.capacity = self.capacity, before
             raise no_host_memory(needed, allowed, wanted, self.batch, self.options.host_memory)
         self.drain()
         for number, layer in enumerate(self.layers):
-            if not there:
+            if not before:
                 self.state.append(allocate(self.options, layer, self.batch, self.capacity))
             else:
                 self.state[number] = allocate(self.options, layer, self.batch, self.capacity, self.state[number])
-        self.reserved = self.capacity
+        self.allocated = self.capacity
         self.note_memory()
 
     def fields(self, name: str) -> list[Tensor]:
@@ -151,7 +173,7 @@ class Session:
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
         self.statistics.fetched = self.fields("fetched")
-        self.statistics.bytes_by_tier = bytes_by_tier(self.state)
+        self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
 
     def drain(self) -> None:
         """Wait for all copies, those that a captured step has left to the next one among them; SpecacheError where one
@@ -191,7 +213,7 @@ class Session:
         graph, so that a captured step finds it where it was. None: all are, those too that were no candidates when the
         slots were chosen."""
         if padding is None:
-            self.primed = self.primed and not self.padded
+            self.slots_ready = self.slots_ready and not self.padded
             self.padded = False
             return
         self.padded = True
@@ -218,7 +240,7 @@ class Session:
             if source.source == "argument":
                 values.append(arguments[source.argument])
             elif source.source == "state":
-                values.append(self.state[source.layer][source.field])
+                values.append(self.state[source.site][source.field])
             else:
                 values.append(getattr(self, source.source))  # the cursor, the padding, the guess
         return values
@@ -227,7 +249,7 @@ class Session:
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
         """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
         self.check_copies()
-        if self.broken:
+        if self.half_evicted:
             raise evicted_half_way(self.options.method)
         if self.view is not None and self.view == (version, edits):
             return
@@ -243,27 +265,21 @@ class Session:
         self.view = (version, edits) if edits else None
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; the recent tier is filled again from the host tier where it must be. What a
-        policy has evicted of them stays so."""
-        low_bit = self.options.low_bit_length(length)
-        if low_bit < self.options.low_bit_length(self.length):
-            tokens = torch.arange(low_bit, length)
-            for recent, host in zip(self.fields("recent"), self.fields("host"), strict=False):
-                recent[:, :, (tokens % recent.shape[2]).to(recent.device)] = host[:, :, tokens].to(recent.device)
-        for slot_index in self.fields("slot_index"):
-            slot_index.masked_fill_(slot_index >= low_bit, -1)
-        kept = (self.fields(name) for name in ("kept", "kept_token", "history"))
-        for pairs, token, history in zip(*kept, strict=True):
-            evict.forget(pairs, token, history, length)
+        """Keep the first `length` tokens, each field as it says."""
+        low_bit, low_bit_before = (self.options.low_bit_length(n) for n in (length, self.length))
+        for layer, state in zip(self.layers, self.state, strict=True):
+            for field in fields_of(self.options, layer):
+                if field.on_crop is not None:
+                    field.on_crop(state, Cropped(length, low_bit, low_bit_before))
         self.length = length
-        self.primed, self.guess = False, None
+        self.slots_ready, self.guess = False, None
 
     def select(self, indices: Tensor) -> None:
         """Keep the batch rows `indices`, in that order: reorder, repeat and select are all this."""
         if indices.numel() == self.batch and torch.equal(indices.cpu(), torch.arange(self.batch)):
             return
         for number, layer in enumerate(self.layers):
-            self.state[number] = copied(self.state[number], layer, indices)
+            self.state[number] = copied(self.state[number], self.options, layer, indices)
         if self.guess is not None:
             self.guess = self.guess.index_select(0, indices.to(self.guess.device))
         if self.padding is not None:
@@ -278,11 +294,11 @@ class Session:
             raise stale_cache()
         self.drain()
         other = copy.copy(self)
-        other.state = [copied(state, layer) for state, layer in zip(self.state, self.layers, strict=True)]
+        other.state = [copied(s, self.options, layer) for s, layer in zip(self.state, self.layers, strict=True)]
         for count in (*other.fields("fetched"), *other.fields("tally")):
             count.zero_()
         other.queue = self.new_queue()
-        other.captured, other.told = CapturedSteps(), False
+        other.captured, other.told_uncompiled = CapturedSteps(), False
         other.padding = None if self.padding is None else self.padding.clone()
         other.statistics = Statistics(other.queue)
         other.note_memory()
@@ -290,32 +306,32 @@ class Session:
         other.cursor[QUEUE] = other.queue.number
         return other
 
-    def held(self, layer: int, part: Part) -> HeldTensor:
-        """What goes into HF's cache for one layer's keys or values: shape [B, H, n, d], no storage."""
-        shape = self.layers[layer]
+    def held(self, site: int, part: Part) -> HeldTensor:
+        """What goes into HF's cache for one site's keys or values: shape [B, H, n, d], no storage."""
+        shape = self.layers[site]
         held = HeldTensor(
-            self.anchors[layer],
+            self.anchors[site],
             (self.batch, shape.heads, self.length, shape.head_dim),
-            Handle(self, self.version, layer, part),
+            Handle(self, self.version, site, part),
         )
         torch._dynamo.maybe_mark_dynamic(held, (0, 2))
         return held
 
-    def plain(self, layer: int, part: Part) -> Tensor:
-        """A plain copy of one layer's keys or values [B, H, n, d], from the host tier, bit for bit."""
+    def plain(self, site: int, part: Part) -> Tensor:
+        """A plain copy of one site's keys or values [B, H, n, d], from the host tier, bit for bit."""
         self.drain()
-        whole = self.state[layer].get("host", self.state[layer].get("full_cache"))
+        whole = self.state[site].get("host", self.state[site].get("full_cache"))
         if whole is None:
             raise evicted(self.options.method)
-        return whole[:, :, : self.length, int(part == "values")].to(self.layers[layer].device, copy=True)
+        return whole[:, :, : self.length, int(part == "values")].to(self.layers[site].device, copy=True)
 
     def give_up(self, handle: Handle) -> Tensor:
         """The plain copy that a call without a compiled graph goes on with, of the view that `handle` has; the first
         one warns."""
         self.replay(handle.version, handle.edits)
-        plain = self.plain(handle.layer, handle.part)
-        if not self.told:
-            self.told = True
+        plain = self.plain(handle.site, handle.part)
+        if not self.told_uncompiled:
+            self.told_uncompiled = True
             size = full_cache_bytes(self.layers, self.batch, self.length)
             warnings.warn(went_uncompiled(size, self.length, self.batch), SpecacheWarning, stacklevel=2)
         return plain
@@ -323,10 +339,10 @@ class Session:
     def abandon_step(self) -> None:
         """After a step that raised: wait out its copies and empty the slots, so that it can be taken again. Under
         eviction it cannot: some layers have dropped pairs for it, and counted its attention."""
-        self.broken = bool(self.fields("kept"))
+        self.half_evicted = bool(self.fields("kept"))
         self.queue.settle()
         copy_stream.release_staging()
         self.captured.owing = False  # the step may have chosen tokens that, without it, are still in the window
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
-        self.primed, self.guess = False, None
+        self.slots_ready, self.guess = False, None

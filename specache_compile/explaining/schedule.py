@@ -16,10 +16,10 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.passes.overlap import mutated_arguments
 
-from .errors import SpecacheError
+from specache_compile.errors import SpecacheError
 from .layers import layers_of
 from .roofline import is_launch, is_tier_op, operator_name
-from .tiers import FIELDS
+from specache_compile.runtime.state import FIELDS
 
 COPIES = ("prefetch", "offload")
 # On the compute stream, behind a wait of their own for the offloads.

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import DynamicCache
 
-from .backend import agreed_session
-from .errors import SpecacheError
+from specache_compile.errors import SpecacheError
 from .held import HeldTensor
+from .step import agreed_session
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .errors import SpecacheError
+from specache_compile.errors import SpecacheError
 from .explanation import Explanation
 
 PREDICTED, STREAMS = 1, ("compute", "copy")

@@ -14,7 +14,7 @@ from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.copy_stream import StreamCopies
 
 if TYPE_CHECKING:
-    from .backend import CapturedGraph
+    from .step import CompiledGraph
 
 
 @dataclass
@@ -44,10 +44,10 @@ class Statistics:
 class ModelRecord:
     """The captured graphs of one model, and the statistics of its newest session."""
 
-    graphs: list[CapturedGraph] = field(default_factory=list)
+    graphs: list[CompiledGraph] = field(default_factory=list)
     latest: Statistics | None = None
 
-    def note(self, graph: CapturedGraph, statistics: Statistics) -> None:
+    def note(self, graph: CompiledGraph, statistics: Statistics) -> None:
         if graph not in self.graphs:
             self.graphs.append(graph)
         self.latest = statistics

@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from specache_compile.passes.context import value_of
 
 from .devices import Device
-from .options import Options
+from specache_compile.options import Options
 from .roofline import bytes_of, operator_name
 from .schedule import Key, Launch, Schedule
-from .tiers import LayerShape, predicted_bytes
+from specache_compile.runtime.state import LayerShape, predicted_bytes
 
 LONGEST = 1 << 20  # tokens: where the search for a break-even context gives up
 STEADY = 4  # steps after which a simulated step repeats itself

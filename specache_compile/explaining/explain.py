@@ -20,13 +20,19 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from specache_compile.passes.context import LeftAlone
 
-from .break_even import min_context
-from .compat import GENERATE_MASKS_ALL
+from specache_compile.runtime.break_even import min_context
+from specache_compile.compat import GENERATE_MASKS_ALL
 from .devices import Device, find_device
-from .errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, SpecacheWarning
 from .explanation import Explanation, SiteRow
 from .layers import layers_of
-from .options import Options, parse_options
+from specache_compile.backend import compile_graph
+from specache_compile.captured import Captured, capture
+from specache_compile.methods import parse_options
+from specache_compile.methods.host_tier import HostOptions
+from specache_compile.options import MethodOptions
+from specache_compile.rewritten import Rewrites
+from specache_compile.runtime.step import CompiledGraph
 from .plan import temporaries
 
 # Nothing is allocated, so that no budget holds.
@@ -60,7 +66,9 @@ def explain(
     model = load_config(model) if isinstance(model, (str, Path)) else model
     parsed = parsed.for_prompt(prompt_length)
     config = getattr(model, "config", model)
-    captured: list[Any] = []
+    captured: list[Captured] = []
+    rewrites: list[Rewrites] = []
+    unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
     # A process may explain many models, each a compilation of the same code of Hugging Face's; and what it explains
     # must not depend on the lengths that this code has met before.
     with (
@@ -71,7 +79,7 @@ def explain(
     ):
         twin = twin_of(model, config)
         try:
-            run_two_steps(twin, prompt_length, batch_size, collector(captured, replace(parsed, host_memory=NO_LIMIT)))
+            run_two_steps(twin, prompt_length, batch_size, collector(captured, rewrites, unlimited))
         except GuardOnDataDependentSymNode as error:
             raise SpecacheError(
                 "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
@@ -80,45 +88,47 @@ def explain(
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     return explanation_of(
-        captured, parsed, prompt_length, batch_size,
+        captured, rewrites, parsed, prompt_length, batch_size,
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, name=name,
     )  # fmt: skip
 
 
 def explanation_of(
-    captured: Sequence[Any], options: Options, prompt_length: int, batch_size: int, **rest: Any
-) -> Explanation:
-    """The explanation of captured graphs, whether they were traced to be explained or to run."""
+    captured: Sequence[Captured], rewrites: Sequence[Rewrites], options: MethodOptions, prompt_length: int,
+    batch_size: int, **rest: Any,
+) -> Explanation:  # fmt: skip
+    """The explanation of captured graphs and their rewritten forms, whether they were made to be explained or to
+    run."""
     graphs = [graph for graph in captured if graph.sites]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
-    modules: dict[str, GraphModule] = {phase: module for graph in graphs for phase, module in graph.modules.items()}
+    modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
     return Explanation(
         options=options,
         prompt_length=prompt_length,
         batch_size=batch_size,
         sites=tuple(site_rows(newest)) if newest is not None else (),
         left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
-        traces={trace.phase: trace for graph in graphs for trace in graph.traces},
+        traces={trace.phase: trace for made in rewrites for trace in made.traces},
         graphs=modules,
-        layers=tuple(graphs[0].layer_shapes()) if graphs else (),
-        lanes=max((context.lanes for graph in graphs for _, context in graph.lowered.values()), default=1),
+        layers=tuple(graphs[0].layers) if graphs else (),
+        lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
         working_bytes={phase: temporaries(module) for phase, module in modules.items()},
         **rest,
     )
 
 
-def site_rows(graph: Any) -> list[SiteRow]:
+def site_rows(graph: Captured) -> list[SiteRow]:
     layers = layers_of(graph.graph_module)
     return [
         SiteRow(
-            s.layer, layers[s.attention], s.query_heads, s.heads, s.head_dim, s.mask is not None, s.softcap,
+            s.number, layers[s.attention], s.query_heads, s.heads, s.head_dim, s.mask is not None, s.softcap,
             s.sinks is not None,
         )
         for s in graph.sites
     ]  # fmt: skip
 
 
-def left_alone_rows(graph: Any) -> list[LeftAlone]:
+def left_alone_rows(graph: Captured) -> list[LeftAlone]:
     """Each with the number of the model's layer that it is in, where it is in one."""
     layers = {node.name: layer for node, layer in layers_of(graph.graph_module).items()}
     rows = graph.left_alone
@@ -158,17 +168,16 @@ def twin_of(model: Any, config: Any) -> Any:
         raise SpecacheError(f"no decoder can be built from this config: {first_line(error)}") from error
 
 
-def collector(captured: list[Any], options: Options) -> Callable[..., Any]:
+def collector(captured: list[Captured], rewrites: list[Rewrites], options: MethodOptions) -> Callable[..., Any]:
     """The backend itself, which also notes each graph that holds attentions."""
-    from .backend import CapturedGraph, compile_graph
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        seen = CapturedGraph(graph_module, options, None)
-        compiled = compile_graph(graph_module, example_inputs, options)
-        if isinstance(compiled, CapturedGraph):
-            captured.append(compiled)
-        elif seen.left_alone:
-            captured.append(seen)
+        graph = capture(graph_module, options, None)
+        compiled = compile_graph(graph, example_inputs)
+        if graph.sites or graph.left_alone:
+            captured.append(graph)
+        if isinstance(compiled, CompiledGraph):
+            rewrites.append(compiled.rewrites)
         return compiled
 
     return backend

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .errors import held_read, held_saved
+from specache_compile.errors import held_read, held_saved
 
 if TYPE_CHECKING:
     from specache_compile.passes.context import Part
@@ -50,7 +50,7 @@ class Handle:
 
     session: Session
     version: int
-    layer: int
+    site: int
     part: Part
     edits: tuple[Edit, ...] = field(default=())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import SpecacheError
+from specache_compile.errors import SpecacheError
 from .records import find_record
 
 
@@ -71,7 +71,7 @@ def stats(model: torch.nn.Module) -> Stats:
         extends=latest.steps["extend"],
         pre_decodes=latest.steps["pre-decode"],
         decodes=latest.steps["decode"],
-        compiles=sum(graph.compiles for graph in record.graphs),
+        compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
         seconds=latest.seconds,
         python_seconds=latest.python_seconds,
         seconds_waited=latest.queue.waited,
