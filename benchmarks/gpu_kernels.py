@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_select
-from specache_compile.kernels.copy_queue import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.options import Options
 from specache_compile.tiers import LayerShape, LayerState, allocate
 
@@ -72,7 +72,7 @@ class Inputs:
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
         self.state = allocate(setting.options, shape, setting.batch, -(-(setting.context + 1) // 256) * 256)
         fill(self.state, setting, generator)
-        self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.int64, device=device)
+        self.cursor = new_cursor(device)
         self.point(setting.context, 1)
 
         def random(heads: int) -> Tensor:

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_extend
 from specache_compile.kernels import triton_select as select
-from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.options import Options
 from specache_compile.tiers import LayerShape, allocate
 
@@ -103,7 +103,7 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
         shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
         self.state = allocate(case.options, shape, BATCH, 256 if case.length < 250 else 512)
-        self.cursor = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+        self.cursor = new_cursor(DEVICE)
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator).to(
             DEVICE, case.dtype
         )
