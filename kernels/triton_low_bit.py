@@ -8,36 +8,40 @@ bandwidth is out of reach (tests/compile_kernels.py counts them). Hence:
 - One warp a program: several would unpack the same codes, or meet at a barrier for every tile's maximum.
 
 Codes come out of their words in an order of their own, which q and the sums follow, and times a power of two, which q's
-scales and the sums take back. Worked through for d = 16 channels at 2 bits, values in groups of gv = 8 channels:
+scales and the sums take back. Worked through for d = 16 channels at 2 bits, groups of g = 4 tokens, gv = 8 channels:
 
     planes = 4         codes in a byte: plane p of byte j is channel 4·p + j (`quantize.pack`)
     plane_width = 4    bytes of a token's keys, and of its values behind them
     halves = 2         bytes in an element, where they are loaded as int16; width = 2 elements of keys a token
     fields = 8         codes in an element, planes · halves: field f is plane f % 4 of byte f // 4
 
-    One token's keys, from the codes to a word, element 1 above element 0:
+    With a capacity of C = 8 tokens, head 3's tile 1 starts at token 3 · 8 + 1 · 4 = 28, so at element
+    28 · 2 · width = 112 of the codes; its token i's keys are 4 · i elements on, the values 2 more. Its key scales are
+    those of group 3 · 8 / 4 + 1 = 7, so at number 7 · 2 · d = 224, its key zeros 16 more.
 
-        codes      1 0 2 3 2 1 0 3 3 3 1 0 0 2 1 1
-        bytes      0x39 0xb4 0x52 0x4f
-        word       0x4f52b439
+    One token's keys, channel by channel, byte by byte, and as a word, element 1 above element 0:
 
-    Of a word, one AND (and a shift from field 4 on) leaves a field of both elements, as in field 1, channels 4 and 6:
-    0x4f52b439 & 0x000c000c = 0x00000008, so 0 · 4 in the upper half, channel 6, and 2 · 4 in the lower one, channel 4.
-    All fields so make the 16 columns of a product's left side (`key_columns`):
+        codes              1   0   2   3   2   1   0   3   3   3   1   0   0   2   1   1
+        bytes           0x39 0xb4 0x52 0x4f
+        word            0x4f52b439
 
-        field      0 0 1 1 2 2 3 3 4 4 5 5 6 6 7 7
-        element    0 1 0 1 0 1 0 1 0 1 0 1 0 1 0 1
-        channel    0 2 4 6 8 10 12 14 1 3 5 7 9 11 13 15
-        number     1 2 8 0 48 16 0 64 0 3 4 12 48 0 128 64    (code · 4**plane)
+    Of a word, one AND (and a shift from field 4 on) leaves one field of both elements, as field 1, channels 4 and 6:
+    0x4f52b439 & 0x000c000c = 0x00000008, so 2 · 4 in the lower half, channel 4, and 0 · 4 in the upper one, channel 6.
+    All fields make the 16 columns of a product's left side (`key_columns`), each number its code · 4**plane:
 
-    A key is code · s + z, so a logit is Σ number · (q · s / 4**plane) + Σ q · z: two products, for which q's columns have
-    the same channels, and in the first (`lifted`) what undoes number's power of two.
+        field              0   0   1   1   2   2   3   3   4   4   5   5   6   6   7   7
+        element            0   1   0   1   0   1   0   1   0   1   0   1   0   1   0   1
+        channel            0   2   4   6   8  10  12  14   1   3   5   7   9  11  13  15
+        number             1   2   8   0  48  16   0  64   0   3   4  12  48   0 128  64
+
+    A key is code · s + z, so a logit is Σ number · (q · s / 4**plane) + Σ q · z: two products, for which q's columns
+    have the same channels, and in the first (`lifted`) what undoes number's power of two.
 
     Values are unpacked by parts that have one scale a token: SPAN = gcd(plane_width, gv) bytes of `shared` = 2 planes.
     Their words hold two tokens' elements, and a part's fields are the rows of a product's left side (`value_rows`):
 
-        part       0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1
-        channel    0 2 4 6 1 3 5 7 8 10 12 14 9 11 13 15
+        part               0   0   0   0   0   0   0   0   1   1   1   1   1   1   1   1
+        part's channel     0   2   4   6   1   3   5   7   8  10  12  14   9  11  13  15
 
     A sum is Σ w · (code · s + z) = Σ number · (w · s) / 4**plane + Σ w · z: the first over a part's rows as they are,
     divided when the last tile is in; the second once for each group of channels.
@@ -142,6 +146,14 @@ def unpacked_keys(packed, planes: tl.constexpr, bits: tl.constexpr, kind: tl.con
 
 
 @triton.jit
+def unpacked_values(packed, first: tl.constexpr, shared: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr):
+    """[fields · PIECE, group] in `kind`: a part's value codes [PIECE, group] in `value_rows`' order, times
+    2**(plane · bits). The part's planes are `shared` from `first` on."""
+    found = tl.permute(fields_of(packed, first, shared, bits), (2, 0, 1))
+    return tl.reshape(numbers(found, kind), [found.shape[0] * found.shape[1], 2 * found.shape[2]])
+
+
+@triton.jit
 def value_rows(
     part: tl.constexpr, shared: tl.constexpr, runs: tl.constexpr, halves: tl.constexpr, plane_width: tl.constexpr,
     SPAN: tl.constexpr, PIECE: tl.constexpr,
@@ -171,8 +183,8 @@ def load_keys(tile_codes, group: tl.constexpr, width: tl.constexpr, WORDS: tl.co
 
 @triton.jit
 def attend_low_bit(
-    # Of triton_decode.attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which are
-    # rows at all, which of the last lane.
+    # Of triton_decode.attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which
+    # are rows at all, which of the last lane.
     q_row, mask_row, logits_row, out_row, real, last_lane,
     # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
     bh, low_bit, split, splits,
@@ -261,8 +273,7 @@ def attend_low_bit(
             if bits == 16:
                 values, scaled = value_codes, weights
             else:
-                packed = tl.permute(fields_of(value_codes, part % runs * shared, shared, bits), (2, 0, 1))
-                values = tl.reshape(numbers(packed, kind), [shared * halves * PIECE, group])
+                values = unpacked_values(value_codes, part % runs * shared, shared, bits, kind)
                 number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
                 scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
             added = added + (tl.dot(values, tl.trans(scaled.to(kind)), kept, input_precision=PRECISION),)
