@@ -50,7 +50,7 @@ def attend_exact(
     q_row, mask_row, logits_row, out_row, real, last_lane, lane,
     # The KV head's number in [B, H]; tokens cached, in the low-bit tier, and to be selected from.
     bh, length, low_bit, candidates,
-    # As attend_tiers has them, whole, but k and v at this head's first new token.
+    # As attend_tiers has them, but k and v at this head's first new token.
     recent, slots, slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
     d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, MASK: tl.constexpr,
     CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,

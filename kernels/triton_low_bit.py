@@ -188,7 +188,7 @@ def attend_low_bit(
     q_row, mask_row, logits_row, out_row, real, last_lane,
     # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
     bh, low_bit, split, splits,
-    # As attend_tiers has them, whole.
+    # As attend_tiers has them.
     codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, top_k: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
@@ -212,7 +212,9 @@ def attend_low_bit(
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
 
-    channel, plane, element = key_columns(fields, planes, plane_width, triton.next_power_of_2(width))
+    channel, plane, element = key_columns(
+        fields=fields, planes=planes, plane_width=plane_width, WIDTH=triton.next_power_of_2(width)
+    )
     inside = element < width
     query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
     lifted = (query.to(tl.float32) * (lift / (1 << plane * bits).to(tl.float32))[None, :]).to(kind)
@@ -239,20 +241,20 @@ def attend_low_bit(
         # The tile's own offset is 64 bits wide, what lies inside it 32.
         first = bh * capacity + tile * group
         tile_codes = codes + first * (2 * width)
-        key_codes = load_keys(tile_codes, group, width, WORDS)
+        key_codes = load_keys(tile_codes, group=group, width=width, WORDS=WORDS)
         if bits == 16:
             logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
         else:
             params = key_params + (bh * (capacity // group) + tile) * (2 * d) + channel
             key_scale, key_zero = tl.load(params, inside, 0.0), tl.load(params + d, inside, 0.0)
-            keys = unpacked_keys(key_codes, planes, bits, kind)
+            keys = unpacked_keys(key_codes, planes=planes, bits=bits, kind=kind)
             logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
             zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
             logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
         logits = tl.trans(capped(logits * scale, softcap, CAP))
 
         tokens = tile * group + within
-        fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k, group)
+        fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
         seen = real[:, None] & ~fetched[None, :]
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         if top_k > 0:
@@ -273,14 +275,16 @@ def attend_low_bit(
             if bits == 16:
                 values, scaled = value_codes, weights
             else:
-                values = unpacked_values(value_codes, part % runs * shared, shared, bits, kind)
+                values = unpacked_values(value_codes, first=part % runs * shared, shared=shared, bits=bits, kind=kind)
                 number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
                 scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
             added = added + (tl.dot(values, tl.trans(scaled.to(kind)), kept, input_precision=PRECISION),)
         sums = added
 
     for part in tl.static_range(parts):
-        channel, plane, element = value_rows(part, shared, runs, halves, plane_width, SPAN, PIECE)
+        channel, plane, element = value_rows(
+            part, shared=shared, runs=runs, halves=halves, plane_width=plane_width, SPAN=SPAN, PIECE=PIECE
+        )
         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
         constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
         result = sums[part] * (undo / (1 << plane * bits).to(tl.float32))[:, None] + constant[None, :]

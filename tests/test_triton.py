@@ -226,7 +226,7 @@ def unpack_example(
     planes: tl.constexpr = 8 // bits
     columns: tl.constexpr = planes * 2 * width
     column, token = tl.arange(0, columns), tl.arange(0, group)
-    channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, width)
+    channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, WIDTH=width)
     tl.store(channels + column, channel)
     packed = low_bit.load_keys(elements, group, width, True)
     numbers = low_bit.unpacked_keys(packed, planes, bits, tl.float32)
@@ -235,7 +235,9 @@ def unpack_example(
     rows: tl.constexpr = columns // runs
     for part in tl.static_range(runs):
         row = part * rows + tl.arange(0, rows)
-        channel, _, _ = low_bit.value_rows(part, shared, runs, 2, plane_width, plane_width, width)
+        channel, _, _ = low_bit.value_rows(
+            part, shared=shared, runs=runs, halves=2, plane_width=plane_width, SPAN=plane_width, PIECE=width
+        )
         tl.store(value_channels + row, channel)
         at = elements + width + token[None, :] * (2 * width) + tl.arange(0, width)[:, None]
         numbers = low_bit.unpacked_values(tl.load(at), part * shared, shared, bits, tl.float32)
