@@ -126,7 +126,7 @@ def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
     for model in (soak.twin, soak.assistant):
         record = find_record(model)
         for graph in record.graphs if record else ():
-            graphs[f"rewritten graphs, {graph.phase}"] += graph.compiles
+            graphs[f"rewritten graphs, {graph.phase}"] += len(graph.rewrites.made)
     captured = dynamo.get_compilation_metrics()
     return {
         **soak.facts,

@@ -1,4 +1,4 @@
-"""The copy stream of a CUDA device: fetches and offloads beside compute. All of the project's stream code is here.
+"""The copy stream of a CUDA device: fetches and offloads beside compute.
 
     main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
     copy stream                  └── gather_0, gather_1 ... ──┘
@@ -6,7 +6,8 @@
 What the copy stream touches is state of a session, or staging that this module owns; never an Inductor temporary.
 Nothing here blocks the host in a decode step. While a CUDA graph is being captured, the fork is part of the graph and
 `join` ends it: events from outside a capture cannot be waited for within. The last layers' fetches, which that would
-leave no time, start the next replay instead (`rotated`).
+leave no time, start the next replay instead (`rotated`). The stream that steps are captured on is not here but in
+`lowering/cuda_graphs.py`, which also says when those late fetches are made.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from . import kcache, tiers
 from . import measure as hit_rate
-from .copy_queue import CURSOR_SIZE, LENGTH
+from .cursor import length_of
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -31,9 +32,6 @@ WRITE_THROUGH = 64
 _fetches: dict[int, torch.cuda.Event] = {}
 # In a capture: the end of the fetches that its start makes, by the address of their slots.
 _rotated: dict[int, torch.cuda.Event] = {}
-# What the host knows of the cursors on devices, by address: reading one would stop the host.
-_lengths: dict[int, int] = {}
-
 
 # The arguments of a `prefetch`.
 Fetch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -50,19 +48,6 @@ def adopt(state: Mapping[str, Tensor]) -> None:
     for field in ("slots", "slot_index", "wanted", "fetched"):
         state[field].record_stream(stream_of(state[field].device))
     weakref.finalize(state["slots"], _fetches.pop, state["slots"].data_ptr(), None)
-
-
-def publish(cursor: Tensor, length: int) -> None:
-    """Note the length that a device cursor holds from the next kernel on."""
-    if cursor.data_ptr() not in _lengths:
-        weakref.finalize(cursor, _lengths.pop, cursor.data_ptr(), None)
-    _lengths[cursor.data_ptr()] = length
-
-
-def length_of(cursor: Tensor) -> int:
-    """The number of cached tokens; stops the host only for a cursor that nobody published."""
-    known = _lengths.get(cursor.data_ptr()) if cursor.is_cuda else None
-    return int(cursor[LENGTH]) if known is None else known
 
 
 def join(device: torch.device) -> None:
@@ -252,8 +237,3 @@ class StreamCopies:
         torch.cuda.synchronize(self.device)
 
     settle = drain
-
-
-def new_cursor(device: torch.device) -> Tensor:
-    """A cursor where the ops read it: beside the model on CUDA, on the host elsewhere."""
-    return torch.zeros(CURSOR_SIZE, dtype=torch.int64, device=device if device.type == "cuda" else "cpu")

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BITS = (1, 2, 4, 8, 16)
-ZERO_POINTS = ("midpoint", "minimum")
 # Where quantisation saturates: q·s + z and every step towards it must stay finite in float32.
 LARGEST = 2.0**126
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from specache_compile.kernels import copy_stream
+from specache_compile.kernels.ops import op_of
 from specache_compile.passes.context import Context, value_of
 
 MODES = ("reduce-overhead", "max-autotune")
@@ -26,12 +27,6 @@ NO_TREES = {"triton.cudagraphs": False}
 COPIED_BYTES = 1 << 20
 # Steps in a row that are captured anew for an input that has moved: a weight moves once, a caller's tensor every time.
 RECAPTURES = 2
-
-# Ops that no decode step of specache or KIVI has, and that are not written for a GPU alone.
-READS_THE_CURSOR = tuple(
-    getattr(torch.ops.specache, name).default
-    for name in ("extend_attention", "budget_attention", "kcache_attention", "keep_keys")
-)
 
 Lowered = Callable[..., Sequence[Any]]
 
@@ -46,7 +41,8 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
     if context.hit_rate:
         return "the hit rate is measured"
     for node in graph_module.graph.nodes:
-        if node.target in READS_THE_CURSOR:
+        op = op_of(node.target)
+        if op is not None and not op.capturable:
             return f"{node.target} reads the cache's length on the host"
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     batch = batch_symbols(context)  # a session's is one number

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.copy_queue import LENGTH
+from specache_compile.kernels.cursor import LENGTH
 
 from .context import Context, PassReport, cursor_input, value_of
 

@@ -32,7 +32,8 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
     A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
     one lane, and the report says which of them is missing.
     """
-    if context.phase not in ("decode", "pre-decode") or not context.sites or not context.speculate or not context.selects:
+    wanted = context.speculate and context.selects and context.phase in ("decode", "pre-decode")
+    if not wanted or not context.sites:
         return graph_module, PassReport("speculate", {"lanes": 1})
     found = find_tokens(graph_module)
     if isinstance(found, str):

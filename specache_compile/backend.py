@@ -20,12 +20,12 @@ from .captured import Captured, capture, drop_unread_held
 from .errors import OptionError, SpecacheError, SpecacheWarning
 from .free_sizes import free_sizes
 from .methods import parse_options
-from .options import MethodOptions
 from .rewritten import Rewrites, phases
 from .runtime.session import options_at
 from .runtime.state import bucket
 from .runtime.step import CompiledGraph
 from .runtime.variant import Variant
+
 
 def specache(
     graph_module: GraphModule,

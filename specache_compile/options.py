@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -83,8 +83,8 @@ class MethodOptions:
     top_k = 0
     speculate = False
     hit_rate = False
-    min_context = 0
-    host_memory = None
+    min_context = cast("int | str", 0)
+    host_memory = cast("int | None", None)
 
     def __post_init__(self) -> None:
         for declared in fields(self):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from specache_compile.kernels.copy_stream import new_cursor
+from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.lower import lower, within_tracing
 from specache_compile.passes.context import Context, Input, Part, Phase
@@ -27,7 +27,7 @@ from .runtime.state import fields_of
 from .runtime.variant import Variant
 
 _graph_numbers = itertools.count()
-# Called with each graph that was rewritten, and for what: `entry.py` puts the dump here, which compiling knows nothing of.
+# Called with each graph that was rewritten, and for what: `entry.py` puts the dump here.
 observers: list[Callable[[Rewrites, Variant], object]] = []
 
 
@@ -91,7 +91,7 @@ def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
 
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
-    """Run the passes over a copy of the captured graph, and lower the result; for any batch, if Dynamo's is a symbol."""
+    """Run the passes over a copy of the captured graph, and lower the result; for any batch where Dynamo's is free."""
     fakes = StateFakes(captured, variant)
     context = context_of(captured, variant, fakes)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM, QuantizedCache
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
-from specache_compile.options import parse_options
+from specache_compile.methods import parse_options
 from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
 from specache_compile.runtime.records import find_record
 
@@ -61,7 +61,7 @@ def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> N
     record = find_record(twin)
     assert (record is None) == (name in ESSENTIAL)
     if record is not None:
-        assert all(name not in trace.graphs for graph in record.graphs for trace in graph.traces)
+        assert all(name not in trace.graphs for graph in record.graphs for trace in graph.rewrites.traces)
 
 
 def test_passes_are_dumped_before_and_after(
@@ -198,7 +198,7 @@ def test_without_token_ids_one_lane_runs_and_the_report_says_why(llama: LlamaFor
             return model(inputs_embeds=vectors[:, 60:], past_key_values=cache).logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
-    remarks = [r.remarks for g in find_record(twin).graphs for t in g.traces for r in t.reports if r.remarks]
+    remarks = [r.remarks for g in find_record(twin).graphs for t in g.rewrites.traces for r in t.reports if r.remarks]
     assert any("one lane: no token ids come in" in remark for (remark,) in remarks)
 
 
@@ -251,7 +251,7 @@ def test_k_zero_is_plain_kivi_in_one_lane(llama: LlamaForCausalLM) -> None:
     stats = sc.stats(twin)
     assert (stats.pre_decodes, stats.bytes_to_device) == (0, 0)
     assert {g.phase for g in find_record(twin).graphs} == {"prefill", "decode"}
-    assert all(context.lanes == 1 for g in find_record(twin).graphs for _, context in g.lowered.values())
+    assert all(form.lanes == 1 for g in find_record(twin).graphs for form in g.rewrites.made.values())
 
 
 def test_use_cache_false_is_left_alone(llama: LlamaForCausalLM) -> None:

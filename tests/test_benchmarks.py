@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from conftest import prompt, tiny_llama
+from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import LayerShape
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
-from specache_compile import backend
+from specache_compile import rewritten
 from specache_compile.kernels import tiers
 from specache_compile.passes.context import Context, PassReport
 
@@ -43,9 +43,9 @@ def test_a_fault_planted_in_a_pass_is_found(model: Any, monkeypatch: pytest.Monk
                 node.args = (*node.args[:12], node.args[12] / 2, *node.args[13:])
         return graph_module, report
 
-    real = next(p for p in backend.PIPELINE if p.__name__ == "rewrite_attention")
-    changed = tuple(rewrite_attention if p is real else p for p in backend.PIPELINE)
-    monkeypatch.setattr(backend, "PIPELINE", changed)
+    real = next(p for p in rewritten.PIPELINE if p.__name__ == "rewrite_attention")
+    changed = tuple(rewrite_attention if p is real else p for p in rewritten.PIPELINE)
+    monkeypatch.setattr(rewritten, "PIPELINE", changed)
     result = sc.bisect(model, prompt(100), SETTINGS, new_tokens=2)
     assert result.layer == faulty
     assert result.step == 1  # the prompt itself is exact

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels import copy_queue
-from specache_compile.kernels.copy_queue import CURSOR_SIZE, QUEUE, CopyQueue, queue_of, wait_for_offloads
+from specache_compile.kernels.copy_queue import CopyQueue, queue_of, wait_for_offloads
+from specache_compile.kernels.cursor import QUEUE, new_cursor
 
 PATIENCE = 10.0  # seconds after which a test that hangs fails instead
 
@@ -263,7 +264,7 @@ def test_a_fault_put_into_run_job_reaches_every_copy(queue: CopyQueue, monkeypat
 
 
 def cursor_of(number: int) -> Tensor:
-    cursor = torch.zeros(CURSOR_SIZE, dtype=torch.int64)
+    cursor = new_cursor(torch.device("cpu"))
     cursor[QUEUE] = number
     return cursor
 

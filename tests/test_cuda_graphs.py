@@ -165,7 +165,7 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     graph.output((graph.call_function(torch.neg, (nodes[read],)),))
     nodes["keys"].meta["val"], nodes["mask"].meta["val"] = symbolic(40, 3)
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
-    settings = {"top_k": 4, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
+    settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
     context = Context("decode", **settings, cursor=torch.empty(4), inputs=inputs)
     context.sites.append(SimpleNamespace(k=nodes["keys"]))
     told = reason_not_to_capture(torch.fx.GraphModule({}, graph), context)
@@ -436,7 +436,7 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
     graph.output((graph.call_function(torch.mul, (x, factor)),))
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
-    settings = {"top_k": 4, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
+    settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
     context = Context("decode", **settings, cursor=torch.empty(4, device="meta"), inputs=inputs)
     step = torch.fx.GraphModule({}, graph)
     assert "input factor is on cpu" in str(reason_not_to_capture(step, context))

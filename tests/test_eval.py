@@ -17,9 +17,9 @@ from conftest import greedy, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.errors import OptionError
 from specache_compile.evaluation import command
+from specache_compile.evaluation.cell_tables import table
 from specache_compile.evaluation.rows import Row, append_row, read_rows
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.cell_tables import table
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
 QUICK = ("--lengths", "200", "300", "--samples", "3", "--no-plots")

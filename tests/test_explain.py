@@ -44,8 +44,8 @@ def test_the_graph_it_shows_is_the_graph_that_runs(llama: LlamaForCausalLM) -> N
     # What is explained is one length; what runs has a symbol for it, unless Dynamo is told to make none.
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         greedy(twin, prompt(100), 5)
-    running = {phase: module for g in find_record(twin).graphs for phase, module in g.modules.items()}
-    recorded = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.traces}
+    running = {phase: module for g in find_record(twin).graphs for phase, module in g.rewrites.modules.items()}
+    recorded = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.rewrites.traces}
     assert explained.hashes == recorded
     for phase in ("prefill", "pre-decode", "decode"):
         shown, ran = explained.graph(phase), running[phase]
@@ -156,16 +156,16 @@ def test_compiled_graphs_are_dumped_with_their_explanation(
     options = {"bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
     twin = compile_copy(llama, **options)
     greedy(twin, prompt(250), 20)  # past the first bucket: the decode is compiled again
-    hashes = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.traces}
+    hashes = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.rewrites.traces}
     for graph in find_record(twin).graphs:
-        data = json.loads((tmp_path / graph.name / "explain.json").read_text())
+        data = json.loads((tmp_path / graph.rewrites.name / "explain.json").read_text())
         assert data["hashes"] == {phase: hashes[phase] for phase in data["hashes"]}
-        assert (tmp_path / graph.name / "report.html").stat().st_size > 10_000
-        assert "computed, not measured" in (tmp_path / graph.name / "explain.txt").read_text()
+        assert (tmp_path / graph.rewrites.name / "report.html").stat().st_size > 10_000
+        assert "computed, not measured" in (tmp_path / graph.rewrites.name / "explain.txt").read_text()
     assert set(data["hashes"]) == {"pre-decode", "decode"}
     assert data["memory"]["by_tier"] == sc.stats(twin).bytes_by_tier
-    assert json.loads((tmp_path / graph.name / "timeline.json").read_text())["traceEvents"]
-    assert (tmp_path / f"{graph.name}.decode" / "09_overlap.py").exists()
+    assert json.loads((tmp_path / graph.rewrites.name / "timeline.json").read_text())["traceEvents"]
+    assert (tmp_path / f"{graph.rewrites.name}.decode" / "09_overlap.py").exists()
 
 
 def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None:

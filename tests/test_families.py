@@ -67,12 +67,12 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     record = find_record(model)
     graphs = record.graphs if record else []
     for graph in graphs:
-        assert (len(graph.sites), len(graph.left_alone)) == (family.rewritten, family.exact)
+        assert (len(graph.captured.sites), len(graph.captured.left_alone)) == (family.rewritten, family.exact)
     assert {graph.phase for graph in graphs} == ({"prefill", "decode"} if family.rewritten else set())
     lanes = {
         report.counts["lanes"]
         for graph in graphs
-        for trace in graph.traces
+        for trace in graph.rewrites.traces
         for report in trace.reports
         if trace.phase == "decode" and report.name == "speculate"
     }
@@ -188,4 +188,4 @@ def test_a_sliding_mask_over_a_whole_cache_is_rewritten() -> None:
     assert torch.equal(model.generate(**inputs, past_key_values=DynamicCache()), expected)
     record = find_record(model)
     assert record is not None
-    assert all(len(graph.sites) == 2 for graph in record.graphs)
+    assert all(len(graph.captured.sites) == 2 for graph in record.graphs)

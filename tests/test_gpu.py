@@ -16,8 +16,9 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels import copy_stream, host_memory, triton_copy
 from specache_compile.lowering import cuda_graphs
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import FIELDS
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.state import LayerShape, state_shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -262,9 +263,11 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
     options = sc.Options(bits=16, top_k=0)
     length = 70_000
     state = {
-        field: torch.zeros(size, dtype=dtype, device="cuda")
-        for field, (size, dtype) in state_shapes(options, shape, 16, 70_144).items()
-        if field != "host"
+        field.name: torch.zeros(
+            field.shape(options, shape, 16, 70_144), dtype=field.dtype(options, shape), device="cuda"
+        )
+        for field in FIELDS
+        if not field.on_host
     }
     assert state["codes"].numel() > 2**31
     state["codes"][-1].normal_(generator=generator)

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from conftest import prompt
-from specache_compile.runtime import state as tiers
 from specache_compile.kernels import cgroup, host_memory
+from specache_compile.runtime import state as tiers
 
 MANY = 1 << 62
 

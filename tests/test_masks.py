@@ -162,10 +162,10 @@ def test_a_model_that_makes_causal_masks_prefills_without_one() -> None:
     assert record is not None
     prefills = [graph for graph in record.graphs if graph.phase == "prefill"]
     for graph in prefills:
-        sdpa = graph.modules["prefill"].graph.find_nodes(
+        sdpa = graph.rewrites.modules["prefill"].graph.find_nodes(
             op="call_function", target=torch.nn.functional.scaled_dot_product_attention
         )
-        given = any(site.mask is not None for site in graph.sites)  # a mask that is an input may say anything
+        given = any(site.mask is not None for site in graph.captured.sites)  # a mask that is an input may say anything
         assert all((node.kwargs.get("attn_mask") is None) != given for node in sdpa)
         assert given or all(node.kwargs["is_causal"] and node.kwargs["enable_gqa"] for node in sdpa)
 

@@ -14,17 +14,18 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
+from specache_compile.explaining.schedule import check_order
 from specache_compile.kernels import evict
 from specache_compile.kernels.policies import POLICIES
 from specache_compile.kernels.policies.history import History
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
-from specache_compile.methods import METHODS, Method
+from specache_compile.methods import METHODS, Method, parse_options
 from specache_compile.methods.eviction import eviction
-from specache_compile.methods.method import Shapes
-from specache_compile.options import Options, parse_options
+from specache_compile.methods.field import Field, LayerShape
+from specache_compile.methods.full import FULL_CACHE
+from specache_compile.methods.host_tier import HOST, HostOptions
+from specache_compile.options import MethodOptions
 from specache_compile.passes.recipe import Recipe
-from specache_compile.explaining.schedule import check_order
-from specache_compile.runtime.state import LayerShape
 
 EVICTION = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
 # Settings in which a method loses nothing.
@@ -298,14 +299,13 @@ def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
 ) -> None:
     """Offloading all layers but the first: two methods that are there already, site by site."""
 
-    def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
-        return METHODS["offload" if layer.number else "full"].shapes(options, layer, batch, capacity)
+    def fields_at(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
+        return (HOST,) if layer.number else (FULL_CACHE,)
 
-    def recipe(options: Options, site: int) -> Recipe:
+    def recipe(options: MethodOptions, site: int) -> Recipe:
         return METHODS["offload" if site else "full"].recipe(options, site)
 
-    mixed = Method("mixed", (), shapes, recipe, METHODS["full"].defaults)
-    monkeypatch.setitem(METHODS, "mixed", mixed)
+    monkeypatch.setitem(METHODS, "mixed", Method("mixed", HostOptions, (HOST, FULL_CACHE), recipe, fields_at))
     twin, ids = under(llama, "mixed"), prompt(100)
     assert torch.equal(greedy(twin, ids, 10), greedy(llama, ids, 10))
     tiers = sc.stats(twin).bytes_by_tier

@@ -31,10 +31,11 @@ def graphs(model: Any) -> Counter[tuple[str, bool]]:
     """Rewritten graphs by phase, and by whether they are for padded batches; prompts of one token apart."""
     record = find_record(model)
     assert record is not None
-    one_token = [graph.phase == "prefill" and value_of(graph.sites[0].q).shape[2] == 1 for graph in record.graphs]
+    read = [graph.captured for graph in record.graphs]
+    one_token = [graph.phase == "prefill" and value_of(graph.sites[0].q).shape[2] == 1 for graph in read]
     return Counter(
         ("prompt of one token" if one else graph.phase, graph.padding is not None)
-        for graph, one in zip(record.graphs, one_token, strict=True)
+        for graph, one in zip(read, one_token, strict=True)
     )
 
 

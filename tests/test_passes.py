@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import specache_compile  # noqa: F401  (registers the ops)
 from specache_compile.lowering.lower import trust_indices
 from specache_compile.methods import METHODS
-from specache_compile.options import Options
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import FIELDS, SpecacheOptions
 from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention
@@ -30,7 +31,6 @@ from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
 from specache_compile.passes.store import store
-from specache_compile.runtime.state import LayerShape, state_shapes
 
 BATCH, HEADS, PAST, DIM = 1, 2, 40, 8
 
@@ -89,18 +89,18 @@ def attention(
 
 
 def context_for(builder: GraphBuilder, phase: Any, layers: int = 1) -> Context:
-    options = Options(bits=1, group_size=32, top_k=4)
+    options = SpecacheOptions(bits=1, group_size=32, top_k=4)
     layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
     with builder.mode:
         state = [
-            {f: torch.empty(s, dtype=d) for f, (s, d) in state_shapes(options, layer, BATCH, 256).items()}
+            {f.name: torch.empty(f.shape(options, layer, BATCH, 256), dtype=f.dtype(options, layer)) for f in FIELDS}
             for _ in range(layers)
         ]
         cursor = torch.empty(4, dtype=torch.int64)
     held = frozenset(name for name in builder.inputs if name.startswith("past"))
     inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
     recipe = partial(METHODS["specache"].recipe, options)
-    return Context(phase, 4, False, False, recipe, state, cursor, held, inputs)
+    return Context(phase, True, False, False, recipe, state, cursor, held, inputs)
 
 
 def decode_graph(layers: int = 1) -> tuple[GraphModule, Context]:

@@ -13,7 +13,8 @@ from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.explaining.devices import DEVICES, find_device
 from specache_compile.explaining.plan import break_even, device_total, largest_batch, temporaries
 from specache_compile.explaining.roofline import Cost
-from specache_compile.runtime.state import LayerShape, predicted_bytes
+from specache_compile.methods.field import LayerShape
+from specache_compile.runtime.state import predicted_bytes
 
 OPTIONS = {"bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
 

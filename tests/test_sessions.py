@@ -22,9 +22,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.kernels import copy_queue, copy_stream, host_memory
 from specache_compile.runtime import session as session_module
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.kernels import copy_queue, copy_stream, host_memory
+from specache_compile.runtime.records import find_record
 from specache_compile.runtime.state import bucket
 
 
@@ -182,7 +183,7 @@ def test_a_bounded_number_of_compiles_for_a_thousand_tokens(llama: LlamaForCausa
     buckets = len({bucket(n) for n in range(10, 1011)})
     assert sc.stats(twin).decodes == 999
     assert sc.stats(twin).compiles <= 2 + 2 * buckets
-    assert len({g.name for g in sc.records.find_record(twin).graphs}) == 2
+    assert len({g.rewrites.name for g in find_record(twin).graphs}) == 2
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.003])
@@ -284,7 +285,7 @@ def test_an_interrupted_step_can_be_taken_again(
     if cropped:
         cache.crop(-cropped)
     step(twin, tokens[:, 100:], copy.deepcopy(cache))
-    graph = next(g for g in sc.records.find_record(twin).graphs if g.phase == "decode")
+    graph = next(g for g in find_record(twin).graphs if g.phase == "decode")
     run = type(graph).run
 
     def interrupted(self: Any, *args: Any) -> Any:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
+from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
 from specache_compile.kernels.quantize import quantize_keys, quantize_values, value_group
 from specache_compile.kernels.tiers import refill
 
@@ -45,7 +46,7 @@ class Cache:
         d, quantized = self.head_dim, self.bits < 16
         self.size = value_group(d, self.group)
         self.window = self.residual + self.group
-        self.cursor = torch.zeros(4, dtype=torch.int64)
+        self.cursor = new_cursor(torch.device("cpu"))
         self.recent = torch.full((*ROWS, self.window, 2, d), math.nan, dtype=self.dtype)
         self.host = torch.full((*ROWS, CAPACITY, 2, d), math.nan, dtype=self.dtype)
         self.codes = torch.full_like(self.host, math.nan)

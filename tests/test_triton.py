@@ -6,6 +6,8 @@ bfloat16 on a GPU alone. `compile_kernels.py` compiles every kernel for sm_80 an
 
 from __future__ import annotations
 
+import functools
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -18,11 +20,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_extend
+from specache_compile.kernels import triton_low_bit as low_bit
 from specache_compile.kernels import triton_select as select
-from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
-from specache_compile.options import Options
-from specache_compile.runtime.state import LayerShape, allocate
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.quantize import pack
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.runtime.state import allocate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU's exponential is not exact to the last bit, and its sums run in another order.
@@ -53,8 +61,8 @@ class Case:
         return ", ".join(changed) or "plain"
 
     @property
-    def options(self) -> Options:
-        return Options(
+    def options(self) -> SpecacheOptions:
+        return SpecacheOptions(
             bits=self.bits, group_size=self.group, residual_length=32, top_k=self.top_k, zero_point=self.zero_point
         )
 
@@ -103,7 +111,7 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
         shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
         self.state = allocate(case.options, shape, BATCH, 256 if case.length < 250 else 512)
-        self.cursor = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+        self.cursor = new_cursor(DEVICE)
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator).to(
             DEVICE, case.dtype
         )
@@ -208,6 +216,73 @@ def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: flo
     """What the low-bit kernel unpacks codes to, in the dtype that the interpreter cannot show as well."""
     byte = torch.arange(256, dtype=torch.int16)
     assert torch.equal(byte.view(dtype).double(), byte * unit)
+
+
+@triton.jit
+def unpack_example(
+    elements, channels, key_numbers, value_channels, value_numbers,
+    width: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, plane_width: tl.constexpr, shared: tl.constexpr,
+):  # fmt: skip
+    """What the low-bit kernel's helpers make of `group` tokens' keys, and of as many values, in their order."""
+    planes: tl.constexpr = 8 // bits
+    columns: tl.constexpr = planes * 2 * width
+    column, token = tl.arange(0, columns), tl.arange(0, group)
+    channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, WIDTH=width)
+    tl.store(channels + column, channel)
+    packed = low_bit.load_keys(elements, group, width, True)
+    numbers = low_bit.unpacked_keys(packed, planes, bits, tl.float32)
+    tl.store(key_numbers + token[:, None] * columns + column[None, :], numbers)
+    runs: tl.constexpr = planes // shared
+    rows: tl.constexpr = columns // runs
+    for part in tl.static_range(runs):
+        row = part * rows + tl.arange(0, rows)
+        channel, _, _ = low_bit.value_rows(
+            part, shared=shared, runs=runs, halves=2, plane_width=plane_width, SPAN=plane_width, PIECE=width
+        )
+        tl.store(value_channels + row, channel)
+        at = elements + width + token[None, :] * (2 * width) + tl.arange(0, width)[:, None]
+        numbers = low_bit.unpacked_values(tl.load(at), part * shared, shared, bits, tl.float32)
+        tl.store(value_numbers + row[:, None] * group + token[None, :], numbers)
+
+
+def test_the_low_bit_tiles_worked_example() -> None:
+    """The docstring's tables against `quantize.pack`, against its formulas, and against the kernel's own helpers."""
+    doc = low_bit.__doc__ or ""
+    shown = {
+        name: [int(number, 0) for number in numbers.split()]
+        for name, numbers in re.findall(r"^ {8}(\S+(?: \S+)*) {2,}((?: ?0x\w+| *\d+)+)$", doc, re.M)
+    }
+    d, bits, group, width = 16, 2, 4, 2
+    pairs = torch.randint(0, 4, (group, 2, d), dtype=torch.uint8)
+    pairs[0, 0] = torch.tensor(shown["codes"])
+    packed = pack(pairs, bits)
+    assert packed[0, 0].tolist() == shown["bytes"]
+    assert packed[0, 0].view(torch.int32).tolist() == shown["word"]
+
+    places = list(zip(shown["field"], shown["element"], strict=True))
+    assert [4 * (f % 4) + 2 * e + f // 4 for f, e in places] == shown["channel"]
+    fields = [(shown["word"][0] >> (f // 4 * 8) >> 16 * e) & (3 << f % 4 * 2) for f, e in places]
+    assert fields == shown["number"]
+
+    new = functools.partial(torch.empty, dtype=torch.int32, device=DEVICE)
+    channels, value_channels = new(d), new(d)
+    keys, values = new(group, d), new(d, group)
+    elements = packed.to(DEVICE).view(torch.int16)
+    unpack_example[(1,)](
+        elements, channels, keys, value_channels, values, width=width, bits=bits, group=group, plane_width=4, shared=2
+    )
+    assert channels.tolist() == shown["channel"]
+    assert value_channels.tolist() == shown["part's channel"]
+    assert keys[0].tolist() == shown["number"]
+    assert [channel // 8 for channel in value_channels.tolist()] == shown["part"]
+    times = 4 ** (torch.arange(d) // 4)
+    assert torch.equal(keys.cpu(), (pairs[:, 0] * times)[:, shown["channel"]].int())
+    assert torch.equal(values.cpu(), (pairs[:, 1] * times)[:, shown["part's channel"]].int().T)
+
+    codes, params = torch.empty(1, 4, 8, 2, width), torch.empty(1, 4, 2, 2, d)
+    start, scales = codes[0, 3, 4, 0, 0].storage_offset(), params[0, 3, 1, 0, 0].storage_offset()
+    assert f"= {start // (2 * width)}, so at element\n    {start // (2 * width)} · 2 · width = {start} of" in doc
+    assert f"= {scales // (2 * d)}, so at number {scales // (2 * d)} · 2 · d = {scales}," in doc
 
 
 def test_decode_attention_is_split_over_programs_and_merged() -> None:

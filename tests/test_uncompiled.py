@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from families import FAMILIES
-from specache_compile.runtime.held import HeldTensor
 from specache_compile.methods import METHODS
+from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
 
 # Of methods that keep every pair; settings in which they lose nothing.

@@ -20,17 +20,17 @@ from specache_compile.checkpoints import checked, is_byte_level, placed
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats
-from .tasks import TASKS
-from .tasks.records import file_hash
-from .tasks.task import Bench, Cell, Outcome
 
+from .cell_tables import table, write_csv, write_json
 from .plots import draw
 from .provenance import model_hash, provenance
 from .reader import ByteReader, Reader, TokenizerReader
 from .rows import Row, append_row, read_rows, sources
 from .runner import Runner
 from .settings import Setting, parse_setting, running, tokens_of_budget
-from .cell_tables import table, write_csv, write_json
+from .tasks import TASKS
+from .tasks.records import file_hash
+from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 METHODS = ("full", "kivi:bits=1", "specache:bits=1")

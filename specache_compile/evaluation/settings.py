@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
-from specache_compile.options import parse_options
+from specache_compile.methods import parse_options
 from specache_compile.runtime.records import forget
 
 FULL = "full"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from specache_compile.kernels.costs import bytes_of
 from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.state import bucket
 from specache_compile.runtime.variant import Variant
 
 from .devices import DEVICES, Device, find_device
 from .explain import explanation_of
-from .roofline import bytes_of
 
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:

@@ -18,21 +18,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from specache_compile.passes.context import LeftAlone
-
-from specache_compile.runtime.break_even import min_context
-from specache_compile.compat import GENERATE_MASKS_ALL
-from .devices import Device, find_device
-from specache_compile.errors import SpecacheError, SpecacheWarning
-from .explanation import Explanation, SiteRow
-from .layers import layers_of
 from specache_compile.backend import compile_graph
 from specache_compile.captured import Captured, capture
+from specache_compile.compat import GENERATE_MASKS_ALL
+from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
+from specache_compile.passes.context import LeftAlone
 from specache_compile.rewritten import Rewrites
+from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.step import CompiledGraph
+
+from .devices import Device, find_device
+from .explanation import Explanation, SiteRow
+from .layers import layers_of
 from .plan import temporaries
 
 # Nothing is allocated, so that no budget holds.

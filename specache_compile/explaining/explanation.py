@@ -11,17 +11,23 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.costs import Cost, Workload, fetched_pairs
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.options import MethodOptions
 from specache_compile.passes.context import LeftAlone
 from specache_compile.passes.pipeline import Trace
+from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
 
 from .devices import Device
-from specache_compile.errors import SpecacheError
-from specache_compile.methods import METHODS
-from specache_compile.options import Options
 from .plan import StepTime, break_even, device_total, fits, largest_batch, step_time
-from .roofline import Cost, Workload, fetched_pairs, full_cache_step, launch_cost, step_costs, total
+from .report import write_report
+from .roofline import full_cache_step, launch_cost, step_costs, total
 from .schedule import Launch, Schedule, launches_of
-from specache_compile.runtime.state import LayerShape, full_cache_bytes, predicted_bytes
+from .tables import as_dict, text
+from .trace import write_trace
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Explanation:
     """What the backend does to a model; print it, or ask it. Bytes are for `prompt_length` tokens and `batch_size`
     rows. Every figure is computed, not measured: bytes from shapes, times from the roofline of `device`."""
 
-    options: Options
+    options: MethodOptions
     prompt_length: int
     batch_size: int
     sites: tuple[SiteRow, ...]
@@ -197,7 +203,7 @@ class Explanation:
         return break_even(lambda n: self.step(self.load(length=n)).seconds, self.full_step)
 
     def largest_batch(
-        self, vram_gib: float | None = None, host_gib: float | None = None, options: Options | None = None
+        self, vram_gib: float | None = None, host_gib: float | None = None, options: MethodOptions | None = None
     ) -> int:
         """Rows of this context that fit: weights, the decode step's temporaries and the tiers."""
         vram = fits(self.device) if vram_gib is None else vram_gib * 2**30
@@ -217,14 +223,16 @@ class Explanation:
     ) -> list[Alternative]:
         """The same with other bits, group sizes and k, of which a method may take none."""
         rows: list[Alternative] = []
-        chosen, takes = self.options, METHODS[self.options.method].takes
-        if "bits" not in takes:
+        chosen = self.options
+        if not isinstance(chosen, LowBitOptions):
             return rows
-        top_k = top_k if "top_k" in takes else (chosen.top_k,)
+        top_k = top_k if isinstance(chosen, SpecacheOptions) else (chosen.top_k,)
         every = [(b, g, k) for b in bits for g in group_sizes for k in top_k]
         own = (chosen.bits, chosen.group_size, chosen.top_k)
         for b, g, k in dict.fromkeys([own, *every]):
-            options = replace(chosen, bits=b, group_size=g, top_k=k)
+            options = replace(chosen, bits=b, group_size=g)
+            if isinstance(options, SpecacheOptions):
+                options = replace(options, top_k=k)
             other = replace(self, options=options)
             step = other.step().seconds
             rows.append(
@@ -235,8 +243,6 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and strings, ready for JSON."""
-        from .tables import as_dict
-
         return as_dict(self)
 
     def save(self, path: str | Path, profile: Any = None) -> None:
@@ -244,17 +250,11 @@ class Explanation:
         measured `torch.profiler.profile` beside the predicted one, if given), .graphml or .dot the schedule."""
         path = Path(path)
         if path.suffix in (".html", ".htm"):
-            from .report import write_report
-
             write_report(self, path)
         elif path.suffix == ".json":
-            from .trace import write_trace
-
             write_trace(self, path, profile)
         else:
             self.schedule().save(path)
 
     def __str__(self) -> str:
-        from .tables import text
-
         return text(self)

@@ -6,10 +6,19 @@ import re
 
 from torch.fx import GraphModule, Node
 
-from .roofline import STATE_NAME, operator_name
+from specache_compile.passes.context import tag_of
 
-# The first number in a weight's name: modules are numbered where they stand in a list, as layers do.
+from .roofline import operator_name
+
+# Dynamo names a weight by its place in the model, whose modules are numbered where they stand in a list, as layers do.
 LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
+AFTER = 1 << 30
+
+
+def model_layer(weight: str) -> int | None:
+    """The model's layer that a weight's name says it is in: the first number; None where there is none."""
+    found = LAYER.search(weight)
+    return int(next(filter(None, found.groups()))) if found else None
 
 
 def layers_of(graph_module: GraphModule) -> dict[Node, str]:
@@ -19,30 +28,27 @@ def layers_of(graph_module: GraphModule) -> dict[Node, str]:
     layer (the final norm, the head) is after. Nodes of a layer that come before its first weight count to the last.
     """
     found: dict[Node, int] = {}
-    sites_layer: dict[str, int] = {}
+    sites_layer: dict[int, int] = {}
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
-            match = LAYER.search(node.name)
-            found[node] = int(next(filter(None, match.groups()))) if match else -1
+            number = model_layer(node.name)
+            found[node] = -1 if number is None else number
             continue
         inputs = node.all_input_nodes
-        state = next((m.group(2) for i in inputs if (m := re.fullmatch(STATE_NAME, i.name))), None)
+        tag = tag_of(node)
         found[node] = max((found[i] for i in inputs), default=-1)
         if found[node] >= 0 and any(is_outer_weight(i) for i in inputs):
             found[node] = AFTER
         # A fetch or a store has no weight behind it but its layer's attention, or nothing at all: its state tells.
-        if state is not None and found[node] in (-1, AFTER):
-            found[node] = sites_layer.get(state, found[node])
-        elif state is not None:
-            sites_layer.setdefault(state, found[node])
+        if tag is not None and found[node] in (-1, AFTER):
+            found[node] = sites_layer.get(tag.site, found[node])
+        elif tag is not None:
+            sites_layer.setdefault(tag.site, found[node])
     return {node: "before" if n < 0 else "after" if n == AFTER else str(n) for node, n in found.items()}
-
-
-AFTER = 1 << 30
 
 
 def is_outer_weight(node: Node) -> bool:
     """A weight in no layer, itself or its transpose."""
     while len(node.all_input_nodes) == 1 and operator_name(node) in ("t", "permute", "transpose"):
         node = node.all_input_nodes[0]
-    return node.op == "placeholder" and "parameters" in node.name.lower() and not LAYER.search(node.name)
+    return node.op == "placeholder" and "parameters" in node.name.lower() and model_layer(node.name) is None

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from .layers import model_layer
 from .tables import spans
 
 STATEMENT = re.compile(r"^\s+(\w+)(?:: \"([^\"]*)\")? = (.*)$")
+WEIGHT = re.compile(r"\b\w*(?:parameters|buffers)_\w+", re.IGNORECASE)
 CALL = re.compile(r"^(?:torch\.ops\.)?([\w.]+)\(")
-LAYER = re.compile(r"layers?_modules_(\d+)_|_modules_h_modules_(\d+)_", re.IGNORECASE)
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
 WORK = ("mm", "addmm", "bmm", "linear", "matmul", "scaled_dot_product_attention", "embedding")
 VIEWS = ("view", "transpose", "t", "reshape", "permute", "expand", "unsqueeze", "slice", "select", "getitem")
@@ -55,9 +56,9 @@ def rows_of(code: str) -> list[Row]:
             continue
         name, kind_of_value, call = found.groups() if found else ("return", "", line.strip()[7:])
         call = re.sub(r";\s.*$", "", call)
-        layer = LAYER.search(call)
-        if layer:
-            section = next(filter(None, layer.groups()))
+        layer = next((n for word in WEIGHT.findall(call) if (n := model_layer(word)) is not None), None)
+        if layer is not None:
+            section = str(layer)
         elif section != "before" and "parameters" in call:
             section = "after"
         words = re.findall(r"\b[A-Za-z_]\w*\b", call)

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from specache_compile.kernels.costs import bytes_of
+from specache_compile.methods.field import LayerShape
+from specache_compile.options import MethodOptions
 from specache_compile.passes.context import value_of
+from specache_compile.runtime.state import predicted_bytes
 
 from .devices import Device
-from specache_compile.options import Options
-from .roofline import bytes_of, operator_name
+from .roofline import operator_name
 from .schedule import Key, Launch, Schedule
-from specache_compile.runtime.state import LayerShape, predicted_bytes
 
 LONGEST = 1 << 20  # tokens: where the search for a break-even context gives up
 STEADY = 4  # steps after which a simulated step repeats itself
@@ -33,7 +35,13 @@ def device_total(tiers: Mapping[str, int]) -> int:
 
 
 def largest_batch(
-    options: Options, layers: Sequence[LayerShape], length: int, fixed: int, per_row: int, vram: float, host: float
+    options: MethodOptions,
+    layers: Sequence[LayerShape],
+    length: int,
+    fixed: int,
+    per_row: int,
+    vram: float,
+    host: float,
 ) -> int:
     """The most rows for which weights (`fixed` bytes), a row's temporaries (`per_row`) and the tiers fit into `vram`
     and `host` bytes."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from .explanation import Explanation
 from .outline import Section, changes, folded, only_changed, rows_of
 from .plan import STEADY
 from .schedule import Schedule
 from .tables import COMPUTED, by_op, cost_cells, counted, duration, grouped, share, size
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
 
 TIMELINE_WIDTH, LANE_HEIGHT = 1200, 46  # px, before zooming
 
@@ -40,7 +42,7 @@ class Bar:
 
 def write_report(e: Explanation, path: Path) -> None:
     """Render the page from its template."""
-    loader = jinja2.PackageLoader("specache_compile", ".")
+    loader = jinja2.PackageLoader("specache_compile.explaining", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     path.write_text(environment.get_template("report.html.jinja").render(**contents(e)), encoding="utf-8")
 

@@ -14,22 +14,21 @@ from typing import Any
 import networkx as nx
 from torch.fx import GraphModule, Node
 
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.ops import op_of
+from specache_compile.passes.context import tag_of
 from specache_compile.passes.overlap import mutated_arguments
 
-from specache_compile.errors import SpecacheError
 from .layers import layers_of
-from .roofline import is_launch, is_tier_op, operator_name
-from specache_compile.runtime.state import FIELDS
+from .roofline import is_launch, operator_name
 
-COPIES = ("prefetch", "offload")
-# On the compute stream, behind a wait of their own for the offloads.
-READS_HOST = ("extend_attention", "kcache_attention", "measure")
 Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a step, and the state tensors that it reads and writes. A wait guards the slots it names."""
+    """One launch of a step, and the state tensors that it reads and writes. A wait guards the slots that it names, and
+    the fetch that fills them brings them. reads_host: it waits for the offloads by itself."""
 
     name: str
     op: str
@@ -38,6 +37,8 @@ class Launch:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     guards: str = ""
+    brings: str = ""
+    reads_host: bool = False
 
 
 def launches_of(graph_module: GraphModule) -> list[Launch]:
@@ -47,20 +48,21 @@ def launches_of(graph_module: GraphModule) -> list[Launch]:
 
 
 def launch_of(node: Node, layer: str) -> Launch:
-    op = operator_name(node)
-    stream = "copy" if op in COPIES else "compute"
-    if not is_tier_op(node):
-        return Launch(node.name, op, stream, layer, (), ())
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    named = zip(schema, node.args, strict=False)
-    state = [value for argument, value in named if argument.name in FIELDS and isinstance(value, Node)]
-    if op == "wait":  # it is declared to mutate what it guards; that is an order, not an access
-        return Launch(node.name, op, stream, layer, (), (), guards=state[0].name)
+    name, op = operator_name(node), op_of(node.target)
+    if op is None:
+        return Launch(node.name, name, "compute", layer, (), ())
+    state = {value: tag.field for value in node.all_input_nodes if (tag := tag_of(value)) is not None and tag.field}
+    slots = next((value.name for value, field in state.items() if field == "slots"), "")
+    stream = "copy" if op.copies else "compute"
+    if op.is_wait:  # it is declared to mutate what it guards; that is an order, not an access
+        return Launch(node.name, name, stream, layer, (), (), guards=slots)
     written = mutated_arguments(node)
+    brings = slots if op.copies and any(state[value] == "slots" for value in written) else ""
+    # A fetch reads what is in its slots: only what is missing travels.
+    reads = tuple(value.name for value in state if value not in written or brings)
     return Launch(
-        node.name, op, stream, layer,
-        tuple(s.name for s in state if s not in written or op == "prefetch"), tuple(s.name for s in written),
-    )  # fmt: skip
+        node.name, name, stream, layer, reads, tuple(s.name for s in written), brings=brings, reads_host=op.reads_host
+    )
 
 
 class Schedule:
@@ -82,11 +84,11 @@ class Schedule:
                     self.dag.add_edge(newest["compute"], key, kind="launch")
                 if launch.guards in fetches:
                     self.dag.add_edge(fetches[launch.guards], key, kind="wait")
-                if launch.op in READS_HOST and "copy" in newest:
+                if launch.reads_host and "copy" in newest:
                     self.dag.add_edge(newest["copy"], key, kind="wait")
                 newest[launch.stream] = key
-                if launch.op == "prefetch":
-                    fetches[next(name for name in launch.writes if name.startswith("slots"))] = key
+                if launch.brings:
+                    fetches[launch.brings] = key
 
     def times(self) -> dict[Key, tuple[float, float]]:
         """Start and end of each launch in seconds from the first step's beginning: each starts as early as it may."""

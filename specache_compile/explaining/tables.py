@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
+from specache_compile.kernels.costs import Cost
 from specache_compile.passes.context import PassReport
 
-from .explanation import Explanation, NodeCost
-from .roofline import Cost, total
+from .roofline import total
+
+if TYPE_CHECKING:
+    from .explanation import Explanation, NodeCost
 
 COMPUTED = "computed, not measured"
 WIDTH = 100

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specache_compile.errors import SpecacheError
-from .explanation import Explanation
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
 
 PREDICTED, STREAMS = 1, ("compute", "copy")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from specache_compile.errors import OptionError
 from specache_compile.kernels.policies import POLICIES
-from specache_compile.options import MethodOptions, one_of
+from specache_compile.options import MethodOptions, one_of, own_options
 
 from . import full, kcache, kivi, offload, specache
 from .eviction import eviction
@@ -42,9 +42,18 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     return method.options(**given)
 
 
+def declared_options() -> dict[str, dict[str, Any]]:
+    """Every option, by name: its declaration (a dataclass field) in each method that takes it."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in METHODS.values():
+        for name, declared in own_options(method.options).items():
+            found.setdefault(name, {})[method.name] = declared
+    return found
+
+
 def declared_fields() -> dict[str, Field]:
     """Every state tensor that a method declares, by its name."""
     return {field.name: field for method in METHODS.values() for field in method.fields}
 
 
-__all__ = ["METHODS", "Method", "declared_fields", "parse_options"]
+__all__ = ["METHODS", "Method", "declared_fields", "declared_options", "parse_options"]

@@ -17,7 +17,7 @@ from .method import Method
 @dataclass(frozen=True)
 class KCacheOptions(HostOptions):
     method: str = "kcache"
-    top_n: int = whole(128, 0, "N: values that each query head fetches in a step", metavar="N")
+    top_n: int = whole(128, 1, "N: values that each query head fetches in a step", metavar="N")
     kept_layers: int = whole(1, 0, "first layers whose values stay on the device", metavar="LAYERS")
 
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels.quantize import BITS, ZERO_POINTS, packed_width, value_group
+from specache_compile.kernels.quantize import packed_width, value_group
 from specache_compile.options import choice, option, whole
 
 from .field import Cropped, Field, LayerShape, LayerState
 from .host_tier import HostOptions
 
+BITS = (1, 2, 4, 8, 16)
 GROUP_SIZES = (32, 64, 128)
+ZERO_POINTS = ("midpoint", "minimum")
 
 
 def check_min_context(name: str, value: Any) -> None:
@@ -39,7 +41,7 @@ class LowBitOptions(HostOptions):
     zero_point: str = choice("midpoint", ZERO_POINTS, 'at 1 bit, the paper\'s "midpoint" or KIVI\'s "minimum"')
     min_context: int | str = option(
         "auto", check_min_context,
-        "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it has grown to them. "
+        "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it is longer. "
         'auto: the measured break-even of a GPU, 0 where there is none', type=number_or_auto, metavar="N",
     )  # fmt: skip
 

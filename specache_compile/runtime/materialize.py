@@ -8,6 +8,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from specache_compile.errors import SpecacheError
+
 from .held import HeldTensor
 from .step import agreed_session
 

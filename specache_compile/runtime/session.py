@@ -10,14 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels import copy_stream
-from specache_compile.kernels.copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, CopyQueue
-from specache_compile.kernels.host_memory import budget
-from specache_compile.lowering.cuda_graphs import CapturedSteps
-from specache_compile.methods.low_bit import LowBitOptions
-from specache_compile.passes.context import Input, Part, Phase
-
-from .break_even import min_context
 from specache_compile.errors import (
     SpecacheWarning,
     copy_failed,
@@ -27,9 +19,18 @@ from specache_compile.errors import (
     stale_cache,
     went_uncompiled,
 )
-from .held import Crop, Edit, Handle, HeldTensor
+from specache_compile.kernels import copy_stream
+from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
+from specache_compile.kernels.host_memory import budget
+from specache_compile.lowering.cuda_graphs import CapturedSteps
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
+from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
+from specache_compile.passes.context import Input, Part, Phase
+
+from .break_even import min_context
+from .held import Crop, Edit, Handle, HeldTensor
 from .records import Statistics
 from .state import (
     allocate,
@@ -90,7 +91,7 @@ class Session:
         self.capturable = True
         self.statistics = Statistics(self.queue)
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
-        self.cursor = copy_stream.new_cursor(layers[0].device)
+        self.cursor = new_cursor(layers[0].device)
         self.cursor[QUEUE] = self.queue.number
 
     def new_queue(self) -> CopyQueue | copy_stream.StreamCopies:
@@ -205,7 +206,7 @@ class Session:
         for place, value in ((LENGTH, self.length), (LOW_BIT, low_bit), (NEXT_LOW_BIT, next_low_bit)):
             self.cursor[place].fill_(value)  # an assignment would copy it from host memory, and stop the host
         if self.cursor.is_cuda:
-            copy_stream.publish(self.cursor, self.length)
+            publish(self.cursor, self.length)
 
     @torch.inference_mode(False)
     def see(self, padding: Tensor | None, tokens: int) -> None:

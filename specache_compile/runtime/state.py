@@ -16,6 +16,7 @@ from specache_compile.kernels.host_memory import host_empty
 from specache_compile.kernels.tiers import store_low_bit
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape, LayerState
+from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
 
 # The tier of fields whose bytes count to none.
@@ -62,7 +63,7 @@ def allocate(
 
 
 def moved_over(
-    state: LayerState, options: MethodOptions, layer: LayerShape, batch: int, length: int, padding: Tensor | None
+    state: LayerState, options: LowBitOptions, layer: LayerShape, batch: int, length: int, padding: Tensor | None
 ) -> LayerState:
     """A layer's 16-bit state (`in_16_bits`) with `length` tokens, as `options` have it.
 
@@ -79,10 +80,9 @@ def moved_over(
     if not moved:
         return state
     low_bit = options.low_bit_length(length)
-    zero_point = getattr(options, "zero_point")  # noqa: B009  (of the options that have a low-bit tier)
     for start in range(0, low_bit, MOVED):
         pairs = codes[:, :, start : min(start + MOVED, low_bit)]
-        store_low_bit(pairs, padding, start, new["codes"], new["key_params"], new["value_params"], zero_point)
+        store_low_bit(pairs, padding, start, new["codes"], new["key_params"], new["value_params"], options.zero_point)
     adopt(new, layer)
     return new
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from specache_compile.errors import SpecacheError
+
 from .records import find_record
 
 

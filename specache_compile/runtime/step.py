@@ -19,8 +19,8 @@ from .records import ModelRecord, record_of
 from .session import Session
 
 if TYPE_CHECKING:
-    from specache_compile.captured import Captured
-    from specache_compile.rewritten import Rewrites, Rewritten
+    from specache_compile.captured import Captured  # noqa: TID251  (types alone)
+    from specache_compile.rewritten import Rewrites, Rewritten  # noqa: TID251
 
 # How a model is lowered is the model's own, whichever cache comes to it.
 OF_THE_MODEL = ("lowering", "disable_passes", "exact_layers", "mode", "inductor")
@@ -91,7 +91,7 @@ class CompiledGraph:
         return outputs, inside + seconds
 
     def run(self, session: Session, rewritten: Rewritten, arguments: Sequence[Any]) -> tuple[list[Any], float]:
-        """Run one rewritten graph on the session's state, and keep the guess that it makes; the outputs, and seconds."""
+        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs, and seconds."""
         inputs = session.bind(rewritten.inputs, arguments)
         start = time.perf_counter()
         if rewritten.capture and session.capturable and rewritten not in self.uncaptured:

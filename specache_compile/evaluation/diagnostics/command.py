@@ -16,9 +16,9 @@ from tqdm import tqdm
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, check_inputs, limit_of, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
-from specache_compile.options import LOWERINGS
 from specache_compile.evaluation.tasks.perplexity import windows
 from specache_compile.evaluation.tasks.task import Bench
+from specache_compile.options import LOWERINGS
 
 from . import DIAGNOSTICS
 from .files import draw, read, write
