@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
+from .phase import Phase
 from .recipe import RecipeOf
 
-Phase = Literal["prefill", "extend", "pre-decode", "decode"]
 Part = Literal["keys", "values"]
 
 

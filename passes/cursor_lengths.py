@@ -23,7 +23,7 @@ def cursor_lengths(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     where it is. Only a model that is called without `position_ids` has such positions.
     """
     found = 0
-    past = past_of(context) if context.phase in ("decode", "pre-decode") else None
+    past = past_of(context) if context.phase.one_token else None
     if past is None:
         return graph_module, PassReport("cursor_lengths", {"read": 0})
     for node in list(graph_module.graph.nodes):

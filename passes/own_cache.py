@@ -26,7 +26,7 @@ def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
             context.held_outputs[position] = owned[value]
             outputs[position] = None
     output.args = (tuple(outputs),)
-    if context.phase == "prefill":
+    if not context.phase.has_past:
         for site in context.sites:
             site.cat_k.replace_all_uses_with(site.k)
             site.cat_v.replace_all_uses_with(site.v)

@@ -64,7 +64,7 @@ def run_pipeline(
     With SPECACHE_DUMP=dir in the environment, writes dir/<name>.<phase>/NN_<pass>.py before and after; every pass
     also leaves a structured trace that `tlparse` shows.
     """
-    trace = Trace(context.phase, {"captured": readable(graph_module)})
+    trace = Trace(context.phase.name, {"captured": readable(graph_module)})
     dump(name, trace, 0, "captured")
     for number, step in enumerate(passes, start=1):
         start = time.perf_counter()

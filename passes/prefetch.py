@@ -20,7 +20,7 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
     A wait names the query it stands behind: an edge that no scheduler can undo. Selection and fetch stand at the
     end of the graph, waits right behind their query; `overlap` moves both to where they hide most.
     """
-    if context.phase not in ("decode", "pre-decode") or not context.selects or not context.sites:
+    if not (context.phase.one_token and context.selects and context.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context)
@@ -39,7 +39,7 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(behind):
             call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index))
-        if context.hit_rate and context.phase == "decode":
+        if context.hit_rate and context.phase.stores:
             tally = state_input(graph_module, context, site.number, "tally")
             measured = (site.q, site.k, site.mask, site.sinks, cursor, host, slot_index, tally)
             with graph.inserting_before(call):

@@ -20,7 +20,7 @@ def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[Grap
     """
     rewritten = 0
     for site in context.sites:
-        call = context.recipe(site.number).attend.get(context.phase)
+        call = context.recipe(site.number).attend.get(context.phase.name)
         if call is not None:
             replace_site(graph_module, context, site, call)
             rewritten += 1

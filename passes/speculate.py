@@ -32,14 +32,14 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
     A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
     one lane, and the report says which of them is missing.
     """
-    wanted = context.speculate and context.selects and context.phase in ("decode", "pre-decode")
+    wanted = context.speculate and context.selects and context.phase.one_token
     if not wanted or not context.sites:
         return graph_module, PassReport("speculate", {"lanes": 1})
     found = find_tokens(graph_module)
     if isinstance(found, str):
         return graph_module, PassReport("speculate", {"lanes": 1}, (f"one lane: {found}",))
     ids, logits = found
-    if context.phase == "pre-decode":
+    if not context.phase.speculates:
         append_guess(graph_module, logits)
         context.guesses = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))

@@ -18,7 +18,7 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
 
     The nodes stand at the end of the graph; `overlap` moves them to where they start earliest.
     """
-    if context.phase == "pre-decode":
+    if not context.phase.stores:
         take_writes(graph_module)
         return graph_module, PassReport("store", {"stored": 0})
     graph = graph_module.graph

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.context import Context, Input, LeftAlone, Phase, Site, value_of
+from specache_compile.passes.context import Context, Input, LeftAlone, Site, value_of
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
+from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
 
 from .errors import SpecacheError, unmatched_held
@@ -88,7 +89,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     context = Context(
-        phase="prefill",
+        phase=PREFILL,
         selects=False,
         speculate=False,
         hit_rate=False,
@@ -127,9 +128,9 @@ def no_recipe(site: int) -> Any:
 
 def phase_of(sites: Sequence[Site]) -> Phase:
     if not sites or sites[0].past_k is None:
-        return "prefill"
+        return PREFILL
     tokens = value_of(sites[0].q).shape[2]
-    return "decode" if isinstance(tokens, int) and tokens == 1 else "extend"
+    return DECODE if isinstance(tokens, int) and tokens == 1 else EXTEND
 
 
 def reason_to_leave_alone(inputs: Sequence[Any], options: MethodOptions) -> str | None:

@@ -16,7 +16,8 @@ from torch.fx import GraphModule
 from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.lower import lower, within_tracing
-from specache_compile.passes.context import Context, Input, Part, Phase
+from specache_compile.passes.context import Context, Input, Part
+from specache_compile.passes.phase import Phase
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 
 from .captured import Captured
@@ -73,7 +74,7 @@ class Rewrites:
     @property
     def modules(self) -> dict[str, GraphModule]:
         """The newest graph of each phase."""
-        return {variant.phase: made.graph_module for variant, made in self.made.items()}
+        return {variant.phase.name: made.graph_module for variant, made in self.made.items()}
 
     @property
     def traces(self) -> list[Trace]:
@@ -86,8 +87,8 @@ def selects(options: MethodOptions) -> bool:
 
 
 def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
-    """The phases that a captured graph of this one is rewritten for: a pre-decode goes before the first decode."""
-    return ("pre-decode", "decode") if phase == "decode" and selects(options) else (phase,)
+    """The phases that a captured graph of this one is rewritten for."""
+    return (phase.before, phase) if phase.before is not None and selects(options) else (phase,)
 
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
@@ -157,7 +158,7 @@ def context_of(captured: Captured, variant: Variant, fakes: StateFakes) -> Conte
 def is_to_capture(mode: str | None, graph_module: GraphModule, context: Context) -> bool:
     """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
     asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(context.cursor.device)
-    if not asked or context.phase != "decode":
+    if not (asked and context.phase.one_token and context.phase.stores):
         return False
     reason = cuda_graphs.reason_not_to_capture(graph_module, context)
     if reason is not None:

@@ -24,6 +24,7 @@ from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import CapturedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.context import Context, Input
+from specache_compile.passes.phase import DECODE
 
 CPU = torch.device("cpu")
 
@@ -166,7 +167,7 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     nodes["keys"].meta["val"], nodes["mask"].meta["val"] = symbolic(40, 3)
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
-    context = Context("decode", **settings, cursor=torch.empty(4), inputs=inputs)
+    context = Context(DECODE, **settings, cursor=torch.empty(4), inputs=inputs)
     context.sites.append(SimpleNamespace(k=nodes["keys"]))
     told = reason_not_to_capture(torch.fx.GraphModule({}, graph), context)
     assert told is None if reason is None else str(told).startswith(reason)
@@ -437,7 +438,7 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
-    context = Context("decode", **settings, cursor=torch.empty(4, device="meta"), inputs=inputs)
+    context = Context(DECODE, **settings, cursor=torch.empty(4, device="meta"), inputs=inputs)
     step = torch.fx.GraphModule({}, graph)
     assert "input factor is on cpu" in str(reason_not_to_capture(step, context))
     factor.meta["val"] = torch.empty((), device="meta")

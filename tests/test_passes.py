@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from functools import partial
 from typing import Any
 
 import expecttest
@@ -11,118 +10,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import specache_compile  # noqa: F401  (registers the ops)
+from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, context_for, decode_graph, text
 from specache_compile.lowering.lower import trust_indices
-from specache_compile.methods import METHODS
-from specache_compile.methods.field import LayerShape
-from specache_compile.methods.specache import FIELDS, SpecacheOptions
 from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.lane_rules import own_rules, product, rows_times
-from specache_compile.passes.overlap import COPIES, WAITS, critical_path, dependencies, overlap
+from specache_compile.passes.overlap import critical_path, dependencies, overlap
 from specache_compile.passes.own_cache import own_cache
+from specache_compile.passes.phase import DECODE, PREFILL
 from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
 from specache_compile.passes.store import store
-
-BATCH, HEADS, PAST, DIM = 1, 2, 40, 8
-
-
-class GraphBuilder:
-    """A graph of torch calls over fakes, as Dynamo would hand it over."""
-
-    def __init__(self) -> None:
-        self.graph = Graph()
-        self.mode = FakeTensorMode()
-        self.inputs: list[str] = []
-
-    def value(self, *shape: int) -> torch.Tensor:
-        with self.mode:
-            return torch.empty(shape)
-
-    def input(self, name: str, *shape: int) -> Node:
-        body = next((node for node in self.graph.nodes if node.op != "placeholder"), self.graph._root)
-        with self.graph.inserting_before(body):
-            node = self.graph.placeholder(name)
-        node.meta["example_value"] = self.value(*shape)
-        self.inputs.append(name)
-        return node
-
-    def call(self, target: Any, shape: tuple[int, ...], *args: Any, **kwargs: Any) -> Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["example_value"] = self.value(*shape)
-        return node
-
-    def finish(self, *outputs: Any) -> GraphModule:
-        self.graph.output(tuple(outputs))
-        return GraphModule(torch.nn.Module(), self.graph)
-
-
-def attention(
-    builder: GraphBuilder, layer: int, tokens: int, past: int, update: str = "cat"
-) -> tuple[Node, Node, Node]:
-    """q, k and v come in; the cache update and SDPA follow; returns out, keys, values."""
-    q = builder.input(f"q{layer}", BATCH, 2 * HEADS, tokens, DIM)
-    new = [builder.input(f"{name}{layer}", BATCH, HEADS, tokens, DIM) for name in "kv"]
-    cached = []
-    for name, pair in zip("kv", new, strict=True):
-        if past:
-            before = builder.input(f"past_{name}{layer}", BATCH, HEADS, past, DIM)
-        else:
-            before = builder.call(torch.tensor, (0,), [])
-        if update == "cat":
-            cached.append(builder.call(torch.cat, (BATCH, HEADS, past + tokens, DIM), [before, pair], dim=-2))
-        else:
-            cached.append(builder.call(torch.add, (BATCH, HEADS, past + tokens, DIM), before, pair))
-    out = builder.call(
-        F.scaled_dot_product_attention, (BATCH, 2 * HEADS, tokens, DIM), q, *cached,
-        attn_mask=None, dropout_p=0.0, scale=0.25, is_causal=not past, enable_gqa=True,
-    )  # fmt: skip
-    return out, cached[0], cached[1]
-
-
-def context_for(builder: GraphBuilder, phase: Any, layers: int = 1) -> Context:
-    options = SpecacheOptions(bits=1, group_size=32, top_k=4)
-    layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
-    with builder.mode:
-        state = [
-            {f.name: torch.empty(f.shape(options, layer, BATCH, 256), dtype=f.dtype(options, layer)) for f in FIELDS}
-            for _ in range(layers)
-        ]
-        cursor = torch.empty(4, dtype=torch.int64)
-    held = frozenset(name for name in builder.inputs if name.startswith("past"))
-    inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
-    recipe = partial(METHODS["specache"].recipe, options)
-    return Context(phase, True, False, False, recipe, state, cursor, held, inputs)
-
-
-def decode_graph(layers: int = 1) -> tuple[GraphModule, Context]:
-    builder = GraphBuilder()
-    outputs: list[Node] = []
-    for layer in range(layers):
-        out, keys, values = attention(builder, layer, 1, PAST)
-        outputs += [builder.call(torch.matmul, (BATCH, 2 * HEADS, 1, DIM), out, out), keys, values]
-    return builder.finish(*outputs), context_for(builder, "decode", layers)
-
-
-def text(graph_module: GraphModule) -> str:
-    """One line a node: name, target, arguments; state shortened."""
-    lines = []
-    for node in graph_module.graph.nodes:
-        if node.op == "call_function":
-            target = node.target
-            name = str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
-            lines.append(f"{node.name} = {name}({', '.join(map(str, node.args))})")
-        elif node.op == "output":
-            lines.append(f"return {node.args[0]}")
-    return "\n".join(lines) + "\n"
 
 
 def products_graph(batch: int) -> GraphModule:
@@ -297,7 +202,7 @@ matmul_1""",
         builder = GraphBuilder()
         out, keys, values = attention(builder, 0, 40, 0)
         graph_module = builder.finish(out, keys, values)
-        context = context_for(builder, "prefill")
+        context = context_for(builder, PREFILL)
         self.assertExpectedInline(
             text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store, clean_up)),
             """\
@@ -316,7 +221,7 @@ def refusal(update: str = "cat", held: bool = True, **changes: Any) -> str:
         out.kwargs = {**out.kwargs, name: value}
     outputs = (out, keys, values)
     graph_module = builder.finish(*outputs)
-    context = context_for(builder, "decode")
+    context = context_for(builder, DECODE)
     if not held:
         context.held = frozenset()
     before = text(graph_module)
@@ -338,7 +243,7 @@ def test_find_attention_refuses_a_past_that_is_read_elsewhere() -> None:
     past = keys.args[0][0]
     other = builder.call(torch.neg, (BATCH, HEADS, PAST, DIM), past)
     graph_module = builder.finish(out, keys, values, other)
-    context = context_for(builder, "decode")
+    context = context_for(builder, DECODE)
     run(graph_module, context, find_attention)
     assert "read elsewhere" in context.left_alone[0].reason
 
@@ -351,7 +256,7 @@ def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
     view = builder.graph.call_function(torch.ops.aten.view.default, (table, [3, 1]))
     view.meta["example_value"] = table.meta["example_value"].view(3, 1)
     builder.call(torch.Tensor.add_, (3, 1), view, 1)
-    context = context_for(builder, "decode")
+    context = context_for(builder, DECODE)
     run(builder.finish(out, keys, values), context, find_attention)
     assert context.sites == []
     assert "writes to its inputs in place" in context.left_alone[0].reason
@@ -362,7 +267,7 @@ def test_find_attention_leaves_a_sliding_window_alone() -> None:
     out, keys, values = attention(builder, 0, 1, PAST)
     kept = [builder.call(torch.narrow, (BATCH, HEADS, 8, DIM), pair, 2, PAST - 7, 8) for pair in (keys, values)]
     graph_module = builder.finish(out, *kept)
-    context = context_for(builder, "decode")
+    context = context_for(builder, DECODE)
     run(graph_module, context, find_attention)
     assert "sliding window" in context.left_alone[0].reason
 
@@ -373,7 +278,7 @@ def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
     x = builder.input("x", 3)
     graph_module = builder.finish(builder.call(torch.neg, (3,), x))
     before = text(graph_module)
-    assert text(run(graph_module, context_for(builder, "decode"), step)) == before
+    assert text(run(graph_module, context_for(builder, DECODE), step)) == before
 
 
 def rewritten(layers: int = 3) -> tuple[GraphModule, Context]:
@@ -448,7 +353,7 @@ def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> Non
     for site in context.sites:
         call = site.attention.args[0]
         slots = call.args[10]
-        waits = [order.index(n) for n in order if n.target in WAITS and n.args[2] is slots]
+        waits = [order.index(n) for n in order if is_wait(n) and n.args[2] is slots]
         fetches = [
             order.index(n) for n in order if n.target is torch.ops.specache.prefetch.default and n.args[3] is slots
         ]
@@ -473,11 +378,11 @@ def test_clean_up_drops_dead_nodes_and_inputs_but_nothing_that_writes() -> None:
     x, unused = builder.input("x", 3), builder.input("unused", 3)
     builder.call(torch.neg, (3,), unused)
     graph_module = builder.finish(builder.call(torch.neg, (3,), x))
-    context = context_for(builder, "decode")
+    context = context_for(builder, DECODE)
     run(graph_module, context, clean_up)
     assert context.inputs == [Input("argument", argument=0)]
     graph_module, context = rewritten(layers=1)
-    copies = [n.target for n in graph_module.graph.nodes if n.target in (*COPIES, *WAITS)]
+    copies = [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)]
     run(graph_module, context, clean_up)
-    assert [n.target for n in graph_module.graph.nodes if n.target in (*COPIES, *WAITS)] == copies
+    assert [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)] == copies
     assert output_node(graph_module).args[0][1:] == (None, None)

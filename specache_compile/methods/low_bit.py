@@ -8,20 +8,24 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
+from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.quantize import packed_width, value_group
-from specache_compile.options import choice, option, whole
+from specache_compile.options import choice, one_of, option, whole
 
 from .field import Cropped, Field, LayerShape, LayerState
 from .host_tier import HostOptions
 
 BITS = (1, 2, 4, 8, 16)
 GROUP_SIZES = (32, 64, 128)
-ZERO_POINTS = ("midpoint", "minimum")
 
 
 def check_min_context(name: str, value: Any) -> None:
     if value != "auto" and (type(value) is not int or value < 0):
         raise OptionError(f"option {name}={value!r}: give a number of tokens, 0 or more, or 'auto'")
+
+
+def check_quantiser(name: str, value: Any) -> None:
+    one_of(name, value, tuple(QUANTISERS))
 
 
 def number_or_auto(text: str) -> int | str:
@@ -38,7 +42,7 @@ class LowBitOptions(HostOptions):
     bits: int = choice(2, BITS, "of the low-bit tier; 16 keeps it unquantised")
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
-    zero_point: str = choice("midpoint", ZERO_POINTS, 'at 1 bit, the paper\'s "midpoint" or KIVI\'s "minimum"')
+    zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
     min_context: int | str = option(
         "auto", check_min_context,
         "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it is longer. "

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.copy_stream import StreamCopies
+from specache_compile.passes.phase import PHASES
 
 if TYPE_CHECKING:
     from .step import CompiledGraph
@@ -25,9 +26,7 @@ class Statistics:
     tallies: list[Tensor] = field(default_factory=list)
     fetched: list[Tensor] = field(default_factory=list)
     bytes_to_host: int = 0
-    steps: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "extend", "pre-decode", "decode"), 0)
-    )
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys((phase.name for phase in PHASES), 0))
     seconds: float = 0.0
     python_seconds: float = 0.0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)

@@ -27,7 +27,8 @@ from specache_compile.lowering.cuda_graphs import CapturedSteps
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
-from specache_compile.passes.context import Input, Part, Phase
+from specache_compile.passes.context import Input, Part
+from specache_compile.passes.phase import Phase
 
 from .break_even import min_context
 from .held import Crop, Edit, Handle, HeldTensor

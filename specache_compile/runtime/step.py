@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches
 from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions
-from specache_compile.passes.context import Phase
+from specache_compile.passes.phase import Phase
 
 from .held import Handle
 from .records import ModelRecord, record_of
@@ -39,8 +39,8 @@ class CompiledGraph:
         self.uncaptured: set[Rewritten] = set()
 
     @property
-    def phase(self) -> Phase:
-        return self.captured.phase
+    def phase(self) -> str:
+        return self.captured.phase.name
 
     def __call__(self, *arguments: Any) -> list[Any]:
         start = time.perf_counter()
@@ -58,7 +58,7 @@ class CompiledGraph:
     def session_for(self, arguments: Sequence[Any]) -> Session:
         """The session behind the held arguments, brought to the view that they are; a new one in a prefill."""
         captured = self.captured
-        if captured.phase == "prefill":
+        if not captured.phase.has_past:
             batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
             session = Session(captured.options, captured.layers, batch, tokens)
         else:
@@ -81,9 +81,9 @@ class CompiledGraph:
         *before, phase = self.phases(session.options)
         rewritten, inside = self.rewrites.get(session.variant(phase)), 0.0
         guess_is_missing = session.guess is None and rewritten.needs_guess
-        if before and (not session.slots_ready or guess_is_missing):
-            _, inside = self.run(session, self.rewrites.get(session.variant("pre-decode")), arguments)
-            session.statistics.steps["pre-decode"] += 1
+        for first in before if guess_is_missing or not session.slots_ready else ():
+            _, inside = self.run(session, self.rewrites.get(session.variant(first)), arguments)
+            session.statistics.steps[first.name] += 1
         outputs, seconds = self.run(session, rewritten, arguments)
         session.finish(tokens, slots_ready=bool(before))
         for position, (site, part) in rewritten.held_outputs.items():

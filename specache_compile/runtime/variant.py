@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specache_compile.options import MethodOptions
-from specache_compile.passes.context import Phase
+from specache_compile.passes.phase import Phase
 
 
 @dataclass(frozen=True)
