@@ -11,11 +11,11 @@ demo: .venv/ready          ## ask the shipped model for needles: table and pictu
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready          ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
 test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/test_passes.py -k speculate"
-	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 lint: .venv/ready          ## style, formatting and types
 	$(BIN)/ruff check .

@@ -12,6 +12,9 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 
 
+pytestmark = pytest.mark.one_process
+
+
 def left_padded(lengths: list[int], seed: int = 3) -> dict[str, torch.Tensor]:
     """Prompts of several lengths, padded on the left with token 0."""
     longest = max(lengths)

@@ -21,7 +21,7 @@ from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.lane_rules import own_rules, product, rows_times
-from specache_compile.passes.overlap import critical_path, dependencies, overlap
+from specache_compile.passes.overlap import critical_path, dependencies, is_copy, is_wait, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
 from specache_compile.passes.prefetch import prefetch
