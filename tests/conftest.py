@@ -83,13 +83,18 @@ def compiled(llama: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def compile_copy(model: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
+    """A copy compiled with the lossless settings, but for `options`."""
+    return compiled_with(model, {**LOSSLESS, **options})
+
+
+def compiled_with(model: LlamaForCausalLM, options: dict[str, Any]) -> LlamaForCausalLM:
     """A compiled copy; of a shared model the one that was compiled so before."""
-    how = repr(sorted(options.items()))
-    if model is _shared.get("llama") and how in _shared:
+    how, shared = repr(sorted(options.items())), model is _shared.get("llama")
+    if shared and how in _shared:
         return _shared[how]
     twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**LOSSLESS, **options})
-    if model is _shared.get("llama"):
+    twin.compile(backend="specache", options=options)
+    if shared:
         _shared[how] = twin
     return twin
 

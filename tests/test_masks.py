@@ -16,6 +16,8 @@ from specache_compile.passes.context import output_node
 from specache_compile.passes.masks import read_mask
 from specache_compile.runtime.records import find_record
 
+pytestmark = pytest.mark.one_process
+
 PAST = 9
 
 

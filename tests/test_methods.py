@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import greedy, prompt, tiny_llama
+from conftest import compiled_with, greedy, prompt, tiny_llama
 from specache_compile.explaining.schedule import check_order
 from specache_compile.kernels import evict
 from specache_compile.kernels.policies import POLICIES
@@ -26,6 +26,8 @@ from specache_compile.methods.full import FULL_CACHE
 from specache_compile.methods.host_tier import HOST, HostOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.recipe import Recipe
+
+pytestmark = pytest.mark.one_process
 
 EVICTION = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
 # Settings in which a method loses nothing.
@@ -55,9 +57,7 @@ every_kind = pytest.mark.parametrize("method", ["full", "offload", "kivi", "spec
 
 def under(model: LlamaForCausalLM, method: str, **options: Any) -> LlamaForCausalLM:
     """The model compiled in place with a method; op by op unless it is said otherwise."""
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", "method": method, **options})
-    return twin
+    return compiled_with(model, {"lowering": "eager", "method": method, **options})
 
 
 @torch.no_grad()
@@ -147,9 +147,9 @@ def test_a_rate_is_of_the_prompt_and_stays(llama: LlamaForCausalLM, rate: float)
 
 
 @every_kind
-def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM, method: str) -> None:
+def test_a_prompt_of_another_length_compiles_nothing_new(method: str) -> None:
     """Once Dynamo has made lengths dynamic, which takes it two prompts."""
-    twin, compiles = under(llama, method, **({"budget": 24} if method in EVICTION else {})), []
+    twin, compiles = under(tiny_llama(), method, **({"budget": 24} if method in EVICTION else {})), []
     for length in (100, 104, 108, 112):
         cache = step(twin, prompt(length)).past_key_values
         step(twin, prompt(1), cache)
@@ -157,8 +157,8 @@ def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM
     assert compiles[1] == compiles[2] == compiles[3]
 
 
-def test_under_a_rate_the_first_step_runs_the_graph_that_was_compiled_ahead(llama: LlamaForCausalLM) -> None:
-    twin = under(llama, "h2o", budget=0.25)
+def test_under_a_rate_the_first_step_runs_the_graph_that_was_compiled_ahead() -> None:
+    twin = under(tiny_llama(), "h2o", budget=0.25)
     step(twin, prompt(1), step(twin, prompt(100)).past_key_values)
     assert sc.stats(twin).compiles == 2
 
