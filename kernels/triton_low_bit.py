@@ -126,10 +126,11 @@ def key_columns(fields: tl.constexpr, planes: tl.constexpr, plane_width: tl.cons
     An element and its neighbour, then two fields lie innermost because a thread holds four neighbours of a product's
     left side: none is unpacked by one thread for another.
     """
-    INNER: tl.constexpr = 2 if fields > 1 else 1
     order = tl.arange(0, fields * WIDTH)
-    field = order // (INNER * WIDTH) * INNER + order // 2 % INNER
-    element = order // (2 * INNER) % (WIDTH // 2) * 2 + order % 2
+    field, element = tl.zeros_like(order), order
+    if fields > 1:
+        field = order // (2 * WIDTH) * 2 + order // 2 % 2
+        element = order // 4 % (WIDTH // 2) * 2 + order % 2
     return field % planes * plane_width + element * (fields // planes) + field // planes, field % planes, element
 
 
