@@ -35,7 +35,7 @@ def an_op() -> None:
 
     def select_oldest(scores: Tensor, wanted: Tensor) -> None:
         """The first k candidates."""
-        order = (scores >= 0).to(torch.int8).argsort(-1, descending=True, stable=True)[..., : wanted.shape[-1]]
+        order = (scores >= 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : wanted.shape[-1]]
         wanted.fill_(-1)
         wanted[..., : order.shape[-1]] = order.masked_fill(scores.gather(-1, order) < 0, -1)
 

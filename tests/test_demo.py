@@ -85,7 +85,17 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None:
-    out = run(str(ROOT / "examples" / "demo.py"), "--quick", "--repeats", "1", "--lowering", "eager", "--out", "demo", cwd=tmp_path).stdout
+    out = run(
+        str(ROOT / "examples" / "demo.py"),
+        "--quick",
+        "--repeats",
+        "1",
+        "--lowering",
+        "eager",
+        "--out",
+        "demo",
+        cwd=tmp_path,
+    ).stdout
     for method in ("full cache", "1-bit, no fetching (KIVI)", "1-bit SpeCache, k = 64"):
         assert method in out
     assert (tmp_path / "demo" / "needles.png").stat().st_size > 10_000

@@ -102,7 +102,7 @@ def test_a_whole_large_model_explains_in_a_minute_and_four_gigabytes(shape: str)
     code = f"""
 import resource, torch, time, specache_compile as sc
 from dataclasses import replace
-from specache_compile.devices import find_device
+from specache_compile.explaining.devices import find_device
 from transformers import LlamaConfig
 config = LlamaConfig(hidden_size={width}, intermediate_size={inner}, num_hidden_layers={layers},
     num_attention_heads={heads}, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,

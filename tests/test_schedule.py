@@ -109,7 +109,7 @@ def two_layers(fetch: float, work: float) -> tuple[list[Launch], dict[str, float
         launches += [
             Launch(f"wait_{i}", "wait", "compute", str(i), (), (), guards=slots[0]),
             Launch(f"attend_{i}", "decode_attention", "compute", str(i), slots, ()),
-            Launch(f"fetch_{i}", "prefetch", "copy", str(i), (), slots),
+            Launch(f"fetch_{i}", "prefetch", "copy", str(i), (), slots, brings=slots[0]),
         ]
     return launches, {f"attend_{i}": work for i in range(2)} | {f"fetch_{i}": fetch for i in range(2)}
 

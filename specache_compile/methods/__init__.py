@@ -33,7 +33,7 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     name = given.setdefault("method", "specache")
     one_of("method", name, tuple(METHODS))
     method = METHODS[name]
-    known = dict.fromkeys(option for other in METHODS.values() for option in other.accepted)
+    known = dict.fromkeys(option for other in (method, *METHODS.values()) for option in other.accepted)
     for option in given:
         if option not in known:
             raise OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")

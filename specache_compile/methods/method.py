@@ -28,8 +28,9 @@ class Method:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """The names of its options."""
-        return ("method", *own_options(self.options))
+        """The names of its options, those of all methods last."""
+        common = own_options(MethodOptions)
+        return ("method", *(name for name in own_options(self.options) if name not in common), *common)
 
     def fields_of(self, options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
         """The state tensors of one layer."""
