@@ -1,4 +1,5 @@
-"""KCache (arXiv 2404.18057): keys stay on the device in 16 bits, values live on the host; a step fetches the N it needs now."""
+"""KCache (arXiv 2404.18057): keys stay on the device in 16 bits, values live on the host; a step fetches the N that it
+needs now."""
 
 from __future__ import annotations
 

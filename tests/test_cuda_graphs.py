@@ -19,10 +19,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from transformers import LlamaForCausalLM
 
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
-from specache_compile.kernels import copy_stream, triton_copy
+from specache_compile.kernels import copy_stream, deferred, triton_copy
 from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.deferred import Deferred, Fetch
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.cuda_graphs import CapturedSteps, capture, reason_not_to_capture, record
+from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.context import Context, Input
 from specache_compile.passes.phase import DECODE
 
@@ -33,21 +34,21 @@ CPU = torch.device("cpu")
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Recording notes the inputs' addresses by closure, as CUDA does; a replay writes the same outputs again.
 
-    The late fetches are made at a replay's start, and left out where the step would make them.
+    The deferred fetches are made at a replay's start, and left out where the step would make them.
     """
     recorded: list[int] = []
     left_out: set[int] = set()
     submit = CopyQueue.submit_prefetch
 
     def record(
-        step: Callable[[], Sequence[Any]], device: torch.device, late: Sequence[copy_stream.Fetch]
+        step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch]
     ) -> tuple[Callable[[], object], list[Any]]:
         outputs: list[Any] = []
 
         def replay() -> None:
-            for fetch in late:
+            for fetch in first:
                 torch.ops.specache.prefetch(*fetch)
-            left_out.update(fetch[3].data_ptr() for fetch in late)
+            left_out.update(fetch[3].data_ptr() for fetch in first)
             made = list(step())
             left_out.clear()
             if not outputs:
@@ -56,7 +57,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 if isinstance(old, Tensor):
                     old.copy_(new)
 
-        recorded.append(len(late))
+        recorded.append(len(first))
         return replay, outputs
 
     def submit_prefetch(queue: CopyQueue, slots: Tensor, job: Callable[[], None]) -> None:
@@ -90,22 +91,22 @@ def test_arguments_of_inference_mode_can_be_replayed_outside_of_it() -> None:
 
 
 def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
-    steps, state = CapturedSteps(), torch.zeros(3)
+    steps, state = RecordedSteps(), torch.zeros(3)
     for value in (2.0, 3.0):
         weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
         for _ in range(3):
-            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail)[0]
+            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail, Deferred())[0]
         assert out.tolist() == [value + float(state[0])] * 3
     assert (len(stand_in), steps.replays) == (2, 5)
 
 
 def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(stand_in: list[int]) -> None:
-    steps, state, told = CapturedSteps(), torch.zeros(1 << 19), []
+    steps, state, told = RecordedSteps(), torch.zeros(1 << 19), []
     weight = torch.nn.Parameter(torch.ones(1 << 19), requires_grad=False)
     for number in range(5):
         x = torch.full((1 << 19,), float(number))  # 2 MiB, each elsewhere: the one before is still there
         told.append((x, []))
-        out = steps.run(step, [x, weight, state], [False, False, True], CPU, told[-1][1].append)[0]
+        out = steps.run(step, [x, weight, state], [False, False, True], CPU, told[-1][1].append, Deferred())[0]
         assert out[0] == number + state[0]
     assert [given_up for _, given_up in told] == [[], [], [], [], [0]]
     assert len(stand_in) == 3
@@ -113,11 +114,11 @@ def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(s
 
 
 def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None:
-    steps, state, kept = CapturedSteps(), torch.zeros(1), []
+    steps, state, kept = RecordedSteps(), torch.zeros(1), []
     for _ in range(6):
         kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
         for _ in range(2):
-            steps.run(step, [torch.ones(1), kept[-1], state], [False, False, True], CPU, pytest.fail)
+            steps.run(step, [torch.ones(1), kept[-1], state], [False, False, True], CPU, pytest.fail, Deferred())
     assert len(stand_in) == 6
 
 
@@ -357,7 +358,7 @@ class Stream:
         return set(self.behind)
 
 
-def test_a_rotated_fetch_runs_beside_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers captured on streams that only keep account: what each launch waits for."""
     main, copies = Stream(), Stream()
     current, launched = [main], {}
@@ -381,7 +382,8 @@ def test_a_rotated_fetch_runs_beside_the_first_layers_and_before_its_own(monkeyp
     monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest: launch(f"gather {int(wanted)}"))
     cursor = torch.zeros(4)
     layers = [(torch.tensor(number), cursor, *(torch.zeros(1) for _ in range(4))) for number in range(2)]
-    with copy_stream.rotated(layers[1:], CPU):
+    monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)
+    with deferred.made_first(layers[1:], copies.record_event):
         for number, fetch in enumerate(layers):
             copy_stream.wait(fetch[0], cursor, *fetch[3:5])
             launch(f"attend {number}")
@@ -392,7 +394,7 @@ def test_a_rotated_fetch_runs_beside_the_first_layers_and_before_its_own(monkeyp
     assert launched["gather 0"] == {"gather 1", "attend 0"}
     assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits for its own slots, and for no others"
     assert main.behind == {"gather 0", "gather 1", "attend 0", "attend 1"}, "all is joined before the capture ends"
-    assert not copy_stream._rotated
+    assert not deferred._made_first
 
 
 def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

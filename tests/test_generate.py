@@ -11,7 +11,6 @@ from transformers import DynamicCache, LlamaForCausalLM, pipeline
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 
-
 pytestmark = pytest.mark.one_process
 
 

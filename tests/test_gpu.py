@@ -164,7 +164,7 @@ def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pyte
 def test_a_late_copy_in_a_captured_step_changes_no_token(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The delays are part of the graph: rotated fetches end long after the first layer, and are waited for."""
+    """The delays are part of the graph: deferred fetches end long after the first layer, and are waited for."""
     hold_up_gathers(monkeypatch, 10_000_000)
     model = llama.cuda()
     twin = copy.deepcopy(model)

@@ -28,7 +28,6 @@ from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.state import bucket
 
-
 pytestmark = pytest.mark.one_process
 
 

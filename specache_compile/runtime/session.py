@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ from specache_compile.errors import (
 from specache_compile.kernels import copy_stream
 from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
+from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.host_memory import budget
-from specache_compile.lowering.cuda_graphs import CapturedSteps
+from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
@@ -88,7 +90,8 @@ class Session:
         self.allocated = 0
         self.state: list[LayerState] = []
         self.queue = self.new_queue()
-        self.captured = CapturedSteps()
+        self.recorded = RecordedSteps()
+        self.deferred = self.new_deferred()
         self.capturable = True
         self.statistics = Statistics(self.queue)
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
@@ -98,6 +101,16 @@ class Session:
     def new_queue(self) -> CopyQueue | copy_stream.StreamCopies:
         device = self.layers[0].device
         return copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
+
+    def new_deferred(self) -> Deferred:
+        """What its replays leave undone; it holds the session weakly, which must die with its cache."""
+        own = weakref.ref(self)
+
+        def fetches() -> list[Fetch]:
+            session = own()
+            return [] if session is None else deferrable(session.state, session.cursor)
+
+        return Deferred(fetches)
 
     def begin(self, tokens: int, padding: Tensor | None) -> None:
         """Before a graph runs that adds `tokens` to the cache: room for them, the cursor and the padding."""
@@ -168,9 +181,9 @@ class Session:
         return [layer[name] for layer in self.state if name in layer]
 
     def note_memory(self) -> None:
-        """After the state's tensors have changed: drop what was captured over the old ones, and let the statistics know
+        """After the state's tensors have changed: drop what was recorded over the old ones, and let the statistics know
         the tiers' sizes, which may be asked for when the session is gone."""
-        self.captured.clear()
+        self.recorded.clear()
         # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
@@ -178,9 +191,9 @@ class Session:
         self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
 
     def drain(self) -> None:
-        """Wait for all copies, those that a captured step has left to the next one among them; SpecacheError where one
+        """Wait for all copies, those that a recorded step has left to the next one among them; SpecacheError where one
         has failed."""
-        self.captured.pay(self.late_fetches)
+        self.deferred.make()
         self.queue.settle()
         self.check_copies()
 
@@ -188,18 +201,6 @@ class Session:
         """SpecacheError where a copy of this session is known to have failed."""
         if self.queue.error is not None:
             raise copy_failed(self.queue.error) from self.queue.error
-
-    def late_fetches(self) -> list[copy_stream.Fetch]:
-        """The fetches of the last quarter of layers, which the end of a captured step would leave no time.
-
-        A quarter: the fetch before them hides behind that much compute, and they behind three times as much.
-        """
-        fetching = [state for state in self.state if "wanted" in state and state["wanted"].numel()]
-        late = max(1, len(fetching) // 4) if len(fetching) > 1 else 0
-        return [
-            (state["wanted"], self.cursor, state["host"], state["slots"], state["slot_index"], state["fetched"])
-            for state in fetching[len(fetching) - late :]
-        ]
 
     def point(self, tokens: int) -> None:
         """Write the cursor for a graph that adds `tokens` to the cache."""
@@ -212,7 +213,7 @@ class Session:
     @torch.inference_mode(False)
     def see(self, padding: Tensor | None, tokens: int) -> None:
         """Take over which of the first `tokens` tokens are there, from an attention mask [B, ≥ tokens]; outside of the
-        graph, so that a captured step finds it where it was. None: all are, those too that were no candidates when the
+        graph, so that a recorded step finds it where it was. None: all are, those too that were no candidates when the
         slots were chosen."""
         if padding is None:
             self.slots_ready = self.slots_ready and not self.padded
@@ -300,7 +301,7 @@ class Session:
         for count in (*other.fields("fetched"), *other.fields("tally")):
             count.zero_()
         other.queue = self.new_queue()
-        other.captured, other.told_uncompiled = CapturedSteps(), False
+        other.recorded, other.deferred, other.told_uncompiled = RecordedSteps(), other.new_deferred(), False
         other.padding = None if self.padding is None else self.padding.clone()
         other.statistics = Statistics(other.queue)
         other.note_memory()
@@ -344,7 +345,7 @@ class Session:
         self.half_evicted = bool(self.fields("kept"))
         self.queue.settle()
         copy_stream.release_staging()
-        self.captured.owing = False  # the step may have chosen tokens that, without it, are still in the window
+        self.deferred.drop()
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         self.slots_ready, self.guess = False, None

@@ -97,11 +97,10 @@ class CompiledGraph:
         if rewritten.capture and session.capturable and rewritten not in self.uncaptured:
             stays = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
             give_up = functools.partial(self.stop_capturing, rewritten)
-            outputs = session.captured.run(
-                rewritten.run, inputs, stays, session.cursor.device, give_up, session.late_fetches
-            )
+            device = session.cursor.device
+            outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred)
         else:
-            session.captured.pay(session.late_fetches)
+            session.deferred.make()
             outputs = list(rewritten.run(*inputs))
         seconds = time.perf_counter() - start
         session.guess = outputs.pop() if rewritten.guesses else None
