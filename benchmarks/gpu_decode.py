@@ -387,7 +387,7 @@ def main(arguments: list[str] | None = None) -> None:
     with_hidden_shares(rows, limit)
     print(table(rows))
     print(*(f"skipped {method}: {reason}" for method, reason in skipped.items()), sep="\n")
-    print(f"break-even at batch 1 (for specache_compile/break_even.py): {break_even(rows) or 'none measured'}")
+    print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {break_even(rows) or 'none measured'}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     origin = provenance(device, "benchmarks/gpu_decode.py")
     report = {"provenance": origin, "limits": limit, "skipped": skipped, "rows": rows}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -200,9 +200,9 @@ class StreamCopies:
     """What a session on a CUDA device has in place of a `CopyQueue`: its copies run on the device's copy stream."""
 
     number = 0
-    # A copy on a stream cannot fail by itself, and no step stands still on the host for one.
+    # A copy on a stream cannot fail by itself; and how long the main stream stood still for one, the host cannot tell.
     error: BaseException | None = None
-    waited = 0.0
+    waited: float | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -136,7 +136,7 @@ def test_a_quality_table_is_a_command_that_parses(name: str) -> None:
     args = parser().parse_args(arguments(name))
     assert (ROOT / args.model / "config.json").exists()
     assert set(args.tasks) <= set(TASKS)
-    assert args.methods[0] == "full"
+    assert args.methods[0] == "uncompiled"
     assert [str(parse_setting(method)) for method in args.methods]
 
 

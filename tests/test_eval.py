@@ -32,7 +32,7 @@ def evaluate(out: Path, *more: str) -> int:
 def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--tasks", "needle", "fidelity", "--methods", "full", "kivi:bits=1", "--lengths", "256")
+    arguments = ("--tasks", "needle", "fidelity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
     assert evaluate(tmp_path, *arguments, "--samples", "3", "--seed", "5") == 0
     captured = capsys.readouterr()
     assert re.search(r"^full +100\.0% +1\.000$", captured.out, re.MULTILINE)
@@ -43,7 +43,7 @@ def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
     with (tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["task"], row["method"]) for row in rows] == [
-        ("needle", "full"), ("fidelity", "full"), ("needle", "kivi:bits=1"), ("fidelity", "kivi:bits=1"),
+        ("needle", "uncompiled"), ("fidelity", "uncompiled"), ("needle", "kivi:bits=1"), ("fidelity", "kivi:bits=1"),
     ]  # fmt: skip
     assert all(row["seed"] == "5" and row["provenance"] == line for row in rows)
     results = json.loads((tmp_path / "results.json").read_text())
@@ -64,14 +64,14 @@ def test_longbench_and_ruler_files_run_under_every_method(tmp_path: Path, capsys
     (tmp_path / "niah_single_1").mkdir()
     line = {"index": 0, "input": filler + needle + filler + question, "outputs": ["40712"], "length": 800}
     (tmp_path / "niah_single_1" / "validation.jsonl").write_text(json.dumps(line) + "\n")
-    methods = ("--methods", "full", "specache:bits=1")
+    methods = ("--methods", "uncompiled", "specache:bits=1")
     assert evaluate(tmp_path / "out", "--tasks", "longbench", "ruler", "--data", str(tmp_path), *methods) == 0
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert [(row["task"], row["cell"]) for row in rows] == [("longbench", "lcc"), ("ruler", "niah_single_1")] * 2
     assert all(row["score"] == 1.0 for row in rows)
     # Other contents of a file are another row.
     (tmp_path / "lcc.jsonl").write_text(json.dumps({**record, "answers": ["other"]}) + "\n")
-    assert evaluate(tmp_path / "out", "--tasks", "longbench", "--data", str(tmp_path), "--methods", "full") == 0
+    assert evaluate(tmp_path / "out", "--tasks", "longbench", "--data", str(tmp_path), "--methods", "uncompiled") == 0
     assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"][0]["score"] < 0.5
 
 
@@ -97,7 +97,7 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     assert evaluate(tmp_path) == 130
     captured = capsys.readouterr()
     assert "the same command goes on from here" in captured.err
-    assert "full" in captured.out  # the finished rows are shown
+    assert "uncompiled" in captured.out  # the finished rows are shown
     kept = read_rows(tmp_path / "rows.jsonl")
     assert len(kept) == 3
 
@@ -110,12 +110,12 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     assert evaluate(tmp_path) == 0
     assert again.calls == 3
     # Other settings of the same evaluation are other rows.
-    assert evaluate(tmp_path, *QUICK, "--methods", "full", "--seed", "1") == 0
+    assert evaluate(tmp_path, *QUICK, "--methods", "uncompiled", "--seed", "1") == 0
     assert again.calls == 5
 
 
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:
-    row = Row("a", "needle", "full", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
+    row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
     path = tmp_path / "rows.jsonl"
     append_row(path, row)
     with path.open("a") as file:
@@ -126,7 +126,7 @@ def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Pat
 
 
 def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
-    row = Row("a", "needle", "full", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
+    row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
     rows = [
         row,
         replace(row, cell="512", score=0.5),
@@ -136,19 +136,19 @@ def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
     assert table(rows).split("\n") == [
         "needle: keys found       256    512    mean    device KV",
         "--------------------  ------  -----  ------  -----------",
-        "full                  100.0%  50.0%   75.0%        1.000",
+        "uncompiled            100.0%  50.0%   75.0%        1.000",
         "kivi                  100.0%         100.0%        0.250",
         "",
         "perplexity: perplexity      256    device KV",
         "------------------------  -----  -----------",
-        "full                      3.250        1.000",
+        "uncompiled                3.250        1.000",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("full", None),
+        ("uncompiled", None),
         ("specache", {}),
         ("specache:top_k=16,bits=1", {"bits": 1, "top_k": 16}),
         ("specache:exact_layers=[0]", {"exact_layers": (0,)}),
@@ -179,7 +179,7 @@ def test_a_setting_has_one_spelling() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["full:bits=1", "specache:bits", "specache:=1", "specache:bits=1,bits=2", "specache:bits=3", "specache:[]=1"],
+    ["uncompiled:bits=1", "specache:bits", "specache:=1", "specache:bits=1,bits=2", "specache:bits=3", "specache:[]=1"],
 )
 def test_a_bad_setting_is_named(text: str) -> None:
     with pytest.raises(OptionError, match=re.escape(repr(text))):

@@ -176,9 +176,9 @@ def test_idle_memory_is_free_for_the_budget_and_makes_room_where_little_is(
     pool = host_memory._pool
     cache = [host_memory.host_empty((1000,), torch.uint8, CUDA) for _ in range(8)]
     monkeypatch.setattr(host_memory, "free_memory", lambda: 10_000 - pool.lent - sum(map(len, pool.idle)))
-    assert host_memory.budget(8000, None) == 5000
+    assert host_memory.allowance(8000, None) == 5000
     cache.clear()
-    assert host_memory.budget(0, None) == 5000
+    assert host_memory.allowance(0, None) == 5000
     cache.append(host_memory.host_empty((2000,), torch.uint8, CUDA))
     assert pool.idle_bytes() == 2000, "half of the 4,000 that are free then"
 

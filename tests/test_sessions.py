@@ -470,17 +470,17 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
 
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", Memory)
     monkeypatch.setattr(host_memory, "remaining_memory", lambda: None)
-    assert host_memory.budget(0, None) == 500
-    assert host_memory.budget(200, None) == 600  # what is held already is not free, and is its own
-    assert host_memory.budget(0, 12) == 12
+    assert host_memory.allowance(0, None) == 500
+    assert host_memory.allowance(200, None) == 600  # what is held already is not free, and is its own
+    assert host_memory.allowance(0, 12) == 12
     monkeypatch.setattr(host_memory, "remaining_memory", lambda: 400)
-    assert host_memory.budget(0, None) == 200  # a container's limit that is nearer
+    assert host_memory.allowance(0, None) == 200  # a container's limit that is nearer
     monkeypatch.setattr(host_memory, "remaining_memory", lambda: 4000)
-    assert host_memory.budget(0, None) == 500
+    assert host_memory.allowance(0, None) == 500
 
 
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "budget", lambda held, asked: asked or 0)
+    monkeypatch.setattr(session_module, "allowance", lambda held, asked: asked or 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
 
 

@@ -57,7 +57,7 @@ def mean_of(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All tasks, one table under the other. device KV is the smallest over a task's cells."""
+    """All tasks, one table under the other. device KV is that of the task's longest context."""
     tasks = dict.fromkeys(row.task for row in rows)
     return "\n\n".join(task_table([row for row in rows if row.task == task]) for task in tasks)
 

@@ -33,7 +33,7 @@ from .tasks.records import file_hash
 from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-METHODS = ("full", "kivi:bits=1", "specache:bits=1")
+METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1")
 
 
 def add_eval(command: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="NAME[:option=value,...]",
-        help=f"full, or a method with its options (default: {' '.join(METHODS)})",
+        help=f"uncompiled, or a method with its options (default: {' '.join(METHODS)})",
     )  # fmt: skip
     command.add_argument(
         "--lengths", nargs="+", type=int, default=[512, 1024], metavar="N",

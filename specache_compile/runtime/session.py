@@ -24,7 +24,7 @@ from specache_compile.kernels import copy_stream
 from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
 from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
-from specache_compile.kernels.host_memory import budget
+from specache_compile.kernels.host_memory import allowance
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions
@@ -163,7 +163,7 @@ class Session:
             return
         held = sum(host.nbytes for host in self.fields("host"))
         needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
-        allowed = budget(held, self.options.host_memory)
+        allowed = allowance(held, self.options.host_memory)
         if needed > allowed:
             wanted, self.capacity = self.capacity, before
             raise no_host_memory(needed, allowed, wanted, self.batch, self.options.host_memory)

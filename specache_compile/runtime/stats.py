@@ -29,7 +29,8 @@ class Stats:
     bytes_to_device are those of the pairs that were prefetched; what an extend and the methods `offload` and `kcache`
     read of the host tier within a step is not counted.
     kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
-    `seconds` were spent finding and binding the session. `compiles` counts all graphs of the model so far.
+    `seconds` were spent finding and binding the session. seconds_waited: that a step stood still for a copy; None on
+    CUDA, where the host does not know. `compiles` counts all graphs of the model so far.
     hit_rate is None unless the option hit_rate was set.
     """
 
@@ -40,7 +41,7 @@ class Stats:
     compiles: int
     seconds: float
     python_seconds: float
-    seconds_waited: float
+    seconds_waited: float | None
     bytes_to_device: int
     bytes_to_host: int
     bytes_by_tier: dict[str, int]
