@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def test_a_changed_table_is_noticed_and_put_right(page: Path, capsys: pytest.Cap
 
 def test_a_changed_declaration_is_noticed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(doc_tables.DEVICES, "L4")
+    assert main(["--check"], [page]) == 1
+
+
+def test_a_changed_result_is_noticed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.write_text(between("summary", doc_tables.summary()))
+    result = doc_tables.load("needles.json")
+    result["rows"][0]["kv_ratio"] = 0.5
+    (tmp_path / "needles.json").write_text(json.dumps(result))
+    assert main(["--check"], [page]) == 0
+    monkeypatch.setattr(doc_tables, "RESULTS", tmp_path)
     assert main(["--check"], [page]) == 1
 
 
