@@ -282,7 +282,7 @@ def test_the_offloaded_cache_holds_nothing_on_the_device(llama: LlamaForCausalLM
 
 
 def test_a_new_policy_is_a_function_and_a_line(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As CONTRIBUTING.md tells it: keep the even tokens."""
+    """Keep the even tokens."""
 
     def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
         return (history.token % 2 == 0).float()
@@ -382,8 +382,8 @@ def test_a_step_that_reads_lengths_on_the_host_is_not_captured(llama: LlamaForCa
     assert "reads the cache's length on the host" in (reason_not_to_capture(graph, context) or "")
 
 
-def test_the_readme_names_every_method() -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text()
+def test_the_docs_name_every_method() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "methods.md").read_text()
     assert [name for name in METHODS if f"`{name}`" not in text] == []
 
 
