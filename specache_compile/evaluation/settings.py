@@ -23,7 +23,7 @@ WORDS = {"true": True, "false": False, "none": None}
 
 @dataclass(frozen=True)
 class Setting:
-    """A method's name and what was given with it; `options` is what the backend receives, None for the uncompiled model."""
+    """A method's name and what was given with it; `options` is what the backend receives; uncompiled: None."""
 
     name: str
     given: tuple[tuple[str, Any], ...]
