@@ -146,7 +146,7 @@ def own_copy(value: Tensor) -> Tensor:
 
 
 class RecordedSteps:
-    """The captured steps of one session, by what was lowered; to be cleared whenever its state moves."""
+    """The recorded steps of one session, by what was lowered; to be cleared whenever its state moves."""
 
     def __init__(self) -> None:
         self.steps: dict[Lowered, RecordedStep | None] = {}

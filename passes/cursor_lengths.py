@@ -1,4 +1,4 @@
-"""Read the number of cached tokens from the cursor, where a captured step must look for it."""
+"""Read the number of cached tokens from the cursor, where a recorded step must look for it."""
 
 from __future__ import annotations
 
