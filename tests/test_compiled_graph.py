@@ -23,7 +23,7 @@ def code(llama: LlamaForCausalLM) -> dict[str, list[str]]:
     twin.compile(backend="specache", options=OPTIONS)
     tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 60))
     assert torch.equal(tokens, greedy(llama, prompt(70), 60))
-    phases = [variant.phase for graph in find_record(twin).graphs for variant in graph.rewrites.made]
+    phases = [variant.phase.name for graph in find_record(twin).graphs for variant in graph.rewrites.made]
     assert len(sources) == len(phases)
     return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}
 
