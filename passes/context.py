@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,6 +10,9 @@ from typing import Any, Literal
 from torch.fx import GraphModule, Node
 
 from .recipe import RecipeOf
+
+# The first number in a weight's name: modules are numbered where they stand in a list, as layers do.
+LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
 
 Phase = Literal["prefill", "extend", "pre-decode", "decode"]
 Part = Literal["keys", "values"]
@@ -115,6 +119,12 @@ Pass = Callable[[GraphModule, Context], tuple[GraphModule, PassReport]]
 def value_of(node: Node) -> Any:
     """The fake value that tracing recorded for a node, whichever tracer made it."""
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def weight_layer(node: Node) -> int | None:
+    """The layer of the model that an input is a weight of, by its name."""
+    found = LAYER.search(node.name) if node.op == "placeholder" and "parameters" in node.name.lower() else None
+    return None if found is None else int(next(filter(None, found.groups())))
 
 
 def add_input(graph_module: GraphModule, context: Context, name: str, source: Input, value: Any) -> Node:

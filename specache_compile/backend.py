@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.lower import lower, within_tracing
+from specache_compile.lowering.progress import compiling, tell
 from specache_compile.passes.context import Context, Input, LeftAlone, Phase, value_of
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
@@ -215,7 +216,8 @@ class CapturedGraph:
         """The rewritten graph for this phase and the shapes of this session's state; compiled on first use."""
         key = phase, session.capacity, session.options
         if key not in self.lowered:
-            self.lowered[key] = within_tracing(self.fake_mode, lambda: self.rewrite(session, phase), late=not ahead)
+            with compiling(f"{self.name}, {phase}"):
+                self.lowered[key] = within_tracing(self.fake_mode, lambda: self.rewrite(session, phase), late=not ahead)
             if phase == self.phase:
                 dump_explanation(self, session)
         return self.lowered[key]
@@ -238,6 +240,7 @@ class CapturedGraph:
             padding = torch.empty(batch, 1, 1, session.capacity, dtype=torch.bool, device=device)
         context = self.new_context(phase, session.options, state, cursor, padding)
         graph_module = GraphModule(self.graph_module, copy.deepcopy(self.graph_module.graph))
+        tell("passes")
         passes = [p for p in PIPELINE if p.__name__ not in self.options.disable_passes]
         graph_module, trace = run_pipeline(graph_module, context, passes, self.name)
         self.decide_capture(graph_module, context)

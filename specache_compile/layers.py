@@ -6,10 +6,9 @@ import re
 
 from torch.fx import GraphModule, Node
 
-from .roofline import STATE_NAME, operator_name
+from specache_compile.passes.context import LAYER
 
-# The first number in a weight's name: modules are numbered where they stand in a list, as layers do.
-LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
+from .roofline import STATE_NAME, operator_name
 
 
 def layers_of(graph_module: GraphModule) -> dict[Node, str]:
