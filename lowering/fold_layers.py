@@ -115,7 +115,7 @@ def borders_of(nodes: Sequence[Node]) -> list[int]:
         return []
     live = crossing(nodes)
     layers = list(first)
-    inner = [min(range(last[a] + 1, first[b] + 1), key=live.__getitem__) for a, b in itertools.pairwise(layers)]
+    inner = [min(range(first[b], last[a], -1), key=live.__getitem__) for a, b in itertools.pairwise(layers)]
     start = first[layers[0]] - (first[layers[1]] - inner[0])
     end = last[layers[-1]] + (inner[-1] - last[layers[-2]])
     return [max(start, 0), *inner, min(end, len(nodes))]

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
+import logging
+import operator
+import re
+import sys
 from typing import Any
 
 import pytest
 import torch
+from test_compiled_graph import launches, names, state_left_alone
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES, Family
 from specache_compile.lowering import lower
+from specache_compile.lowering.fold_layers import fold_layers
+from specache_compile.passes.overlap import mutated_arguments
+from specache_compile.records import find_record
 
 BY_NAME = {family.name: family for family in FAMILIES}
 # Names, and how many kinds of layers each has.
@@ -102,3 +115,156 @@ def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
         asked = {**inputs, "max_new_tokens": 40, "do_sample": False}
         assert torch.equal(model.generate(**asked), plain.generate(**asked))
     assert len(compiles) % 3 == 0
+
+
+def test_the_ops_run_in_the_order_that_overlap_chose_on_their_own_layers_state(compiles: list[GraphModule]) -> None:
+    """A decode step's ops with what each writes, as they ran, beside those of the rewritten graph."""
+    model = compiled(tiny_llama(num_hidden_layers=6), top_k=8)
+    ran: list[tuple[str, int]] = []
+    with torch.no_grad():
+        out = model(prompt(70))
+        for _ in range(2):
+            ran.clear()
+            with Watch(ran):
+                out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+    graph = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
+    session = out.past_key_values.layers[0].keys.handle.session
+    state = {f"{field}_{layer}": value for layer, fields in enumerate(session.state) for field, value in fields.items()}
+    expected = [
+        (node.target.name(), state[mutated_arguments(node)[0].name].data_ptr())
+        for node in graph.modules["decode"].graph.nodes
+        if mutated_arguments(node)
+    ]
+    assert len(expected) == 6 * 5
+    assert [(name, pointer) for name, pointer in ran] == expected
+
+
+class Watch(TorchDispatchMode):
+    """Notes each specache op that writes, and the first tensor that it writes to."""
+
+    def __init__(self, ran: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.ran = ran
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [
+            i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if func.namespace == "specache" and written:
+            self.ran.append((func.name(), args[written[0]].data_ptr()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def code() -> dict[str, list[list[str]]]:
+    """What the parts of a folded graph of four layers launch, phase by phase; and the tokens must be right."""
+    torch._dynamo.reset()
+    plain = tiny_llama(num_hidden_layers=4)
+    model = compiled(copy.deepcopy(plain))
+    tokens, sources = run_and_get_code(lambda: greedy_unmasked(model, prompt(70), 60))
+    assert torch.equal(tokens, greedy(plain, prompt(70), 60))
+    phases = [phase for graph in find_record(model).graphs for phase, *_ in graph.lowered]
+    assert len(sources) == 3 * len(phases)
+    bodies = [launches(source) for source in sources]
+    return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
+
+
+def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[str, list[list[str]]]) -> None:
+    before, layer, after = map(names, code["decode"])
+    attention = ["offload", "wait", "decode_attention_fused", "select_topk", "prefetch", "append"]
+    assert (before, layer, after) == ([], ["work"] * 3 + attention + ["work"] * 4, ["work"])
+
+
+@pytest.mark.parametrize("phase", ["prefill", "pre-decode", "decode"])
+def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[list[str]]], phase: str) -> None:
+    before, layer, after = map(state_left_alone, code[phase])
+    assert (before, after) == (0, 0)
+    assert layer > 4
+
+
+def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any], FakeTensorMode]:
+    """A graph of `count` layers h = relu(h + h @ w), with fakes for its inputs; `change` edits it."""
+    mode = FakeTensorMode()
+    graph = Graph()
+    hidden = graph.placeholder("x")
+    names = [f"l_self_modules_layers_modules_{i}_parameters_weight_" for i in range(count)]
+    weights = [graph.placeholder(name) for name in names]
+    for weight in weights:
+        product = graph.call_function(torch.matmul, (hidden, weight))
+        hidden = graph.call_function(torch.relu, (graph.call_function(torch.add, (hidden, product)),))
+    graph.output((hidden, None, 7))
+    if change is not None:
+        change(graph)
+    module = GraphModule({}, graph)
+    with mode:
+        inputs = [torch.empty(3, 4), *(torch.empty(4, 4) for _ in weights)]
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
+    return module, inputs, mode
+
+
+def test_a_folded_graph_returns_what_the_whole_graph_does() -> None:
+    module, inputs, _ = layers_of(6)
+    parts: list[GraphModule] = []
+    folded = fold_layers(module, inputs, lambda part, fakes: parts.append(part) or part)
+    assert folded is not None
+    assert len(parts) == 1
+    values = [torch.randn(value.shape) for value in inputs]
+    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
+
+
+def in_place_across_a_border(graph: Graph) -> None:
+    relus = graph.find_nodes(op="call_function", target=torch.relu)
+    with graph.inserting_before(relus[2].next):
+        graph.call_function(operator.iadd, (relus[1], 1))
+
+
+def weights_that_come_back(graph: Graph) -> None:
+    products = graph.find_nodes(op="call_function", target=torch.matmul)
+    products[-1].args = (products[-1].args[0], products[0].args[1])
+
+
+def a_gradient_switch(graph: Graph) -> None:
+    with graph.inserting_before(graph.find_nodes(op="call_function", target=torch.relu)[2]):
+        graph.call_function(torch._C._set_grad_enabled, (False,))
+
+
+@pytest.mark.parametrize("change", [in_place_across_a_border, weights_that_come_back, a_gradient_switch])
+def test_a_graph_whose_parts_are_not_independent_is_not_cut(change: Any) -> None:
+    module, inputs, _ = layers_of(6, change)
+    assert fold_layers(module, inputs, pytest.fail) is None
+
+
+def test_an_unlike_layer_is_compiled_with_its_unlike_neighbours() -> None:
+    def change(graph: Graph) -> None:
+        first, second, *_ = graph.find_nodes(op="call_function", target=torch.relu)
+        first.target, second.target = torch.sigmoid, torch.tanh
+
+    module, inputs, _ = layers_of(6, change)
+    parts: list[GraphModule] = []
+    assert fold_layers(module, inputs, lambda part, fakes: parts.append(part) or part) is not None
+    assert len(parts) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_progress_is_a_line_on_a_terminal_and_a_log_everywhere(
+    stream: io.StringIO, compiles: list[GraphModule], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with caplog.at_level(logging.INFO, "specache_compile.lowering.progress"):
+        greedy(compiled(tiny_llama(num_hidden_layers=4)), prompt(70), 2)
+    assert bool(stream.getvalue()) == stream.isatty()
+    if stream.isatty():
+        assert re.search(r"specache: compiling graph\d+, prefill.*part 2 of 3, for 4 of 6", stream.getvalue())
+    logged = [re.sub(r"graph\d+|[\d.]+ s", "", message) for message in caplog.messages]
+    assert logged[:5] == [
+        "compiling , prefill: passes",
+        "compiling , prefill: part 1 of 3, for 1 of 6",
+        "compiling , prefill: part 2 of 3, for 4 of 6",
+        "compiling , prefill: part 3 of 3, for 1 of 6",
+        "compiled , prefill in ",
+    ]
