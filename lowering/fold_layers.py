@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from specache_compile.passes.clean_up import writes
-from specache_compile.passes.context import output_node, weight_layer
+from specache_compile.passes.context import output_node, value_of, weight_layer
 from specache_compile.passes.in_place import memory_of
 from specache_compile.passes.overlap import mutated_arguments
 
@@ -137,10 +137,32 @@ def crossing(nodes: Sequence[Node]) -> list[int]:
 
 
 def part_of(nodes: Iterable[Node]) -> Part:
-    inside = dict.fromkeys(nodes)
+    """A part computes for itself the sizes that it uses: Dynamo does so once, in the first layer, for all of them."""
+    own = dict.fromkeys(node for node in nodes if not is_size(node) or any(user.op == "output" for user in node.users))
+    sizes: dict[Node, None] = {}
+    for node in own:
+        add_sizes(sizes, node)
+    inside = {**sizes, **own}
     inputs = dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in inside)
-    outputs = [node for node in inside if any(user not in inside for user in node.users)]
+    outputs = [node for node in own if any(user not in own for user in node.users)]
     return Part(tuple(inside), tuple(inputs), tuple(outputs))
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node does arithmetic on whole numbers, that have come into the graph or are in an input's shape."""
+    if node.op not in ("call_function", "call_method") or not isinstance(
+        value_of(node), (int, torch.SymInt, torch.Size)
+    ):
+        return False
+    return all(used.op == "placeholder" or is_size(used) for used in node.all_input_nodes)
+
+
+def add_sizes(sizes: dict[Node, None], node: Node) -> None:
+    """Add the sizes that a node is computed from, each behind those that it is computed from itself."""
+    for used in node.all_input_nodes:
+        if used not in sizes and is_size(used):
+            add_sizes(sizes, used)
+            sizes[used] = None
 
 
 def may_be_cut(graph_module: GraphModule, parts: Sequence[Part]) -> bool:
@@ -190,28 +212,22 @@ def kinds_of(
 
 
 def with_sizes(part: Part, values: dict[Node, Any]) -> Part | None:
-    """The part with an input more for each symbol that is in its inputs' sizes but is none of them by itself: a region
-    must find in its inputs what it computes with. None where no value of the graph has such a size."""
-    met = {symbol for node in part.inputs for size in sizes_of(values[node]) for symbol in size.free_symbols}
-    missing = met.difference(*(lengths_of(values[node]) for node in part.inputs))
+    """The part with an input more for each symbol that its inputs' sizes are made of, where none of them is that symbol
+    alone: a region must find in its inputs what it computes with. None where no value of the graph has such a size."""
+    inputs = [sizes_of(values[node]) for node in part.inputs]
+    missing = {symbol for sizes in inputs for size in sizes for symbol in size.free_symbols}.difference(*inputs)
     sources = []
     for symbol in sorted(missing, key=str):
-        sources.append(next((node for node, value in values.items() if symbol in lengths_of(value)), None))
+        sources.append(next((node for node, value in values.items() if symbol in sizes_of(value)), None))
     if None in sources:
         return None
     return Part(part.nodes, tuple(dict.fromkeys((*part.inputs, *sources))), part.outputs)
 
 
-def lengths_of(value: Any) -> set[sympy.Expr]:
-    """The symbolic sizes in a tensor's shape, or the integer itself."""
-    sizes = value.shape if isinstance(value, Tensor) else (value,)
-    return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
-
-
 def sizes_of(value: Any) -> set[sympy.Expr]:
-    """All that is symbolic about a value's layout."""
-    more = (*value.stride(), value.storage_offset()) if isinstance(value, Tensor) else ()
-    return lengths_of(value) | {size.node.expr for size in more if isinstance(size, torch.SymInt)}
+    """The symbolic sizes and strides of a tensor, or the integer itself."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
 
 
 def kind_of(part: Part, values: dict[Node, Any]) -> Any:
