@@ -11,6 +11,7 @@ of another kind (sliding beside full attention) are regions of their own; neighb
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -42,8 +43,10 @@ CompilePart = Callable[[GraphModule, list[Any]], Lowered]
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring nodes of a graph, the values from outside that they use, and those of theirs that others use."""
+    """Neighbouring nodes of a graph, the sizes that are computed for them, the values from outside that both use, and
+    those of the nodes that are used outside."""
 
+    sizes: tuple[Node, ...]
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
@@ -84,10 +87,13 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
 
 def cut(graph_module: GraphModule) -> list[Part]:
     """What comes before the layers, each layer, and what comes after them; nothing where too few layers are found."""
-    nodes = body(graph_module)
+    nodes = [node for node in body(graph_module) if not is_size(node)]
+    returned = [node for node in output_node(graph_module).all_input_nodes if is_size(node)]
     borders = borders_of(nodes)
-    pieces = [nodes[start:end] for start, end in zip([0, *borders], [*borders, len(nodes)], strict=True)]
-    return [part_of(piece) for piece in pieces if piece] if borders else []
+    if not borders:
+        return []
+    first, *pieces = (nodes[start:end] for start, end in zip([0, *borders], [*borders, len(nodes)], strict=True))
+    return [part_of(piece) for piece in ([*first, *returned], *pieces) if piece]
 
 
 def body(graph_module: GraphModule) -> list[Node]:
@@ -138,14 +144,14 @@ def crossing(nodes: Sequence[Node]) -> list[int]:
 
 def part_of(nodes: Iterable[Node]) -> Part:
     """A part computes for itself the sizes that it uses: Dynamo does so once, in the first layer, for all of them."""
-    own = dict.fromkeys(node for node in nodes if not is_size(node) or any(user.op == "output" for user in node.users))
+    own = dict.fromkeys(nodes)
     sizes: dict[Node, None] = {}
     for node in own:
         add_sizes(sizes, node)
     inside = {**sizes, **own}
     inputs = dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in inside)
-    outputs = [node for node in own if any(user not in own for user in node.users)]
-    return Part(tuple(inside), tuple(inputs), tuple(outputs))
+    outputs = [node for node in own if any(user not in inside for user in node.users)]
+    return Part(tuple(node for node in sizes if node not in own), tuple(own), tuple(inputs), tuple(outputs))
 
 
 def is_size(node: Node) -> bool:
@@ -221,7 +227,7 @@ def with_sizes(part: Part, values: dict[Node, Any]) -> Part | None:
         sources.append(next((node for node, value in values.items() if symbol in sizes_of(value)), None))
     if None in sources:
         return None
-    return Part(part.nodes, tuple(dict.fromkeys((*part.inputs, *sources))), part.outputs)
+    return dataclasses.replace(part, inputs=tuple(dict.fromkeys((*part.inputs, *sources))))
 
 
 def sizes_of(value: Any) -> set[sympy.Expr]:
@@ -232,10 +238,9 @@ def sizes_of(value: Any) -> set[sympy.Expr]:
 
 def kind_of(part: Part, values: dict[Node, Any]) -> Any:
     """What a part does, with its values numbered in the order in which they are first seen."""
-    names = {node: Name(number) for number, node in enumerate((*part.inputs, *part.nodes))}
-    calls = tuple(
-        (node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__))) for node in part.nodes
-    )
+    nodes = (*part.sizes, *part.nodes)
+    names = {node: Name(number) for number, node in enumerate((*part.inputs, *nodes))}
+    calls = tuple((node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__))) for node in nodes)
     inputs = tuple(description(values[node]) for node in part.inputs)
     return calls, inputs, tuple(names[node].number for node in part.outputs)
 
@@ -274,9 +279,9 @@ def joined(parts: Sequence[Part]) -> Part:
     if len(parts) == 1:
         return parts[0]
     whole = part_of(node for part in parts for node in part.nodes)
-    inside = set(whole.nodes)
-    sizes = (node for part in parts for node in part.inputs if node not in inside)
-    return Part(whole.nodes, tuple(dict.fromkeys((*whole.inputs, *sizes))), whole.outputs)
+    inside = {*whole.sizes, *whole.nodes}
+    inputs = dict.fromkeys(node for part in (whole, *parts) for node in part.inputs if node not in inside)
+    return dataclasses.replace(whole, inputs=tuple(inputs))
 
 
 def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> GraphModule:
@@ -286,7 +291,7 @@ def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> G
     for node in part.inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta["val"] = copies[node].meta["example_value"] = values[node]
-    for node in part.nodes:
+    for node in (*part.sizes, *part.nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in part.outputs))
     return GraphModule(graph_module, graph)
