@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from specache_compile.passes.context import LeftAlone
+from specache_compile.passes.pipeline import keeping_texts
 
 from .break_even import min_context
 from .compat import GENERATE_MASKS_ALL
@@ -68,6 +69,7 @@ def explain(
             recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False
         ),
         FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
+        keeping_texts(),
     ):
         twin = twin_of(model, config)
         try:
