@@ -222,12 +222,13 @@ def with_sizes(part: Part, values: dict[Node, Any]) -> Part | None:
     alone: a region must find in its inputs what it computes with. None where no value of the graph has such a size."""
     inputs = [sizes_of(values[node]) for node in part.inputs]
     missing = {symbol for sizes in inputs for size in sizes for symbol in size.free_symbols}.difference(*inputs)
-    sources = []
+    sources = dict.fromkeys(part.inputs)
     for symbol in sorted(missing, key=str):
-        sources.append(next((node for node, value in values.items() if symbol in sizes_of(value)), None))
-    if None in sources:
-        return None
-    return dataclasses.replace(part, inputs=tuple(dict.fromkeys((*part.inputs, *sources))))
+        source = next((node for node, value in values.items() if symbol in sizes_of(value)), None)
+        if source is None:
+            return None
+        sources[source] = None
+    return dataclasses.replace(part, inputs=tuple(sources))
 
 
 def sizes_of(value: Any) -> set[sympy.Expr]:
@@ -239,7 +240,7 @@ def sizes_of(value: Any) -> set[sympy.Expr]:
 def kind_of(part: Part, values: dict[Node, Any]) -> Any:
     """What a part does, with its values numbered in the order in which they are first seen."""
     nodes = (*part.sizes, *part.nodes)
-    names = {node: Name(number) for number, node in enumerate((*part.inputs, *nodes))}
+    names: dict[Node, Any] = {node: Name(number) for number, node in enumerate((*part.inputs, *nodes))}
     calls = tuple((node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__))) for node in nodes)
     inputs = tuple(description(values[node]) for node in part.inputs)
     return calls, inputs, tuple(names[node].number for node in part.outputs)
