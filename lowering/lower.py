@@ -17,6 +17,9 @@ from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
 from specache_compile.passes.context import value_of
 from specache_compile.passes.masks import subgraph
 
+from .fold_layers import fold_layers
+from .progress import tell
+
 Made = TypeVar("Made")
 
 # By default Inductor moves a wait up to right behind its prefetch, and the copy hides behind nothing.
@@ -38,8 +41,17 @@ def lower(
     use_fused_kernels(own)
     if CHECKS_BOUNDS_TOO_EARLY:
         trust_indices(own)
-    compiled: Any = compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
-    return compiled
+    config = {**settings, **KEEP_ORDER, **patches}
+
+    def compile_part(part: GraphModule, part_inputs: list[Any]) -> Any:
+        return compile_fx(part, part_inputs, config_patches=config)
+
+    folded = fold_layers(own, inputs, compile_part)
+    if folded is not None:
+        return folded
+    tell("whole")
+    whole: Callable[..., Any] = compile_part(own, inputs)
+    return whole
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from torch.fx import GraphModule, Node
 from .phase import Phase
 from .recipe import RecipeOf
 
+# Dynamo names a weight by its place in the model, whose modules are numbered where they stand in a list, as layers do.
+LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
 Part = Literal["keys", "values"]
 
 
@@ -136,6 +139,18 @@ def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any
     node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, arguments)
     node.meta["specache"] = Tag(site.number, op=op)
     return node
+
+
+def model_layer(name: str) -> int | None:
+    """The model's layer that an input's name says it is of: the first number; None where there is none."""
+    found = LAYER.search(name)
+    return None if found is None else int(next(filter(None, found.groups())))
+
+
+def weight_layer(node: Node) -> int | None:
+    """The model's layer that a node is a weight of; None for what is no weight, or in no layer."""
+    is_weight = node.op == "placeholder" and "parameters" in node.name.lower()
+    return model_layer(node.name) if is_weight else None
 
 
 def add_input(graph_module: GraphModule, context: Context, name: str, source: Input, value: Any) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 import networkx as nx
@@ -75,26 +76,34 @@ def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
     """Compute nodes keep their order; a wait comes right before its first dependant, a copy as soon as it can start."""
     order: dict[Node, None] = {}
     place_of = {node: place for place, node in enumerate(nodes)}
-    early = sorted((n for n in nodes if is_early(n)), key=lambda n: rank(n))
+    early = sorted((n for n in nodes if is_early(n)), key=rank)
+    turn = {node: number for number, node in enumerate(early)}
+    missing = {node: dag.in_degree(node) for node in early}
+    ready = [turn[node] for node in early if not missing[node]]
+
+    def append(node: Node) -> None:
+        order[node] = None
+        for user in dag.successors(node):
+            if user in missing:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, turn[user])
 
     def emit(node: Node) -> None:
         if node in order:
             return
         for needed in sorted(dag.predecessors(node), key=place_of.__getitem__):
             emit(needed)
-        order[node] = None
+        append(node)
 
     for node in nodes:
-        if is_wait(node) or is_early(node) or node.op == "output":
+        if is_wait(node) or node in turn or node.op == "output":
             continue
         emit(node)
-        progress = True
-        while progress:
-            ready = next((n for n in early if n not in order and all(p in order for p in dag.predecessors(n))), None)
-            progress = ready is not None
-            if ready is not None:
-                order[ready] = None
-                early.remove(ready)
+        while ready:
+            copy = early[heapq.heappop(ready)]
+            if copy not in order:
+                append(copy)
     for node in nodes:
         emit(node)
     return list(order)

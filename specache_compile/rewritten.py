@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.lower import lower, within_tracing
+from specache_compile.lowering.progress import compiling, tell
 from specache_compile.passes.context import Context, Input, Part
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
@@ -66,7 +67,8 @@ class Rewrites:
         """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
         if variant not in self.made:
             make = functools.partial(rewrite, self.captured, variant, self.name)
-            self.made[variant] = within_tracing(self.captured.fake_mode, make, late=not ahead)
+            with compiling(f"{self.name}, {variant.phase}"):
+                self.made[variant] = within_tracing(self.captured.fake_mode, make, late=not ahead)
             for observe in observers:
                 observe(self, variant)
         return self.made[variant]
@@ -96,6 +98,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     fakes = StateFakes(captured, variant)
     context = context_of(captured, variant, fakes)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
+    tell("passes")
     passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
     graph_module, trace = run_pipeline(graph_module, context, passes, name)
     patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}

@@ -94,6 +94,20 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
     assert rows[0]["expected bytes"] == 2 * 2 * 2 * 256 * 16 * 4  # two layers, K and V, two heads, float32
 
 
+def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> None:
+    done = run("cold_start.py", "--smoke", "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["caches"], row["way"]) for row in rows] == [
+        (state, way) for state in ("cold", "warm") for way in ("torch.compile", "specache")
+    ]
+    for row in rows:
+        stages = sum(row[stage] for stage in ("Dynamo", "passes", "AOT and Inductor", "the rest"))
+        assert stages == pytest.approx(row["seconds"])
+        assert row["Dynamo"] > 0
+    assert all("of plain" in done.stdout and row["way"] in done.stdout for row in rows)
+
+
 @pytest.mark.parametrize(("reuse", "stay"), [(0.0, 0), (0.5, 4), (1.0, 8)])
 def test_a_forced_selection_keeps_its_share_from_step_to_step(
     reuse: float, stay: int, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.context import LeftAlone
+from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.step import CompiledGraph
@@ -76,6 +77,7 @@ def explain(
             recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False
         ),
         FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
+        keeping_texts(),
     ):
         twin = twin_of(model, config)
         try:

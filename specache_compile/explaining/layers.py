@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.context import tag_of
+from specache_compile.passes.context import model_layer, tag_of
 
 from .roofline import operator_name
 
-# Dynamo names a weight by its place in the model, whose modules are numbered where they stand in a list, as layers do.
-LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
 AFTER = 1 << 30
-
-
-def model_layer(weight: str) -> int | None:
-    """The model's layer that a weight's name says it is in: the first number; None where there is none."""
-    found = LAYER.search(weight)
-    return int(next(filter(None, found.groups()))) if found else None
 
 
 def layers_of(graph_module: GraphModule) -> dict[Node, str]:
