@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from specache_compile.passes.clean_up import writes
@@ -156,11 +157,15 @@ def part_of(nodes: Iterable[Node]) -> Part:
 
 def is_size(node: Node) -> bool:
     """Whether a node does arithmetic on whole numbers, that have come into the graph or are in an input's shape."""
-    if node.op not in ("call_function", "call_method") or not isinstance(
-        value_of(node), (int, torch.SymInt, torch.Size)
-    ):
+    value = value_of(node) if node.op in ("call_function", "call_method") else None
+    if not isinstance(value, (int, torch.SymInt, torch.Size)) or not is_backed(value):
         return False
     return all(used.op == "placeholder" or is_size(used) for used in node.all_input_nodes)
+
+
+def is_backed(value: Any) -> bool:
+    """Whether all sizes of a value are known from the graph's inputs, and none from the numbers in a tensor."""
+    return not free_unbacked_symbols(value)
 
 
 def add_sizes(sizes: dict[Node, None], node: Node) -> None:
@@ -194,7 +199,7 @@ def kinds_of(
     graph_module: GraphModule, parts: list[Part], values: dict[Node, Any], mode: FakeTensorMode
 ) -> list[Any] | None:
     """For each part a key that is equal for parts that are alike; None where something else than a tensor or an integer
-    passes between two of them, or a size that nobody can tell.
+    passes between two of them, or one whose size nobody can tell.
 
     Two parts are alike if they do the same to inputs of the same shapes, so that one region serves both; `values`, the
     fakes of the graph's inputs, are completed by what the parts hand on, which is computed once a kind.
@@ -210,9 +215,12 @@ def kinds_of(
         if kind not in made:
             with mode, torch.no_grad():
                 made[kind] = Interpreter(extract(graph_module, part, values)).run(*(values[n] for n in part.inputs))
-        if not all(isinstance(value, (Tensor, int, torch.SymInt)) for value in made[kind]):
+        if not all(isinstance(value, (Tensor, int, torch.SymInt)) and is_backed(value) for value in made[kind]):
             return None
-        values.update(zip(part.outputs, made[kind], strict=True))
+        # Objects of their own: of two inputs that are one object, AOTAutograd would read the first alone.
+        with mode, torch.no_grad():
+            own = [value.detach() if isinstance(value, Tensor) else value for value in made[kind]]
+        values.update(zip(part.outputs, own, strict=True))
         kinds.append(kind)
     return kinds
 

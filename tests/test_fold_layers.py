@@ -205,6 +205,25 @@ def test_a_folded_graph_returns_what_the_whole_graph_does() -> None:
     torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
 
 
+def test_values_of_several_layers_stay_apart() -> None:
+    """Two alike layers hand on fakes that are alike; were they one object, a part that takes both would read one."""
+
+    def change(graph: Graph) -> None:
+        relus = graph.find_nodes(op="call_function", target=torch.relu)
+        output = next(iter(graph.find_nodes(op="output")))
+        with graph.inserting_before(output):
+            difference = graph.call_function(torch.sub, (relus[1], relus[3]))
+        output.args = ((difference,),)
+
+    module, inputs, _ = layers_of(6, change)
+    taken: list[list[Any]] = []
+    folded = fold_layers(module, inputs, lambda part, fakes: taken.append(fakes) or part)
+    assert folded is not None
+    assert all(len({id(fake) for fake in fakes}) == len(fakes) for fakes in taken)
+    values = [torch.randn(value.shape) for value in inputs]
+    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
+
+
 def in_place_across_a_border(graph: Graph) -> None:
     relus = graph.find_nodes(op="call_function", target=torch.relu)
     with graph.inserting_before(relus[2].next):
