@@ -34,6 +34,7 @@ def lower(
     how: "inductor" or "eager". patches: Inductor config, beside what `mode` (a torch.compile mode) stands for.
     """
     if how == "eager":
+        graph_module.recompile()
         return graph_module
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
@@ -50,6 +51,7 @@ def lower(
     if folded is not None:
         return folded
     tell("whole")
+    own.recompile()
     whole: Callable[..., Any] = compile_part(own, inputs)
     return whole
 
@@ -60,7 +62,6 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
     for node in graph_module.graph.find_nodes(op="call_function", target=ops.decode_attention.default):
         if value_of(node.args[0]).device.type == "cpu":
             node.target = ops.decode_attention_fused.default
-    graph_module.recompile()
 
 
 def trust_indices(graph_module: GraphModule) -> None:

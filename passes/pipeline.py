@@ -63,7 +63,8 @@ class Trace:
 def run_pipeline(
     graph_module: GraphModule, context: Context, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
 ) -> tuple[GraphModule, Trace]:
-    """Run `passes` in order on `graph_module` (which they may change); checks the graph after each.
+    """Run `passes` in order on `graph_module` (which they may change); checks the graph after each, and leaves it to
+    whoever runs the module to have its code written (`recompile`).
 
     With SPECACHE_DUMP=dir in the environment, writes dir/<name>.<phase>/NN_<pass>.py before and after; every pass
     also leaves a structured trace that `tlparse` shows.
@@ -78,7 +79,6 @@ def run_pipeline(
         trace.reports.append(report)
         show(name, trace, number, report.name, graph_module)
         log.debug("%s %s: %s %s", context.phase, report.name, report.counts, "; ".join(report.remarks))
-    graph_module.recompile()
     trace.hash = graph_hash(graph_module)
     return graph_module, trace
 
