@@ -14,7 +14,7 @@ test: .venv/ready          ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
-test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/test_passes.py -k speculate"
+test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"
 	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 lint: .venv/ready          ## style, formatting, types, the tables of the docs

@@ -229,6 +229,8 @@ def append(
     batch, heads, count, d = k.shape
     capacity, window = codes.shape[2], recent.shape[2]
     bits = stored_bits(codes, d)
+    if zero_point not in ("midpoint", "minimum"):
+        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here knows two")
     strides = {
         "k_batch": k.stride(0), "k_head": k.stride(1), "k_token": k.stride(2),
         "v_batch": v.stride(0), "v_head": v.stride(1), "v_token": v.stride(2),

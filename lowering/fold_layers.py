@@ -22,6 +22,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
@@ -37,6 +38,9 @@ from .progress import tell
 # where fewer layers than these are spared.
 FEWEST_LAYERS = 4
 FEWEST_SAVED = 2
+
+# What holds for all that comes after it, in whichever part; and takes effect in whoever runs it.
+SETS_A_MODE = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 Lowered = Callable[..., Sequence[Any]]
 CompilePart = Callable[[GraphModule, list[Any]], Lowered]
@@ -67,7 +71,7 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
     """The graph as a callable over its inputs, with one compiled region for all layers that are alike; None where too
     few are, or where cutting might change what the graph does. `inputs` are fakes, as the placeholders have them."""
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
-    parts = cut(graph_module)
+    parts = [] if mode is None else cut(graph_module)
     if mode is None or not parts or not may_be_cut(graph_module, parts):
         return None
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -89,12 +93,13 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
 def cut(graph_module: GraphModule) -> list[Part]:
     """What comes before the layers, each layer, and what comes after them; nothing where too few layers are found."""
     nodes = [node for node in body(graph_module) if not is_size(node)]
-    returned = [node for node in output_node(graph_module).all_input_nodes if is_size(node)]
+    kept = set(output_node(graph_module).all_input_nodes)
+    returned = [node for node in body(graph_module) if is_size(node) and node in kept]
     borders = borders_of(nodes)
     if not borders:
         return []
     first, *pieces = (nodes[start:end] for start, end in zip([0, *borders], [*borders, len(nodes)], strict=True))
-    return [part_of(piece) for piece in ([*first, *returned], *pieces) if piece]
+    return [part_of(piece) for piece in ([*returned, *first], *pieces) if piece]
 
 
 def body(graph_module: GraphModule) -> list[Node]:
@@ -122,6 +127,8 @@ def borders_of(nodes: Sequence[Node]) -> list[int]:
         return []
     live = crossing(nodes)
     layers = list(first)
+    if any(first[b] <= last[a] for a, b in itertools.pairwise(layers)):
+        return []  # one node takes weights of two layers
     inner = [min(range(first[b], last[a], -1), key=live.__getitem__) for a, b in itertools.pairwise(layers)]
     start = first[layers[0]] - (first[layers[1]] - inner[0])
     end = last[layers[-1]] + (inner[-1] - last[layers[-2]])
@@ -181,7 +188,7 @@ def may_be_cut(graph_module: GraphModule, parts: Sequence[Part]) -> bool:
     is written in place, state aside, stays within one of them. A view of state that crosses is refused too."""
     written = set()
     for node in body(graph_module):
-        if node.op == "get_attr" or node.target is torch._C._set_grad_enabled:
+        if node.op == "get_attr" or node.target in SETS_A_MODE:
             return False
         written |= {memory_of(target) for target in targets_of_writes(node)}
     crossed = (node for part in parts for node in part.outputs)

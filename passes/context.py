@@ -115,11 +115,6 @@ class Context:
     # Attentions, counted in the graph's order, that a person wants left as they are.
     exact_attentions: frozenset[int] = frozenset()
 
-    @property
-    def needs_guess(self) -> bool:
-        """Whether the graph takes the speculative token as an input."""
-        return Input("guess") in self.inputs
-
 
 Pass = Callable[[GraphModule, Context], tuple[GraphModule, PassReport]]
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -20,11 +19,11 @@ from .captured import Captured, capture, drop_unread_held
 from .errors import OptionError, SpecacheError, SpecacheWarning
 from .free_sizes import free_sizes
 from .methods import parse_options
-from .rewritten import Rewrites, phases
+from .rewritten import Rewrites
 from .runtime.session import options_at
 from .runtime.state import bucket
 from .runtime.step import CompiledGraph
-from .runtime.variant import Variant
+from .runtime.variant import Variant, phases
 
 
 def specache(
@@ -77,7 +76,7 @@ def compile_sites(captured: Captured) -> CompiledGraph:
     options = options_at(captured.options, captured.layers[0].device, prompt=past or tokens, tokens=past + tokens)
     for phase in phases(captured.phase, options):
         rewrites.get(Variant(phase, options, bucket(past + tokens)), ahead=True)
-    return CompiledGraph(captured, rewrites, functools.partial(phases, captured.phase))
+    return CompiledGraph(captured, rewrites)
 
 
 def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:

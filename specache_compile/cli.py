@@ -92,13 +92,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def defaults(declarations: Mapping[str, Any]) -> str:
     """Who takes an option, and its default: "default: 64; kivi: 128"."""
-    by_value: dict[Any, list[str]] = {}
-    for method, declared in declarations.items():
-        by_value.setdefault(declared.default, []).append(method)
-    common = max(by_value, key=lambda value: len(by_value[value]))
-    others = [f"{', '.join(methods)}: {value}" for value, methods in by_value.items() if value != common]
+    usual = declarations.get("specache", next(iter(declarations.values()))).default
+    others = [f"{method}: {declared.default}" for method, declared in declarations.items() if declared.default != usual]
     takers = "" if len(declarations) == len(METHODS) else f"{', '.join(declarations)}; "
-    return takers + "; ".join([f"default: {common}", *others])
+    return takers + "; ".join([f"default: {usual}", *others])
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

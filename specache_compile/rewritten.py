@@ -18,15 +18,13 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.lower import lower, within_tracing
 from specache_compile.lowering.progress import compiling, tell
 from specache_compile.passes.context import Context, Input, Part
-from specache_compile.passes.phase import Phase
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 
 from .captured import Captured
 from .errors import SpecacheWarning
 from .methods import METHODS
-from .options import MethodOptions
 from .runtime.state import fields_of
-from .runtime.variant import Variant
+from .runtime.variant import Variant, selects
 
 _graph_numbers = itertools.count()
 # Called with each graph that was rewritten, and for what: `entry.py` puts the dump here.
@@ -81,16 +79,6 @@ class Rewrites:
     @property
     def traces(self) -> list[Trace]:
         return [made.trace for made in self.made.values()]
-
-
-def selects(options: MethodOptions) -> bool:
-    """Whether a decode step selects pairs for the next one."""
-    return bool(options.top_k) and "prefetch" not in options.disable_passes
-
-
-def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
-    """The phases that a captured graph of this one is rewritten for."""
-    return (phase.before, phase) if phase.before is not None and selects(options) else (phase,)
 
 
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:

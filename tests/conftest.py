@@ -73,7 +73,9 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 def llama() -> LlamaForCausalLM:
     if "module" not in _shared:
         return tiny_llama()
-    return _shared.setdefault("llama", tiny_llama())
+    if "llama" not in _shared:
+        _shared["llama"] = tiny_llama()
+    return _shared["llama"]
 
 
 @pytest.fixture

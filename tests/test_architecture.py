@@ -13,6 +13,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+import specache_compile as sc
+
 ROOT = Path(__file__).parent.parent
 PARTS = ("passes", "lowering", "kernels")
 # Seconds of one import that are the project's own, where the machine does nothing else.
@@ -103,6 +105,15 @@ def test_lint_guards_the_borders(place: str, line: str) -> None:
     command = [ruff, "check", "--select", "TID251", "--stdin-filename", place, "-"]
     run = subprocess.run(command, input=f"{line}\n", cwd=ROOT, capture_output=True, text=True, check=False)
     assert "TID251" in run.stdout
+
+
+def test_every_public_name_is_there() -> None:
+    assert {name: getattr(sc, name).__name__ for name in sc.__all__} | {"Options": ""} == {
+        name: name for name in sc.__all__
+    } | {"Options": ""}
+    assert set(sc._PLACES) <= set(sc.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'explian'"):
+        _ = sc.explian
 
 
 def test_no_comment_points_outside_the_repository() -> None:

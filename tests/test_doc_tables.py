@@ -85,7 +85,7 @@ def test_the_files_and_tests_that_a_page_names_are_there(page: Path) -> None:
         assert re.search(rf"^(?:(?:async )?def|class) {what}\b|^{what}\b", (ROOT / name).read_text(), re.MULTILINE), (
             what
         )
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, f"{page.name}: {name}"
 

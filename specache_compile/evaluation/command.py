@@ -163,9 +163,11 @@ def text_identity(texts: Sequence[Path]) -> list[str] | str:
 
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, fingerprint: str, args: argparse.Namespace) -> str:
     """Everything that a row's figures depend on."""
+    # In rows that older versions wrote `full` alone is the uncompiled model.
+    method = "full, compiled" if str(setting) == "full" else str(setting)
     return json.dumps(
         {
-            "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
+            "task": task, "cell": cell.name, "context": cell.context, "method": method, "samples": bench.samples,
             "seed": bench.seed, "model": fingerprint, "dtype": args.dtype, "device": args.device,
             "lowering": args.lowering, "texts": text_identity(bench.texts), **cell.facts,
         },

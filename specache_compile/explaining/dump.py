@@ -18,7 +18,8 @@ from .explain import explanation_of
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
     """Write explain.txt, explain.json, report.html and, of a decode, timeline.json and schedule.graphml, into
-    folder/<graph's name>. A pre-decode is explained with its decode."""
+    folder/<graph's name>. A pre-decode is explained with its decode; a graph for a cache that has grown, for its whole
+    bucket; each for the first batch that Dynamo met."""
     captured = rewrites.captured
     if variant.phase != captured.phase:
         return

@@ -42,7 +42,9 @@ def is_launch(node: Node) -> bool:
 def launch_cost(node: Node, load: Workload) -> Cost:
     """The cost of a launch under `load`: tier ops by their tiers' lengths, the rest by the graph's own shapes."""
     op, tag = op_of(node.target), tag_of(node)
-    if op is not None and tag is not None:
+    if op is not None:
+        if tag is None:
+            raise ValueError(f"{node.name} is at no site")
         return op.cost(arguments_of(node), load, tag.site)
     tensors = [value_of(argument) for argument in node.all_input_nodes]
     result = value_of(node)

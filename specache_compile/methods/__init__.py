@@ -52,8 +52,13 @@ def declared_options() -> dict[str, dict[str, Any]]:
 
 
 def declared_fields() -> dict[str, Field]:
-    """Every state tensor that a method declares, by its name."""
-    return {field.name: field for method in METHODS.values() for field in method.fields}
+    """Every state tensor that a method declares, by its name, which stands for one of them alone."""
+    found: dict[str, Field] = {}
+    for method in METHODS.values():
+        for field in method.fields:
+            if found.setdefault(field.name, field) is not field:
+                raise ValueError(f"method {method.name}: another field is called {field.name!r} already")
+    return found
 
 
 __all__ = ["METHODS", "Method", "declared_fields", "declared_options", "parse_options"]

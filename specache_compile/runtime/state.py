@@ -71,14 +71,16 @@ def moved_over(
     time; slots are empty. A state that has moved already stays.
     """
     codes = state["codes"]
-    new, moved = {}, False
-    for field in fields_of(options, layer):
-        shape, dtype = field.shape(options, layer, batch, codes.shape[2]), field.dtype(options, layer)
-        moved = moved or state[field.name].shape != shape
-        kept = field.tier in ("host", "recent", MEASURE)
-        new[field.name] = state[field.name] if kept else empty(field, shape, dtype, layer)
-    if not moved:
+    fields = fields_of(options, layer)
+    shapes = {field: field.shape(options, layer, batch, codes.shape[2]) for field in fields}
+    if all(state[field.name].shape == shape for field, shape in shapes.items()):
         return state
+    new = {
+        field.name: state[field.name]
+        if state[field.name].shape == shape and field.tier != "low-bit"
+        else empty(field, shape, field.dtype(options, layer), layer)
+        for field, shape in shapes.items()
+    }
     low_bit = options.low_bit_length(length)
     for start in range(0, low_bit, MOVED):
         pairs = codes[:, :, start : min(start + MOVED, low_bit)]

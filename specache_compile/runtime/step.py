@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches
 from specache_compile.lowering import cuda_graphs
-from specache_compile.options import MethodOptions
-from specache_compile.passes.phase import Phase
+from specache_compile.options import MethodOptions, own_options
 
 from .held import Handle
 from .records import ModelRecord, record_of
 from .session import Session
+from .variant import phases
 
 if TYPE_CHECKING:
     from specache_compile.captured import Captured  # noqa: TID251  (types alone)
     from specache_compile.rewritten import Rewrites, Rewritten  # noqa: TID251
-
-# How a model is lowered is the model's own, whichever cache comes to it.
-OF_THE_MODEL = ("lowering", "disable_passes", "exact_layers", "mode", "inductor")
 
 
 class CompiledGraph:
     """What Dynamo calls in place of a captured graph: takes its arguments; returns what it would, held tensors in
     place of the cache."""
 
-    def __init__(
-        self, captured: Captured, rewrites: Rewrites, phases: Callable[[MethodOptions], tuple[Phase, ...]]
-    ) -> None:
-        self.captured, self.rewrites, self.phases = captured, rewrites, phases
+    def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
+        self.captured, self.rewrites = captured, rewrites
         self.record: ModelRecord | None = None
         # Graphs whose steps are no longer captured, since an input of theirs moves in every one.
         self.uncaptured: set[Rewritten] = set()
@@ -78,7 +72,7 @@ class CompiledGraph:
         captured = self.captured
         tokens = captured.symbols.value(captured.tokens, arguments)
         session.begin(tokens, None if captured.padding is None else arguments[captured.padding])
-        *before, phase = self.phases(session.options)
+        *before, phase = phases(captured.phase, session.options)
         rewritten, inside = self.rewrites.get(session.variant(phase)), 0.0
         guess_is_missing = session.guess is None and rewritten.needs_guess
         for first in before if guess_is_missing or not session.slots_ready else ():
@@ -124,11 +118,12 @@ class CompiledGraph:
 def warn_of_other_options(made_under: MethodOptions, compiled_with: MethodOptions) -> bool:
     """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else. Returns
     whether there was something to say."""
-    names = dict.fromkeys(field.name for side in (made_under, compiled_with) for field in dataclasses.fields(side))
+    # How a model is lowered is the model's own, whichever cache comes to it.
+    names = ["method", *(name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))]
     differences = ", ".join(
-        f"{name} {getattr(made_under, name, None)!r} (the model's: {getattr(compiled_with, name, None)!r})"
+        f"{name} {getattr(made_under, name)!r} (the model's: {getattr(compiled_with, name)!r})"
         for name in names
-        if name not in OF_THE_MODEL and getattr(made_under, name, None) != getattr(compiled_with, name, None)
+        if hasattr(compiled_with, name) and getattr(made_under, name) != getattr(compiled_with, name)
     )
     if differences:
         warnings.warn(

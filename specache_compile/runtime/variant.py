@@ -1,4 +1,4 @@
-"""What a graph is rewritten for."""
+"""What a captured graph is rewritten for."""
 
 from __future__ import annotations
 
@@ -15,3 +15,13 @@ class Variant:
     phase: Phase
     options: MethodOptions
     capacity: int
+
+
+def selects(options: MethodOptions) -> bool:
+    """Whether a decode step selects pairs for the next one."""
+    return bool(options.top_k) and "prefetch" not in options.disable_passes
+
+
+def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
+    """The phases that a captured graph of this one is rewritten for."""
+    return (phase.before, phase) if phase.before is not None and selects(options) else (phase,)

@@ -17,7 +17,7 @@ from specache_compile.evaluation.diagnostics.inspected import Inspected
 from specache_compile.evaluation.diagnostics.speculation import Greedy
 from specache_compile.runtime.stats import HitRate
 
-EXAMPLE = str(Path(__file__).parent.parent / "examples" / "needle-llama")
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "needle-llama")
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 256,

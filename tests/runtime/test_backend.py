@@ -61,6 +61,7 @@ def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> N
     record = find_record(twin)
     assert (record is None) == (name in ESSENTIAL)
     if record is not None:
+        assert sc.stats(twin).pre_decodes == (name != "prefetch"), "where nothing is fetched there is nothing to choose"
         traces = [trace for graph in record.graphs for trace in graph.rewrites.traces]
         assert all(name not in {report.name for report in trace.reports} for trace in traces)
 

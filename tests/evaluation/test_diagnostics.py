@@ -26,7 +26,7 @@ from specache_compile.evaluation.diagnostics import (
 from specache_compile.evaluation.diagnostics.inspected import Inspected
 from specache_compile.evaluation.diagnostics.point import Point
 
-MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
+MODEL = str(Path(__file__).parents[2] / "examples" / "needle-llama")
 QUICK = ("--length", "48", "--steps", "6", "--windows", "1")
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 from needle import sample  # noqa: E402
@@ -51,7 +51,7 @@ def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
     """The paper's claim: within 2 points of the full cache, where plain 1-bit KIVI loses a fifth of the keys."""
 
     def overall(**options: Any) -> float:
-        return sum(recalled(model, length, 20, **options) for length in (512, 1024, 2048)) / 3
+        return sum(recalled(model, length, 20, **options) for length in (256, 1024)) / 2
 
     full = overall()
     assert full >= 0.99

@@ -172,7 +172,7 @@ def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None
     """In a process of its own: torch reads TORCH_TRACE when it is imported."""
     code = "from conftest import *\ngreedy(compile_copy(tiny_llama()), prompt(70), 3)"
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": "tests"}
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=environment, check=True)
     logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
     for phase in ("prefill", "pre-decode", "decode"):
         for number, name in enumerate(PASS_NAMES, start=1):
@@ -183,7 +183,7 @@ def test_the_gallery_shows_a_table_and_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a small model, so that it is quick; `python examples/gallery.py` shows the real shapes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     gallery = importlib.import_module("gallery")
     assert {"Llama-3-8B", "Mistral-7B-v0.3", "Qwen3-8B"} == set(gallery.MODELS)
     small = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64,

@@ -383,7 +383,7 @@ def test_a_step_that_reads_lengths_on_the_host_is_not_captured(llama: LlamaForCa
 
 
 def test_the_docs_name_every_method() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "methods.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
     assert [name for name in METHODS if f"`{name}`" not in text] == []
 
 

@@ -17,6 +17,7 @@ from test_compiled_graph import launches, names, state_left_alone
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -25,7 +26,7 @@ from families import FAMILIES, Family
 from specache_compile.lowering import lower
 from specache_compile.lowering.fold_layers import fold_layers
 from specache_compile.passes.overlap import mutated_arguments
-from specache_compile.records import find_record
+from specache_compile.runtime.records import find_record
 
 BY_NAME = {family.name: family for family in FAMILIES}
 # Names, and how many kinds of layers each has.
@@ -141,7 +142,7 @@ def test_the_ops_run_in_the_order_that_overlap_chose_on_their_own_layers_state(
     state = {f"{field}_{layer}": value for layer, fields in enumerate(session.state) for field, value in fields.items()}
     expected = [
         (node.target.name(), state[mutated_arguments(node)[0].name].data_ptr())
-        for node in graph.modules["decode"].graph.nodes
+        for node in graph.rewrites.modules["decode"].graph.nodes
         if mutated_arguments(node)
     ]
     assert len(expected) == 6 * 5
@@ -156,7 +157,7 @@ def code() -> dict[str, list[list[str]]]:
     model = compiled(copy.deepcopy(plain))
     tokens, sources = run_and_get_code(lambda: greedy_unmasked(model, prompt(70), 60))
     assert torch.equal(tokens, greedy(plain, prompt(70), 60))
-    phases = [phase for graph in find_record(model).graphs for phase, *_ in graph.lowered]
+    phases = [variant.phase.name for graph in find_record(model).graphs for variant in graph.rewrites.made]
     assert len(sources) == 3 * len(phases)
     bodies = [launches(source) for source in sources]
     return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
@@ -240,10 +241,54 @@ def a_gradient_switch(graph: Graph) -> None:
         graph.call_function(torch._C._set_grad_enabled, (False,))
 
 
-@pytest.mark.parametrize("change", [in_place_across_a_border, weights_that_come_back, a_gradient_switch])
+def autocast_over_layers(graph: Graph) -> None:
+    first, *_, last = graph.find_nodes(op="call_function", target=torch.relu)
+    with graph.inserting_before(first):
+        entered = graph.call_function(_enter_autocast, ("cpu", torch.bfloat16, True, None))
+    with graph.inserting_after(last):
+        graph.call_function(_exit_autocast, (entered,))
+
+
+def weights_of_two_layers_in_one_node(graph: Graph) -> None:
+    products = graph.find_nodes(op="call_function", target=torch.matmul)
+    with graph.inserting_before(products[1]):
+        both = graph.call_function(torch.add, (products[1].args[1], products[2].args[1]))
+    products[2].args = (products[2].args[0], both)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_place_across_a_border, weights_that_come_back, a_gradient_switch, autocast_over_layers,
+        weights_of_two_layers_in_one_node,
+    ],
+)  # fmt: skip
 def test_a_graph_whose_parts_are_not_independent_is_not_cut(change: Any) -> None:
     module, inputs, _ = layers_of(6, change)
     assert fold_layers(module, inputs, pytest.fail) is None
+    assert not torch.is_autocast_enabled("cpu"), "looking at a graph leaves no mode behind"
+
+
+def test_sizes_are_returned_and_used() -> None:
+    """A size that is an output, one made from it, and a tensor of so many numbers before the layers."""
+
+    def change(graph: Graph) -> None:
+        x = next(iter(graph.find_nodes(op="placeholder")))
+        first = next(iter(graph.find_nodes(op="call_function", target=torch.matmul)))
+        output = next(iter(graph.find_nodes(op="output")))
+        with graph.inserting_before(first):
+            size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+            more = graph.call_function(operator.add, (size, 1))
+            counted = graph.call_function(torch.arange, (size,))
+            moved = graph.call_function(torch.add, (x, size))
+        first.args = (moved, first.args[1])
+        output.args = ((more, size, counted, *output.args[0]),)
+
+    module, inputs, _ = layers_of(6, change)
+    folded = fold_layers(module, inputs, lambda part, fakes: part)
+    assert folded is not None
+    values = [torch.randn(value.shape) for value in inputs]
+    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
 
 
 def test_an_unlike_layer_is_compiled_with_its_unlike_neighbours() -> None:

@@ -392,7 +392,7 @@ def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int) -
 
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
     """Without a GPU, in a process of its own: what runs in the interpreter cannot be compiled in the same one."""
-    script = Path(__file__).with_name("compile_kernels.py")
+    script = Path(__file__).parents[1] / "compile_kernels.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("sm_90") == done.stdout.count("sm_80") > 20
