@@ -31,11 +31,14 @@ def lower(
 ) -> Callable[..., Any]:
     """A callable over `inputs` (fakes and symbolic integers, as the graph's placeholders have them).
 
-    how: "inductor" or "eager". patches: Inductor config, beside what `mode` (a torch.compile mode) stands for.
+    how: "inductor"; "op by op", with the kernels that Inductor's code would call; "eager", with the ops' definitions.
+    patches: Inductor config, beside what `mode` (a torch.compile mode) stands for.
     """
     if how == "eager":
         graph_module.recompile()
         return graph_module
+    if how == "op by op":
+        return op_by_op(graph_module)
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
@@ -54,6 +57,14 @@ def lower(
     own.recompile()
     whole: Callable[..., Any] = compile_part(own, inputs)
     return whole
+
+
+def op_by_op(graph_module: GraphModule) -> GraphModule:
+    """A copy that runs as it is; the graph that people look at stays."""
+    own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    use_fused_kernels(own)
+    own.recompile()
+    return own
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:

@@ -90,7 +90,9 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
     graph_module, trace = run_pipeline(graph_module, context, passes, name)
     patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
-    run = lower(graph_module, [fakes.of(i) for i in context.inputs], captured.options.lowering, patches, captured.mode)
+    how = captured.options.lowering
+    how = "op by op" if how == "inductor" and variant.phase.once else how
+    run = lower(graph_module, [fakes.of(i) for i in context.inputs], how, patches, captured.mode)
     return Rewritten(
         variant, run, graph_module, tuple(context.inputs), context.held_outputs, context.guesses, context.lanes,
         is_to_capture(captured.mode, graph_module, context), trace,

@@ -201,6 +201,14 @@ def bench() -> str:
     return fenced(table(load("cpu_decode.json")["rows"]))
 
 
+def cold_start() -> str:
+    """What benchmarks/cold_start.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from cold_start import table
+
+    return fenced(table(load("cold_start.json")["rows"]))
+
+
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
@@ -287,7 +295,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, bench, diagnostics, tasks, devices, passes, ops,
+            families, versions, options, methods, summary, demo, bench, cold_start, diagnostics, tasks, devices, passes, ops,
             fields,
         )
     },

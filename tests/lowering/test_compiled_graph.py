@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
+from torch.fx import GraphModule
 from transformers import LlamaForCausalLM
 
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt
+from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.runtime.records import find_record
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}
@@ -23,28 +24,9 @@ def code(llama: LlamaForCausalLM) -> dict[str, list[str]]:
     twin.compile(backend="specache", options=OPTIONS)
     tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 60))
     assert torch.equal(tokens, greedy(llama, prompt(70), 60))
-    phases = [variant.phase.name for graph in find_record(twin).graphs for variant in graph.rewrites.made]
+    phases = compiled_phases(twin)
     assert len(sources) == len(phases)
     return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}
-
-
-def launches(source: str) -> list[str]:
-    """The lines of the wrapper's `call` that launch something."""
-    body = source.split("def call(")[1]
-    pattern = re.compile(r"torch\.ops\.specache\.|extern_kernels\.|cpp_fused|aten\.|\.copy_\(|clone")
-    return [line.strip() for line in body.splitlines() if pattern.search(line) and not line.strip().startswith("#")]
-
-
-def names(lines: list[str]) -> list[str]:
-    """specache op names and "work" for matrix products, in launch order."""
-    found = []
-    for line in lines:
-        op = re.search(r"torch\.ops\.specache\.(\w+)\.default\(", line)
-        if op and "assert" not in line:
-            found.append(op.group(1))
-        elif "extern_kernels" in line:
-            found.append("work")
-    return found
 
 
 def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
@@ -61,10 +43,17 @@ def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]])
     assert behind == order.count("work")
 
 
-def test_the_pre_decode_fetches_and_stores_nothing(code: dict[str, list[str]]) -> None:
-    order = names(code["pre-decode"])
-    assert order.count("prefetch") == 2
-    assert not {"append", "offload"} & set(order)
+def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(llama: LlamaForCausalLM) -> None:
+    """It fetches and stores nothing."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=OPTIONS)
+    greedy_unmasked(twin, prompt(70), 2)
+    forms = [form for graph in find_record(twin).graphs for form in graph.rewrites.made.values()]
+    (run,) = [form.run for form in forms if form.variant.phase.once]
+    assert isinstance(run, GraphModule)
+    called = [str(node.target) for node in run.graph.nodes if "specache." in str(node.target)]
+    ops = ["wait", "decode_attention_fused", "select_topk", "prefetch"]
+    assert called == 2 * [f"specache.{op}.default" for op in ops]
 
 
 def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
@@ -73,23 +62,9 @@ def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, 
     assert order[:5] == ["work", "work", "work", "offload", "append"]
 
 
-@pytest.mark.parametrize("phase", ["prefill", "pre-decode", "decode"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: str) -> None:
     assert state_left_alone(code[phase]) > 8
-
-
-def state_left_alone(lines: list[str]) -> int:
-    """State goes into the ops as the graph's own inputs, and nothing else touches it; how many tensors that are."""
-    state = set()
-    for line in lines:
-        call = re.search(r"torch\.ops\.specache\.(\w+)\.default\((.*)\)", line)
-        if call:
-            state |= set(re.findall(r"\barg\d+_1\b", call.group(2)))
-    for line in lines:
-        if "torch.ops.specache" not in line:
-            assert not state & set(re.findall(r"\barg\d+_1\b", line)), line
-    assert not any(".copy_(" in line or "aten.clone" in line for line in lines)
-    return len(state)
 
 
 @pytest.mark.parametrize("settings", [{"speculate": False}, {"top_k": 0, "bits": 16}, {"bits": 4}])

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_compiled_graph import launches, names, state_left_alone
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -23,6 +22,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES, Family
+from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.lowering import lower
 from specache_compile.lowering.fold_layers import fold_layers
 from specache_compile.passes.overlap import mutated_arguments
@@ -82,11 +82,11 @@ def compiled(model: Any, **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
-    """Before the layers, each kind of them, and after them, in each of prefill, pre-decode and decode."""
+    """Before the layers, each kind of them, and after them, in prefill and decode."""
     model = compiled(of_depth(BY_NAME[name], 4))
     plain = of_depth(BY_NAME[name], 4)
     assert torch.equal(greedy(model, prompt(50), 60), greedy(plain, prompt(50), 60))
-    assert len(compiles) == 3 * (FOLDED[name] + 2)
+    assert len(compiles) == 2 * (FOLDED[name] + 2)
 
 
 def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: list[GraphModule]) -> None:
@@ -96,13 +96,13 @@ def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: l
         plain = tiny_llama(num_hidden_layers=layers)
         assert torch.equal(greedy(compiled(copy.deepcopy(plain)), prompt(70), 5), greedy(plain, prompt(70), 5))
         counts.append(len(compiles))
-    assert counts == [9, 18]
+    assert counts == [6, 12]
 
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_few_layers_are_compiled_whole(layers: int, compiles: list[GraphModule]) -> None:
     greedy(compiled(tiny_llama(num_hidden_layers=layers)), prompt(70), 3)
-    assert len(compiles) == 3
+    assert len(compiles) == 2
 
 
 def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
@@ -157,7 +157,7 @@ def code() -> dict[str, list[list[str]]]:
     model = compiled(copy.deepcopy(plain))
     tokens, sources = run_and_get_code(lambda: greedy_unmasked(model, prompt(70), 60))
     assert torch.equal(tokens, greedy(plain, prompt(70), 60))
-    phases = [variant.phase.name for graph in find_record(model).graphs for variant in graph.rewrites.made]
+    phases = compiled_phases(model)
     assert len(sources) == 3 * len(phases)
     bodies = [launches(source) for source in sources]
     return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
@@ -169,7 +169,7 @@ def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[st
     assert (before, layer, after) == ([], ["work"] * 3 + attention + ["work"] * 4, ["work"])
 
 
-@pytest.mark.parametrize("phase", ["prefill", "pre-decode", "decode"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[list[str]]], phase: str) -> None:
     before, layer, after = map(state_left_alone, code[phase])
     assert (before, after) == (0, 0)
