@@ -295,8 +295,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, bench, cold_start, diagnostics, tasks, devices, passes, ops,
-            fields,
+            families, versions, options, methods, summary, demo, bench, cold_start, diagnostics, tasks, devices, passes,
+            ops, fields,
         )
     },
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
