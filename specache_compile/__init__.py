@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
     from .kernels.host_memory import release_host_memory
-    from .methods.specache import SpecacheOptions as Options
+    from .methods import Options
     from .runtime.materialize import materialize
     from .runtime.stats import Stats, stats
 
@@ -37,7 +37,7 @@ __all__ = [
 _PLACES = {
     "Bisection": "explaining.bisect:Bisection",
     "Explanation": "explaining.explain:Explanation",
-    "Options": "methods.specache:SpecacheOptions",
+    "Options": "methods:Options",
     "Stats": "runtime.stats:Stats",
     "bisect": "explaining.bisect:bisect",
     "explain": "explaining.explain:explain",

@@ -42,6 +42,11 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     return method.options(**given)
 
 
+def Options(**given: Any) -> MethodOptions:
+    """The options that `torch.compile(..., options=given)` would use, checked."""
+    return parse_options(given)
+
+
 def declared_options() -> dict[str, dict[str, Any]]:
     """Every option, by name: its declaration (a dataclass field) in each method that takes it."""
     found: dict[str, dict[str, Any]] = {}
@@ -61,4 +66,4 @@ def declared_fields() -> dict[str, Field]:
     return found
 
 
-__all__ = ["METHODS", "Method", "declared_fields", "declared_options", "parse_options"]
+__all__ = ["METHODS", "Method", "Options", "declared_fields", "declared_options", "parse_options"]

@@ -18,7 +18,7 @@ from .slots import FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 class SpecacheOptions(LowBitOptions):
     """What `torch.compile(..., options={...})` accepts where no method is named; the defaults are the paper's."""
 
-    method: str = choice("specache", ("specache",), "the method", flag=False)
+    method: str = "specache"
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
     speculate: bool = choice(
         True, (True, False), "run the speculative token beside the output token; off: the output token chooses"

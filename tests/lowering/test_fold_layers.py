@@ -190,7 +190,7 @@ def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any], F
     if change is not None:
         change(graph)
     module = GraphModule({}, graph)
-    with mode:
+    with mode, torch.set_grad_enabled(torch.is_grad_enabled()):  # a graph may switch it
         inputs = [torch.empty(3, 4), *(torch.empty(4, 4) for _ in weights)]
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
     return module, inputs, mode

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_passes import decode_graph, text
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from graphs import decode_graph, text
 from specache_compile.kernels import ops
 from specache_compile.kernels.costs import Cost
 from specache_compile.kernels.ops import Op, register
