@@ -44,6 +44,7 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests skip, with the reason, where there is none; a module that is one process runs in one worker."""
     for item in items:

@@ -57,14 +57,16 @@ _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def record_of(arguments: Sequence[Any]) -> ModelRecord:
-    """The record of the model that these arguments of a graph belong to; a new one on first sight."""
-    parameters = [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
-    for parameter in parameters:
-        if parameter in _records:
-            return _records[parameter]
+    """The record of the model that these arguments of a graph belong to; a new one on first sight. A graph serves every
+    model of one class and shape, as Dynamo has it: each call may be another's."""
+    parameters = (argument for argument in arguments if isinstance(argument, torch.nn.Parameter))
+    known = next((_records[parameter] for parameter in parameters if parameter in _records), None)
+    if known is not None:
+        return known
     record = ModelRecord()
-    for parameter in parameters:
-        _records[parameter] = record
+    for argument in arguments:
+        if isinstance(argument, torch.nn.Parameter):
+            _records[argument] = record
     return record
 
 

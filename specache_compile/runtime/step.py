@@ -13,7 +13,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions, own_options
 
 from .held import Handle
-from .records import ModelRecord, record_of
+from .records import record_of
 from .session import Session
 from .variant import phases
 
@@ -28,7 +28,6 @@ class CompiledGraph:
 
     def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
         self.captured, self.rewrites = captured, rewrites
-        self.record: ModelRecord | None = None
         # Graphs whose steps are no longer captured, since an input of theirs moves in every one.
         self.uncaptured: set[Rewritten] = set()
 
@@ -60,8 +59,7 @@ class CompiledGraph:
             session = agreed_session(handles)
             if session.asked != captured.options and not session.told_of_options:
                 session.told_of_options = warn_of_other_options(session.asked, captured.options)
-        self.record = self.record or record_of(arguments)
-        self.record.note(self, session.statistics)
+        record_of(arguments).note(self, session.statistics)
         return session
 
     def step(self, session: Session, arguments: Sequence[Any]) -> tuple[list[Any], float]:

@@ -221,6 +221,14 @@ def test_two_models_with_different_options_in_one_process(llama: LlamaForCausalL
     assert sc.stats(one).kv_ratio < sc.stats(two).kv_ratio
 
 
+def test_a_graph_that_serves_two_models_counts_for_each(llama: LlamaForCausalLM) -> None:
+    """Dynamo guards on a model's class and shapes: copies that are compiled alike share their graphs."""
+    one, two = compile_copy(llama), compile_copy(llama)
+    greedy(one, prompt(40), 3)
+    greedy(two, prompt(40), 6)
+    assert (sc.stats(one).decodes, sc.stats(two).decodes) == (2, 5)
+
+
 def test_stats_of_a_model_that_never_ran_says_what_to_do() -> None:
     with pytest.raises(sc.SpecacheError, match="compile it with backend='specache'"):
         sc.stats(tiny_llama())

@@ -88,7 +88,7 @@ def test_a_prompt_that_is_long_enough_starts_where_the_options_say(llama: LlamaF
     twin = compile_copy(llama, min_context=100)
     cache = step(twin, prompt(100)).past_key_values
     assert session_of(cache).options.bits == LOSSLESS["bits"]
-    assert session_of(cache).later is None
+    assert session_of(cache).pending_options is None
 
 
 def test_a_fork_moves_over_by_itself(llama: LlamaForCausalLM) -> None:

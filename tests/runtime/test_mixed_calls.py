@@ -32,9 +32,9 @@ def graphs(model: Any) -> Counter[tuple[str, bool]]:
     record = find_record(model)
     assert record is not None
     read = [graph.captured for graph in record.graphs]
-    one_token = [graph.phase == "prefill" and value_of(graph.sites[0].q).shape[2] == 1 for graph in read]
+    one_token = [not graph.phase.has_past and value_of(graph.sites[0].q).shape[2] == 1 for graph in read]
     return Counter(
-        ("prompt of one token" if one else graph.phase, graph.padding is not None)
+        ("prompt of one token" if one else graph.phase.name, graph.padding is not None)
         for graph, one in zip(read, one_token, strict=True)
     )
 
