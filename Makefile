@@ -5,24 +5,27 @@ BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-oldest lint bench quality train format clean
+.PHONY: demo test test-oldest lint tables bench quality train format clean
 
 demo: .venv/ready          ## ask the shipped model for needles: table and picture
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready          ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
-test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/test_passes.py -k speculate"
-	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist worksteal $(TESTS)
+test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"
+	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
-lint: .venv/ready          ## style, formatting and types
+lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/installed && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
-	$(BIN)/python tests/support_table.py --check README.md
+	$(BIN)/python tests/doc_tables.py --check
+
+tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results
+	$(BIN)/python tests/doc_tables.py --write
 
 bench: .venv/ready         ## decode step on the CPU at 1k, 4k and 16k of context
 	$(BIN)/python benchmarks/cpu_decode.py

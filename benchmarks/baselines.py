@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from specache_compile.tiers import LayerShape
+from specache_compile.methods.field import LayerShape
 
 FULL, OFFLOADED, STATIC = "HF DynamicCache", "HF DynamicCache, offloaded", "HF StaticCache, compiled"
 FP8 = "fp8 StaticCache, compiled"

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 # What decides comes first: bfloat16 of the Triton kernels, which no interpreter checks.
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 STEPS = {
-    "kernel tests": (*TESTS, "tests/test_triton.py"),
+    "kernel tests": (*TESTS, "tests/kernels/test_triton.py"),
     "tests": (*TESTS, "-m", "gpu"),
     "kernels": ("benchmarks/gpu_kernels.py",),
     "prefill": ("benchmarks/gpu_prefill.py",),

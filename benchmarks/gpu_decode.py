@@ -32,8 +32,10 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
-from specache_compile.session import Session
-from specache_compile.tiers import LayerShape, bucket, predicted_bytes
+from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
+from specache_compile.runtime.session import Session
+from specache_compile.runtime.state import bucket, predicted_bytes
 
 GIB = 1 << 30
 LLAMA = {
@@ -95,7 +97,7 @@ def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
     """Bytes of one sequence's cache on the device, with what a step puts beside it, and on the host."""
     layers, tokens = shapes_of(model), case.context + STEPS
     if case.method in SPECACHE:
-        tiers = predicted_bytes(sc.Options(**SPECACHE[case.method]), layers, 1, tokens)
+        tiers = predicted_bytes(parse_options(SPECACHE[case.method]), layers, 1, tokens)
         return sum(size for tier, size in tiers.items() if tier != "host"), tiers["host"]
     whole = round(bucket(tokens) * len(layers) * pair_bytes(case.method, layers[0]))
     beside = bucket(tokens) * layers_at_once(case.method) * round(pair_bytes(FULL, layers[0]))
@@ -385,7 +387,7 @@ def main(arguments: list[str] | None = None) -> None:
     with_hidden_shares(rows, limit)
     print(table(rows))
     print(*(f"skipped {method}: {reason}" for method, reason in skipped.items()), sep="\n")
-    print(f"break-even at batch 1 (for specache_compile/break_even.py): {break_even(rows) or 'none measured'}")
+    print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {break_even(rows) or 'none measured'}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     origin = provenance(device, "benchmarks/gpu_decode.py")
     report = {"provenance": origin, "limits": limit, "skipped": skipped, "rows": rows}

@@ -29,9 +29,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_select
-from specache_compile.kernels.copy_queue import CURSOR_SIZE, LENGTH, LOW_BIT, NEXT_LOW_BIT
-from specache_compile.options import Options
-from specache_compile.tiers import LayerShape, LayerState, allocate
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.runtime.state import allocate
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
 # Enough sets of inputs that none of them is still in the L2 cache when its turn comes again.
@@ -51,8 +52,8 @@ class Setting:
     top_k: int = 64
 
     @property
-    def options(self) -> Options:
-        return Options(bits=self.bits, top_k=self.top_k)
+    def options(self) -> SpecacheOptions:
+        return SpecacheOptions(bits=self.bits, top_k=self.top_k)
 
     @property
     def low_bit(self) -> int:
@@ -72,7 +73,7 @@ class Inputs:
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
         self.state = allocate(setting.options, shape, setting.batch, -(-(setting.context + 1) // 256) * 256)
         fill(self.state, setting, generator)
-        self.cursor = torch.zeros(CURSOR_SIZE, dtype=torch.int64, device=device)
+        self.cursor = new_cursor(device)
         self.point(setting.context, 1)
 
         def random(heads: int) -> Tensor:

@@ -24,8 +24,8 @@ from measuring import milliseconds, provenance
 from tabulate import tabulate
 from transformers import LlamaForCausalLM
 
-import specache_compile as sc
-from specache_compile.tiers import full_cache_bytes, predicted_bytes
+from specache_compile.methods import parse_options
+from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "torch.compile": None,
@@ -72,7 +72,7 @@ def expected_bytes(model: LlamaForCausalLM, method: str, context: int) -> dict[s
     options = METHODS[method]
     if options is None:
         return {"expected bytes": full_cache_bytes(layers, 1, context)}
-    tiers = predicted_bytes(sc.Options(**options), layers, 1, context)
+    tiers = predicted_bytes(parse_options(options), layers, 1, context)
     device = sum(size for tier, size in tiers.items() if tier != "host")
     return {"expected bytes": device + full_cache_bytes(layers[:2], 1, context)}
 

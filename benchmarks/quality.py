@@ -31,7 +31,7 @@ def eviction(rate: float) -> tuple[str, ...]:
 
 
 # With a quarter of the prompt's pairs they take a little more device memory than specache's 1 bit at 2,048 tokens.
-METHODS = ("full", *KIVI, *SPECACHE, "kcache:top_n=32", "kcache", *eviction(0.25))
+METHODS = ("uncompiled", *KIVI, *SPECACHE, "kcache:top_n=32", "kcache", *eviction(0.25))
 
 
 @dataclass(frozen=True)
@@ -56,26 +56,26 @@ TABLES = {
         "pairs fetched (SpeCache, Figure 5)",
         NEEDLE,
         ("needle",),
-        ("full", *(f"specache:bits=1,top_k={k}" for k in (0, 4, 16, 32, 64, 128))),
+        ("uncompiled", *(f"specache:bits=1,top_k={k}" for k in (0, 4, 16, 32, 64, 128))),
     ),
     "zero_point": Table(
         "the 1-bit zero point: KIVI's and the paper's (SpeCache, Table 5)",
         NEEDLE,
         ("needle",),
-        ("full", *(f"{m}:bits=1,zero_point={z}" for m in ("kivi", "specache") for z in ("minimum", "midpoint"))),
+        ("uncompiled", *(f"{m}:bits=1,zero_point={z}" for m in ("kivi", "specache") for z in ("minimum", "midpoint"))),
     ),
     "speculation": Table(
         "who chooses the pairs: the speculative token, or the output token (SpeCache, Table 4, quality)",
         NEEDLE,
         ("needle",),
-        ("full", *(f"specache:bits=1,top_k={k},speculate={s}" for k in (4, 16, 64) for s in (True, False))),
+        ("uncompiled", *(f"specache:bits=1,top_k={k},speculate={s}" for k in (4, 16, 64) for s in (True, False))),
     ),
     "groups": Table(
         "group size g and residual length R",
         NEEDLE,
         ("needle",),
         (
-            "full",
+            "uncompiled",
             *(f"{m}:bits=1,group_size={g},residual_length={r}" for m in ("kivi", "specache") for g in (32, 64, 128)
               for r in (32, 64, 128)),
         ),
@@ -92,7 +92,7 @@ TABLES = {
         "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",
         KEYS,
         ("variables", "aggregation"),
-        ("full", "kivi:bits=1", "specache:bits=1"),
+        ("uncompiled", "kivi:bits=1", "specache:bits=1"),
         ("--lengths", "1024", "--samples", "16"),
     ),
 }  # fmt: skip

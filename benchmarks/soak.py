@@ -42,8 +42,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.kernels import copy_queue
-from specache_compile.records import find_record
-from specache_compile.session import Session
+from specache_compile.runtime.records import find_record
+from specache_compile.runtime.session import Session
 
 # Every pair is fetched, so that the 1-bit tier never decides. The small group and window make tokens leave the window
 # early.
@@ -126,7 +126,7 @@ def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
     for model in (soak.twin, soak.assistant):
         record = find_record(model)
         for graph in record.graphs if record else ():
-            graphs[f"rewritten graphs, {graph.phase}"] += graph.compiles
+            graphs[f"rewritten graphs, {graph.phase}"] += len(graph.rewrites.made)
     captured = dynamo.get_compilation_metrics()
     return {
         **soak.facts,

@@ -13,8 +13,8 @@ import torch
 from soak_state import Difference, Soak, settle, some_text
 
 import specache_compile as sc
-from specache_compile.backend import CapturedGraph
 from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.runtime.step import CompiledGraph
 
 
 class Interruption(KeyboardInterrupt):
@@ -22,7 +22,7 @@ class Interruption(KeyboardInterrupt):
 
 
 PLACES = (
-    (CapturedGraph, "run"), (CopyQueue, "submit_offload"), (CopyQueue, "submit_prefetch"), (CopyQueue, "wait_for"),
+    (CompiledGraph, "run"), (CopyQueue, "submit_offload"), (CopyQueue, "submit_prefetch"), (CopyQueue, "wait_for"),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from soak_state import LARGEST_BATCH, Difference, Pair, Soak, a_prompt, some_tex
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
-from specache_compile.held import HeldTensor
+from specache_compile.runtime.held import HeldTensor
 
 # Logits of the two models are this near by far; where noise of this size changes the uncompiled model's own tokens,
 # rounding decides them.

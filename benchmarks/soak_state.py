@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from specache_compile.held import HeldTensor
 from specache_compile.kernels import copy_queue
-from specache_compile.session import Session
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.session import Session
 
 VOCABULARY, LARGEST_BATCH, LONGEST, POOL = 128, 12, 600, 5
 TOLERANCE = 1e-3  # of logits

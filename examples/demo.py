@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM
 
 import specache_compile as sc
 from needle import sample
-from specache_compile.tasks.haystack import library_source
-from specache_compile.tasks.needle import KEY_DIGITS
+from specache_compile.evaluation.tasks.haystack import library_source
+from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 
 HERE = Path(__file__).parent
 METHODS: dict[str, dict[str, Any] | None] = {

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from needle import sample
 from specache_compile.checkpoints import is_byte_level
-from specache_compile.tasks.haystack import library_source
-from specache_compile.tasks.needle import KEY_DIGITS
+from specache_compile.evaluation.tasks.haystack import library_source
+from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 
 HERE = Path(__file__).parent
 

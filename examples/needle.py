@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from specache_compile.tasks.needle import ask
+from specache_compile.evaluation.tasks.needle import ask
 
 
 @dataclass(frozen=True)

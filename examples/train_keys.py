@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from specache_compile.tasks.haystack import hide, library_source, window
-from specache_compile.tasks.multikey import NEEDLE, QUESTION
-from specache_compile.tasks.needle import KEY_DIGITS, ask, random_key
+from specache_compile.evaluation.tasks.haystack import hide, library_source, window
+from specache_compile.evaluation.tasks.multikey import NEEDLE, QUESTION
+from specache_compile.evaluation.tasks.needle import KEY_DIGITS, ask, random_key
 from training import Stage, scaled, train
 
 HERE = Path(__file__).parent

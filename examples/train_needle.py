@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from needle import sample
-from specache_compile.tasks.haystack import library_source
-from specache_compile.tasks.needle import KEY_DIGITS
+from specache_compile.evaluation.tasks.haystack import library_source
+from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 from training import Stage, byte_llama, scaled, train
 
 STAGES = (Stage(128, 1200), Stage(256, 800), Stage(512, 800), Stage(1024, 500), Stage(2048, 900))

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from specache_compile.tasks.haystack import library_source
+from specache_compile.evaluation.tasks.haystack import library_source
 from training import Stage, byte_llama, scaled, train, weighted_loss
 
 PACKAGES = ("networkx", "jinja2", "huggingface_hub", "tqdm", "tabulate", "fsspec", "pydantic")

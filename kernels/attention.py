@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, wait_for_offloads
+from .copy_queue import wait_for_offloads
+from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .quantize import dequantize_keys, dequantize_values
 
 # Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.

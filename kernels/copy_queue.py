@@ -15,9 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-# Positions in the int64 `cursor` tensor that every op receives.
-LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE = range(4)
-CURSOR_SIZE = 4
+from .cursor import QUEUE
 
 _worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specache-copy")
 _numbers = itertools.count(1)

@@ -1,4 +1,4 @@
-"""The copy stream of a CUDA device: fetches and offloads beside compute. All of the project's stream code is here.
+"""The copy stream of a CUDA device: fetches and offloads beside compute.
 
     main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
     copy stream                  └── gather_0, gather_1 ... ──┘
@@ -6,37 +6,29 @@
 What the copy stream touches is state of a session, or staging that this module owns; never an Inductor temporary.
 Nothing here blocks the host in a decode step. While a CUDA graph is being captured, the fork is part of the graph and
 `join` ends it: events from outside a capture cannot be waited for within. The last layers' fetches, which that would
-leave no time, start the next replay instead (`rotated`).
+leave no time, are deferred to the next replay (`deferred.py`). The stream that steps are recorded on is not here but
+in `lowering/cuda_graphs.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import kcache, tiers
+from . import deferred, kcache, tiers
 from . import measure as hit_rate
-from .copy_queue import CURSOR_SIZE, LENGTH
+from .cursor import length_of
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
 
 # The end of the last fetch into each layer's slots, by their address.
 _fetches: dict[int, torch.cuda.Event] = {}
-# In a capture: the end of the fetches that its start makes, by the address of their slots.
-_rotated: dict[int, torch.cuda.Event] = {}
-# What the host knows of the cursors on devices, by address: reading one would stop the host.
-_lengths: dict[int, int] = {}
-
-
-# The arguments of a `prefetch`.
-Fetch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @functools.cache
@@ -50,19 +42,6 @@ def adopt(state: Mapping[str, Tensor]) -> None:
     for field in ("slots", "slot_index", "wanted", "fetched"):
         state[field].record_stream(stream_of(state[field].device))
     weakref.finalize(state["slots"], _fetches.pop, state["slots"].data_ptr(), None)
-
-
-def publish(cursor: Tensor, length: int) -> None:
-    """Note the length that a device cursor holds from the next kernel on."""
-    if cursor.data_ptr() not in _lengths:
-        weakref.finalize(cursor, _lengths.pop, cursor.data_ptr(), None)
-    _lengths[cursor.data_ptr()] = length
-
-
-def length_of(cursor: Tensor) -> int:
-    """The number of cached tokens; stops the host only for a cursor that nobody published."""
-    known = _lengths.get(cursor.data_ptr()) if cursor.is_cuda else None
-    return int(cursor[LENGTH]) if known is None else known
 
 
 def join(device: torch.device) -> None:
@@ -85,7 +64,7 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
     """As `tiers.prefetch`, on the copy stream, behind what the main stream has been given so far."""
     from .triton_copy import gather
 
-    if slots.data_ptr() in _rotated:  # the start of the next replay makes it
+    if deferred.is_made_first(slots):
         return
     if not host.is_pinned():  # the GPU cannot read it: the host copies, and everything waits
         tiers.refill(wanted, host, slots, slot_index, fetched)
@@ -102,28 +81,9 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> No
     """As `tiers.wait`: what the main stream is given from here on runs behind the fetch; the host goes on."""
     fetch = _fetches.pop(slots.data_ptr(), None)
     if torch.cuda.is_current_stream_capturing():
-        fetch = _rotated.get(slots.data_ptr())
+        fetch = deferred.end_of(slots)
     if fetch is not None:
         torch.cuda.current_stream(slots.device).wait_event(fetch)
-
-
-@contextmanager
-def rotated(late: Sequence[Fetch], device: torch.device) -> Iterator[None]:
-    """Within it, in a capture: the fetches `late` come first, and are left out where the step would make them.
-
-        attend_0, ..., attend_n | join             gather_n beside attend_0, ...; wait_n, attend_n | join
-        copies: gather_0, ..., gather_n            copies: gather_n, gather_0, ...
-
-    What a replay selects last is so fetched by the next one, or by whoever needs it before: a fetch can be made at any
-    time, and again, since it takes only what `wanted` names and the slots lack.
-    """
-    try:
-        for fetch in late:
-            prefetch(*fetch)
-            _rotated[fetch[3].data_ptr()] = stream_of(device).record_event()
-        yield
-    finally:
-        _rotated.clear()
 
 
 def copy_rows(source: Tensor, target: Tensor) -> None:
@@ -240,9 +200,9 @@ class StreamCopies:
     """What a session on a CUDA device has in place of a `CopyQueue`: its copies run on the device's copy stream."""
 
     number = 0
-    # A copy on a stream cannot fail by itself, and no step stands still on the host for one.
+    # A copy on a stream cannot fail by itself; and how long the main stream stood still for one, the host cannot tell.
     error: BaseException | None = None
-    waited = 0.0
+    waited: float | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -252,8 +212,3 @@ class StreamCopies:
         torch.cuda.synchronize(self.device)
 
     settle = drain
-
-
-def new_cursor(device: torch.device) -> Tensor:
-    """A cursor where the ops read it: beside the model on CUDA, on the host elsewhere."""
-    return torch.zeros(CURSOR_SIZE, dtype=torch.int64, device=device if device.type == "cuda" else "cpu")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .attention import BLOCK, SEEN, grouped_bias, product, softmax_denominator
-from .copy_queue import LENGTH
+from .cursor import LENGTH
 from .policies import POLICIES
 from .policies.history import History
 from .tiers import EMPTY

@@ -175,7 +175,7 @@ def clear_error() -> None:
         warnings.warn(f"CUDA refused to pin memory: {error}", stacklevel=2)
 
 
-def budget(held: int, asked: int | None) -> int:
+def allowance(held: int, asked: int | None) -> int:
     """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free,
     which the pool's idle maps are: they make room."""
     return (free_memory() + _pool.idle_bytes() + held) // 2 if asked is None else asked

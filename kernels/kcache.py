@@ -1,4 +1,5 @@
-"""KCache (004): keys stay on the device in 16 bits, values live on the host; a step fetches the N it needs now."""
+"""KCache (arXiv 2404.18057): keys stay on the device in 16 bits, values live on the host; a step fetches the N that it
+needs now."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ import torch
 from torch import Tensor
 
 from .attention import grouped_bias, product, softmax_denominator
-from .copy_queue import LENGTH, wait_for_offloads
+from .copy_queue import wait_for_offloads
+from .cursor import LENGTH
 
 
 def kcache_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, device_keys: Tensor,
     host: Tensor, top_n: int, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (004, eq. 4).
+    """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (equation 4).
 
     q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys [B, H, C, d]; host [B, H, C, 2, d].
     The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. No guess: its fetch is waited for.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .attention import grouped_bias, product, softmax_denominator
-from .copy_queue import LENGTH, LOW_BIT, wait_for_offloads
+from .copy_queue import wait_for_offloads
+from .cursor import LENGTH, LOW_BIT
 
 
 def measure(

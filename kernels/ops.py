@@ -13,22 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, evict, kcache, low_bit_cpu, tiers
+from . import attention, costs, evict, kcache, low_bit_cpu, tiers
+from .costs import CostOf
 from .measure import measure
 
 
 @dataclass(frozen=True)
 class Op:
-    """One op: its schema, the PyTorch code that defines it, and its shapes under FakeTensorMode and on the meta device.
+    """One op, and all that the passes, the lowering and the roofline know of it.
 
-    cuda: "module:function" of the CUDA implementation, loaded on first use (triton is on Linux only); None: there is
-    none, the op is for CPUs.
+    schema: every mutated argument marked. run: the PyTorch code that defines it. fake: its shapes under FakeTensorMode
+    and on the meta device. cuda: "module:function" of the CUDA implementation, loaded on first use (triton is on Linux
+    only); None: there is none, the op is for CPUs. cost: see `costs.py`. lanes: its vmap rule, where a mapped axis
+    becomes lanes. copies: it runs on the copy stream. is_work: it takes long enough to hide a copy behind. early: it
+    starts as soon as it can, of several that could the one of the lowest number first. is_wait: it blocks until copies
+    have ended, and starts as late as it can. reads_host: it waits for the offloads by itself. capturable: a CUDA graph
+    may hold it, as it reads no length on the host.
     """
 
     schema: str
     run: Callable[..., Any]
     fake: Callable[..., Any]
-    cuda: str | None
+    cuda: str | None = None
+    cost: CostOf = costs.nothing
+    lanes: Callable[..., Any] | None = None
+    copies: bool = False
+    is_work: bool = False
+    early: int | None = None
+    is_wait: bool = False
+    reads_host: bool = False
+    capturable: bool = True
 
     @property
     def name(self) -> str:
@@ -52,80 +66,6 @@ DECODE = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
     "Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, float scale, float? softcap) "
     "-> (Tensor, Tensor)"
-)
-
-OPS = (
-    Op(
-        "decode_attention" + DECODE, attention.decode_attention, fake_decode_attention, "triton_decode:decode_attention"
-    ),
-    Op("decode_attention_fused" + DECODE, low_bit_cpu.decode_attention_fused, fake_decode_attention, None),
-    Op(
-        "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
-        "float scale, float? softcap) -> Tensor",
-        attention.extend_attention,
-        fake_extend_attention,
-        "triton_extend:extend_attention",
-    ),
-    Op(
-        "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
-        "Tensor(c!) key_params, Tensor(d!) value_params, str zero_point) -> ()",
-        tiers.append,
-        fake_nothing,
-        "triton_append:append",
-    ),
-    Op(
-        "offload(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) host) -> ()",
-        tiers.offload,
-        fake_nothing,
-        "copy_stream:offload",
-    ),
-    Op(
-        "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",
-        tiers.select_topk,
-        fake_nothing,
-        "triton_select:select_topk",
-    ),
-    Op(
-        "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
-        "Tensor(c!) fetched) -> ()",
-        tiers.prefetch,
-        fake_nothing,
-        "copy_stream:prefetch",
-    ),
-    Op(
-        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
-        tiers.wait,
-        fake_nothing,
-        "copy_stream:wait",
-    ),
-    Op(
-        "budget_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor(a!) kept, "
-        "Tensor(b!) kept_token, Tensor(c!) history, str policy, int block, int seed, float scale, float? softcap) "
-        "-> Tensor",
-        evict.budget_attention,
-        fake_extend_attention,
-        "evict:budget_attention",
-    ),
-    Op(
-        "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
-        "Tensor device_keys, Tensor host, int top_n, float scale, float? softcap) -> Tensor",
-        kcache.kcache_attention,
-        fake_extend_attention,
-        "copy_stream:kcache_attention",
-    ),
-    Op(
-        "keep_keys(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) device_keys) -> ()",
-        kcache.keep_keys,
-        fake_nothing,
-        "kcache:keep_keys",
-    ),
-    Op(
-        "measure(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, Tensor slot_index, "
-        "Tensor(a!) tally, float scale, float? softcap) -> ()",
-        measure,
-        fake_nothing,
-        "copy_stream:measure",
-    ),
 )
 
 
@@ -170,11 +110,98 @@ def loaded_on_first_use(place: str) -> Callable[..., Any]:
     return call
 
 
+OPS = (
+    Op(
+        "decode_attention" + DECODE,
+        attention.decode_attention, fake_decode_attention, "triton_decode:decode_attention",
+        cost=costs.decode_attention, lanes=widened_decode_attention, is_work=True,
+    ),
+    Op(
+        "decode_attention_fused" + DECODE,
+        low_bit_cpu.decode_attention_fused, fake_decode_attention,
+        cost=costs.decode_attention, is_work=True,
+    ),
+    Op(
+        "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
+        "float scale, float? softcap) -> Tensor",
+        attention.extend_attention, fake_extend_attention, "triton_extend:extend_attention",
+        cost=costs.extend_attention, is_work=True, reads_host=True, capturable=False,
+    ),
+    Op(
+        "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",
+        tiers.select_topk, fake_nothing, "triton_select:select_topk",
+        cost=costs.select_topk, early=0,
+    ),
+    Op(
+        "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
+        "Tensor(c!) fetched) -> ()",
+        tiers.prefetch, fake_nothing, "copy_stream:prefetch",
+        cost=costs.prefetch, copies=True, early=1,
+    ),
+    Op(
+        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
+        tiers.wait, fake_nothing, "copy_stream:wait",
+        is_wait=True,
+    ),
+    Op(
+        "offload(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) host) -> ()",
+        tiers.offload, fake_nothing, "copy_stream:offload",
+        cost=costs.offload, copies=True, early=2,
+    ),
+    Op(
+        "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
+        "Tensor(c!) key_params, Tensor(d!) value_params, str zero_point) -> ()",
+        tiers.append, fake_nothing, "triton_append:append",
+        cost=costs.append, early=3,
+    ),
+    Op(
+        "keep_keys(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) device_keys) -> ()",
+        kcache.keep_keys, fake_nothing, "kcache:keep_keys",
+        cost=costs.keep_keys, early=4, capturable=False,
+    ),
+    Op(
+        "budget_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor(a!) kept, "
+        "Tensor(b!) kept_token, Tensor(c!) history, str policy, int block, int seed, float scale, float? softcap) "
+        "-> Tensor",
+        evict.budget_attention, fake_extend_attention, "evict:budget_attention",
+        cost=costs.budget_attention, is_work=True, capturable=False,
+    ),
+    Op(
+        "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
+        "Tensor device_keys, Tensor host, int top_n, float scale, float? softcap) -> Tensor",
+        kcache.kcache_attention, fake_extend_attention, "copy_stream:kcache_attention",
+        cost=costs.kcache_attention, is_work=True, reads_host=True, capturable=False,
+    ),
+    Op(
+        "measure(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, Tensor slot_index, "
+        "Tensor(a!) tally, float scale, float? softcap) -> ()",
+        measure, fake_nothing, "copy_stream:measure",
+        cost=costs.measure, reads_host=True,
+    ),
+)  # fmt: skip
+
+
 _library = torch.library.Library("specache", "DEF")
+_registry: dict[str, Op] = {}
+
+
+def register(op: Op) -> None:
+    """Make an op known to torch and to the passes."""
+    _library.define(op.schema)
+    _library.impl(op.name, op.run, "CPU")
+    if op.cuda is not None:
+        _library.impl(op.name, loaded_on_first_use(op.cuda), "CUDA")
+    torch.library.register_fake(f"specache::{op.name}", op.fake, lib=_library)
+    if op.lanes is not None:
+        torch.library.register_vmap(f"specache::{op.name}", op.lanes, lib=_library)
+    _registry[op.name] = op
+
+
+def op_of(target: Any) -> Op | None:
+    """The op that a graph node's target is; None where it is none of these."""
+    is_ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "specache"
+    return _registry[target.name().removeprefix("specache::")] if is_ours else None
+
+
 for _op in OPS:
-    _library.define(_op.schema)
-    _library.impl(_op.name, _op.run, "CPU")
-    if _op.cuda is not None:
-        _library.impl(_op.name, loaded_on_first_use(_op.cuda), "CUDA")
-    torch.library.register_fake(f"specache::{_op.name}", _op.fake, lib=_library)
-torch.library.register_vmap("specache::decode_attention", widened_decode_attention, lib=_library)
+    register(_op)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BITS = (1, 2, 4, 8, 16)
-ZERO_POINTS = ("midpoint", "minimum")
+from .quantisers import QUANTISERS
+
 # Where quantisation saturates: q·s + z and every step towards it must stay finite in float32.
 LARGEST = 2.0**126
 
@@ -48,10 +48,7 @@ def scale_and_zero(
 ) -> tuple[Tensor, Tensor]:
     """Scale and zero of each group along `dim` (kept, size 1), in float32.
 
-    bits >= 2: z = min, s = (max - min) / (2**bits - 1)            (KIVI, equation 2)
-    bits == 1: z = (3 min + max) / 4, s = (max - min) / 2          (SpeCache, the midpoints of the two halves)
-    bits == 1, zero_point "minimum": KIVI's own z and s, the ablation of Table 5.
-
+    zero_point: the name of a quantiser, which says where the levels lie between the group's ends.
     Non-finite elements are left out of min and max: one infinity or NaN must not wipe out its whole group. So is what
     is not `there` (bool, broadcast over `groups`; None: all is): nobody reads it.
     """
@@ -60,11 +57,7 @@ def scale_and_zero(
     high = groups.masked_fill(~finite, float("-inf")).amax(dim, keepdim=True)
     empty = low > high
     low, high = (end.masked_fill(empty, 0.0).clamp(-LARGEST, LARGEST) for end in (low, high))
-    spread = high - low
-    if bits == 1 and zero_point == "midpoint":
-        return spread / 2, low + spread / 4
-    # By a tensor: CUDA multiplies by the reciprocal of a number, which is not always the quotient.
-    return spread / spread.new_full((), (1 << bits) - 1), low
+    return QUANTISERS[zero_point](low, high, bits)
 
 
 def encode(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .attention import ring_tokens, stored_bits
-from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT, queue_of
+from .copy_queue import queue_of
+from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .quantize import quantize_keys, quantize_values
 
 EMPTY = -1

@@ -1,7 +1,9 @@
 """Triton: the new pairs into the recent tier, and full groups from there into the low-bit tier.
 
-The CUDA implementation of `tiers.append`. Bytes: a group is read once in 16 bits, and written as codes, scales and
-zeros; bound by copy bandwidth. Lengths are read on the device, so that a decode step can be captured.
+The CUDA implementation of `tiers.append`, bound by copy bandwidth. Lengths are read on the device, so that a decode
+step can be captured. Strides k_batch, k_head, k_token are those of k [B, H, T, d], in elements, v_batch, ... those of
+v; the channels lie side by side, and the tiers are contiguous. d channels, groups of g tokens or gv channels, C tokens'
+capacity, W tokens' window.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import stored_bits
-from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 
 # Tokens of a ring write per program: 16 rows of K and V keep a warp's loads 16 bytes wide.
 RING_BLOCK = 16
@@ -22,7 +24,6 @@ COPY_BLOCK = 32
 LARGEST = tl.constexpr(2.0**126)
 # x + ROUND - ROUND rounds |x| < 2**22 to the nearest integer, ties to even, as `torch.round` does.
 ROUND = tl.constexpr(12582912.0)
-AT_LENGTH, AT_LOW_BIT, AT_NEXT = tl.constexpr(LENGTH), tl.constexpr(LOW_BIT), tl.constexpr(NEXT_LOW_BIT)
 
 
 @triton.jit
@@ -59,11 +60,18 @@ def encode(x, scale, zero, bits: tl.constexpr):
 
 @triton.jit
 def load_pairs(
-    new, recent, bh, head_base, tokens, channels, which: tl.constexpr, length, window, stride, d, mask
+    # k or v [B, H, T, d], the ring [B, H, W, 2, d].
+    new, recent,
+    # Which of them, broadcast over one another: tokens' numbers and channels; `mask`: what is there at all.
+    tokens, channels, mask,
+    # The KV head's number in [B, H], where its part of `new` starts, from one new token to the next, cached tokens.
+    bh, head_base, stride, length,
+    # WHICH: 0 for keys, 1 for values.
+    WHICH: tl.constexpr, window, d,
 ):  # fmt: skip
     """Keys or values of `tokens`, in float32: from the ring where they are cached, from the new ones otherwise."""
     cached = tokens < length
-    ring = recent + ((bh * window + tokens % window) * 2 + which) * d + channels
+    ring = recent + ((bh * window + tokens % window) * 2 + WHICH) * d + channels
     fresh = new + head_base + (tokens - length) * stride + channels
     old = tl.load(ring, mask & cached, 0.0).to(tl.float32)
     return tl.where(cached, old, tl.load(fresh, mask & (tokens >= length), 0.0).to(tl.float32))
@@ -71,16 +79,26 @@ def load_pairs(
 
 @triton.jit(do_not_specialize=["heads"])
 def quantize_groups(
-    k, v, padding, cursor, recent, codes, key_params, value_params, heads,
-    k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch, limit,
-    d: tl.constexpr, capacity, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
-    bits: tl.constexpr, midpoint: tl.constexpr, PADDED: tl.constexpr, PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor int64 [4]; recent [B, H, W, 2, d].
+    k, v, padding, cursor, recent,
+    # Written: codes [B, H, C, 2, d·bits/8] uint8, key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv].
+    codes, key_params, value_params,
+    # p_batch: from one row of the padding to the next.
+    k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
+    # The largest number of the model's dtype; H, C in tokens.
+    limit, heads, capacity,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, bits: tl.constexpr,
+    midpoint: tl.constexpr, PADDED: tl.constexpr, PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window."""
+    """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
+
+    PADDED: whether `padding` is one. PLANE, VALUE_GROUP: the bytes of a token's keys and gv, padded. Bytes: 4·g·d read
+    (the values again from the cache), 2·g·d·bits/8 + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
+    """
     bh = tl.program_id(0).to(tl.int64)
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
     start = low_bit + tl.program_id(1) * group
-    if start + group > tl.load(cursor + AT_NEXT):
+    if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
         return
     tokens = start + tl.arange(0, group)
     k_base = (bh // heads) * k_batch + (bh % heads) * k_head
@@ -101,8 +119,9 @@ def quantize_groups(
     for plane in tl.static_range(planes):
         channel = plane * width + byte
         x = load_pairs(
-            k, recent, bh, k_base, tokens[:, None], channel[None, :], 0, length, window, k_token, d, inside[None, :]
-        )
+            k, recent, tokens[:, None], channel[None, :], inside[None, :],
+            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d,
+        )  # fmt: skip
         low, high = finite_range(x, inside[None, :] & present[:, None], 0)
         scale, zero = scale_and_zero(low, high, limit, bits, midpoint)
         scale, zero = scale.to(key_params.dtype.element_ty), zero.to(key_params.dtype.element_ty)
@@ -118,8 +137,8 @@ def quantize_groups(
     real = within[None, :] < value_group
     for part in tl.static_range(value_groups):
         x = load_pairs(
-            v, recent, bh, v_base, tokens[:, None], (part * value_group + within)[None, :], 1, length, window,
-            v_token, d, real,
+            v, recent, tokens[:, None], (part * value_group + within)[None, :], real,
+            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d,
         )  # fmt: skip
         low, high = finite_range(x, real, 1)
         scale, zero = scale_and_zero(low, high, limit, bits, midpoint)
@@ -130,8 +149,9 @@ def quantize_groups(
     for plane in tl.static_range(planes):
         channel = plane * width + byte
         x = load_pairs(
-            v, recent, bh, v_base, tokens[:, None], channel[None, :], 1, length, window, v_token, d, inside[None, :]
-        )
+            v, recent, tokens[:, None], channel[None, :], inside[None, :],
+            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d,
+        )  # fmt: skip
         at = scales[:, None] + (channel // value_group)[None, :]
         scale = tl.load(at, inside[None, :], 1.0).to(tl.float32)
         zero = tl.load(at + value_groups, inside[None, :], 0.0).to(tl.float32)
@@ -141,35 +161,55 @@ def quantize_groups(
 
 @triton.jit(do_not_specialize=["heads"])
 def copy_groups(
-    k, v, cursor, recent, codes, heads, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    d: tl.constexpr, capacity, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr,
+    # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; written: codes [B, H, C, 2, d] of recent's dtype.
+    k, v, cursor, recent, codes,
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # H, C in tokens.
+    heads, capacity,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """As `quantize_groups` for a low-bit tier of 16 bits: the group as it is."""
+    """As `quantize_groups` for a low-bit tier of 16 bits: the group as it is.
+
+    CHANNELS: d, padded. Bytes: 4·g·d read, 4·g·d written. No FLOPs.
+    """
     bh = tl.program_id(0).to(tl.int64)
     length = tl.load(cursor + AT_LENGTH)
     start = tl.load(cursor + AT_LOW_BIT) + tl.program_id(1) * group
-    if start + group > tl.load(cursor + AT_NEXT):
+    if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
         return
     tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, CHANNELS)[None, :]
     inside = channel < d
     k_base = (bh // heads) * k_batch + (bh % heads) * k_head
     v_base = (bh // heads) * v_batch + (bh % heads) * v_head
     row = codes + (bh * capacity + tokens) * 2 * d + channel
-    key = load_pairs(k, recent, bh, k_base, tokens, channel, 0, length, window, k_token, d, inside)
-    value = load_pairs(v, recent, bh, v_base, tokens, channel, 1, length, window, v_token, d, inside)
+    key = load_pairs(
+        k, recent, tokens, channel, inside,
+        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d,
+    )  # fmt: skip
+    value = load_pairs(
+        v, recent, tokens, channel, inside,
+        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d,
+    )  # fmt: skip
     tl.store(row, key.to(codes.dtype.element_ty), inside)
     tl.store(row + d, value.to(codes.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["heads", "count"])
 def write_recent(
-    k, v, cursor, recent, heads, count, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # k and v [B, H, T, d]; cursor int64 [4]; written: recent [B, H, W, 2, d].
+    k, v, cursor, recent,
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # H, T new tokens.
+    heads, count,
     d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The new tokens that stay in the window, to their places in the ring (token t at t mod W)."""
+    """One program: BLOCK of the new tokens that stay in the window, to their places in the ring (token t at t mod W).
+
+    CHANNELS: d, padded. Bytes: 4·d a token read, 4·d written. No FLOPs.
+    """
     bh = tl.program_id(0).to(tl.int64)
     length = tl.load(cursor + AT_LENGTH)
-    first = tl.maximum(length, tl.load(cursor + AT_NEXT))
+    first = tl.maximum(length, tl.load(cursor + AT_NEXT_LOW_BIT))
     tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     inside = (channel < d) & (tokens < length + count)
@@ -189,25 +229,32 @@ def append(
     batch, heads, count, d = k.shape
     capacity, window = codes.shape[2], recent.shape[2]
     bits = stored_bits(codes, d)
-    strides = (*k.stride()[:3], *v.stride()[:3])
+    if zero_point not in ("midpoint", "minimum"):
+        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here knows two")
+    strides = {
+        "k_batch": k.stride(0), "k_head": k.stride(1), "k_token": k.stride(2),
+        "v_batch": v.stride(0), "v_head": v.stride(1), "v_token": v.stride(2),
+    }  # fmt: skip
     channels = triton.next_power_of_2(d)
     if bits == 16:
         # Nothing is quantised, so any step that divides every group size will do.
         copy_groups[batch * heads, triton.cdiv(count + window, COPY_BLOCK)](
-            k, v, cursor, recent, codes, heads, *strides, d, capacity, window, COPY_BLOCK, channels
-        )
+            k, v, cursor, recent, codes, **strides, heads=heads, capacity=capacity,
+            d=d, window=window, group=COPY_BLOCK, CHANNELS=channels,
+        )  # fmt: skip
     else:
         group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
-        padded = padding is not None
         there = k if padding is None else padding.view(torch.uint8)
         quantize_groups[batch * heads, count // group + 1](
-            k, v, there, cursor, recent, codes, key_params, value_params, heads,
-            *strides, there.stride(0), torch.finfo(k.dtype).max,
-            d, capacity, window, group, value_group, bits, zero_point == "midpoint" and bits == 1, padded,
-            triton.next_power_of_2(d * bits // 8), triton.next_power_of_2(value_group),
+            k, v, there, cursor, recent, codes, key_params, value_params,
+            **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
+            d=d, window=window, group=group, value_group=value_group, bits=bits,
+            midpoint=zero_point == "midpoint" and bits == 1, PADDED=padding is not None,
+            PLANE=triton.next_power_of_2(d * bits // 8), VALUE_GROUP=triton.next_power_of_2(value_group),
             num_warps=8 if group * d >= 128 * 128 else 4,
         )  # fmt: skip
     blocks = triton.cdiv(min(count, window), RING_BLOCK)
     write_recent[batch * heads, blocks](
-        k, v, cursor, recent, heads, count, *strides, d, window, RING_BLOCK, channels
+        k, v, cursor, recent, **strides, heads=heads, count=count,
+        d=d, window=window, BLOCK=RING_BLOCK, CHANNELS=channels,
     )  # fmt: skip

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .copy_queue import LENGTH
+from .triton_cursor import AT_LENGTH
 
-AT_LENGTH = tl.constexpr(LENGTH)
 # Slots that are compared with all wanted tokens at once.
 CHUNK = 32
 # Elements of a gather tile: 64 rows of 2·128 channels, 64 registers of each of 256 threads.
@@ -22,10 +21,19 @@ GATHER = 16384
 
 @triton.jit
 def fetch_missing(
-    wanted, host, slots, slot_index, traffic, capacity, top_k, row_bytes,
+    # wanted [B, H, k] int32 (-1: none); host [B, H, C, 2, d], pinned. All contiguous.
+    wanted, host,
+    # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
+    slots, slot_index, traffic,
+    # C in tokens, k, and the bytes of a pair.
+    capacity, top_k, row_bytes,
     pair: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th free slot."""
+    """One program: one KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th free slot.
+
+    pair: 2·d, elements. WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes:
+    4·d over PCIe and as many written for each missing pair, 16·k for its indices. No FLOPs; 3·k² comparisons.
+    """
     bh = tl.program_id(0).to(tl.int64)
     number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
     want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
@@ -63,10 +71,18 @@ def fetch_missing(
 
 @triton.jit
 def write_host(
-    k, v, cursor, host, heads, count, capacity, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # k and v [B, H, T, d]; cursor int64 [4]; written: host [B, H, C, 2, d], pinned, contiguous.
+    k, v, cursor, host,
+    # k_batch, k_head, k_token: strides of k [B, H, T, d], in elements, the channels side by side; v_*: of v, the same.
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # H, T new tokens, C in tokens.
+    heads, count, capacity,
     d: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK new pairs of one head, to their tokens' places."""
+    """One program: BLOCK new pairs of one head, to their tokens' places.
+
+    CHANNELS: d, padded. Bytes: 4·d a pair read, and as many written over PCIe. No FLOPs.
+    """
     bh = tl.program_id(0).to(tl.int64)
     new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, CHANNELS)
@@ -88,8 +104,9 @@ def gather(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traf
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
     fetch_missing[(batch * heads,)](
-        wanted, host, slots, slot_index, traffic, host.shape[2], top_k, pair * host.element_size(),
-        pair, rows, min(CHUNK, rows), columns, num_warps=8,
+        wanted, host, slots, slot_index, traffic,
+        capacity=host.shape[2], top_k=top_k, row_bytes=pair * host.element_size(),
+        pair=pair, WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
     )  # fmt: skip
 
 
@@ -99,6 +116,9 @@ def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
     batch, heads, count, d = k.shape
     block = min(16, triton.next_power_of_2(count))
     write_host[batch * heads, triton.cdiv(count, block)](
-        k, v, cursor, host, heads, count, host.shape[2], *k.stride()[:3], *v.stride()[:3],
-        d, block, triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
+        k, v, cursor, host,
+        k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
+        v_batch=v.stride(0), v_head=v.stride(1), v_token=v.stride(2),
+        heads=heads, count=count, capacity=host.shape[2],
+        d=d, BLOCK=block, CHANNELS=triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
     )  # fmt: skip

@@ -6,8 +6,9 @@ The CUDA implementation of `attention.decode_attention`, in three launches:
     merge_splits   (B·Hq·lanes)        log-sum-exp over the splits and the sink
     score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
 
-Bytes a token and head: 2·d·bits/8 of codes, 4·d/g + 4·d/gv of scales, 2·G written and read again for the scores.
-The low-bit tier's loop is in `triton_low_bit`; one group of tokens is one tile there.
+The low-bit tier's loop is in `triton_low_bit`; one group of tokens is one tile there. In shapes: B rows, H KV heads,
+Hq query heads, G = Hq / H, n cached tokens, C tokens' capacity, W tokens' window, k slots, d channels, groups of g
+tokens or gv channels, w bytes of a token's keys or values. Strides are in elements, the channels side by side.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import SEEN, stored_bits
-from .copy_queue import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_low_bit import attend_low_bit
 from .triton_softmax import biased, capped, grown
 
-AT_LENGTH, AT_LOW_BIT, AT_NEXT = tl.constexpr(LENGTH), tl.constexpr(LOW_BIT), tl.constexpr(NEXT_LOW_BIT)
 # An additive mask below this hides its token.
 HIDDEN = tl.constexpr(SEEN)
 # What a mask is, as a kernel sees it.
@@ -45,12 +45,20 @@ MOST_SPLITS = 128
 
 @triton.jit
 def attend_exact(
-    q_row, mask_row, logits_row, out_row, real, last_lane, lane, bh, length, low_bit, candidates, recent, slots,
-    slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
+    # Of attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which are rows at all,
+    # which of the last lane, and each one's lane.
+    q_row, mask_row, logits_row, out_row, real, last_lane, lane,
+    # The KV head's number in [B, H]; tokens cached, in the low-bit tier, and to be selected from.
+    bh, length, low_bit, candidates,
+    # As attend_tiers has them, but k and v at this head's first new token.
+    recent, slots, slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
     d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, MASK: tl.constexpr,
     CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Slots, the recent ring, and the lanes' new pairs, in 16 bits: stores their sums, returns peak and total."""
+    """Slots, the recent ring, and the lanes' new pairs, in 16 bits: stores their sums, returns peak and total.
+
+    Bytes and FLOPs: those of attend_tiers.
+    """
     kind: tl.constexpr = q_row.dtype.element_ty
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -101,14 +109,35 @@ def attend_exact(
 
 @triton.jit
 def attend_tiers(
-    q, k, v, mask, cursor, codes, key_params, value_params, recent, slots, slot_index,
-    logits_out, out, peaks, totals, scale, softcap, heads, capacity, splits,
-    q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_lane, m_token,
+    # q [B, Hq, lanes, d]; k and v [B, H, lanes, d], the new pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything
+    # without a mask; cursor int64 [4].
+    q, k, v, mask, cursor,
+    # The low-bit tier: codes [B, H, C, 2, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., d] of q's
+    # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv]: scale, then zero. Tiers are contiguous.
+    codes, key_params, value_params,
+    # recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
+    recent, slots, slot_index,
+    # Written: logits_out [B, Hq, C] 16-bit (float32 for float32); out [B·H, splits + 1, ROWS, d], peaks and totals
+    # [B·H, splits + 1, ROWS] float32.
+    logits_out, out, peaks, totals,
+    # q_batch, q_head, q_lane: strides of q [B, Hq, lanes, d]; of k and v [B, H, lanes, d]; and of the mask
+    # [B, Hq, lanes, tokens], 0 along what it is broadcast over.
+    q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_row, m_token,
+    scale, softcap,
+    # H, C in tokens, shares of the low-bit tier.
+    heads, capacity, splits,
     d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, window: tl.constexpr,
     top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: all lanes and query heads of one KV head, over its share of the tiers."""
+    """One program: all lanes and query heads of one KV head, over its share of the tiers.
+
+    queries: G. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
+    padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
+
+    Bytes read a KV head: n·(2·w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
+    2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
+    """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = bh // heads, bh % heads
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
@@ -117,7 +146,7 @@ def attend_tiers(
     lane = row % lanes
     query_head = head * queries + row // lanes
     q_row = q + batch * q_batch + query_head * q_head + lane * q_lane
-    mask_row = batch * m_batch + query_head * m_head + lane * m_lane
+    mask_row = batch * m_batch + query_head * m_head + lane * m_row
     logits_row = logits_out + (batch * heads * queries + query_head) * capacity
     last_lane = real & (lane == lanes - 1)
     at = (bh * (splits + 1) + split) * ROWS + row
@@ -125,17 +154,23 @@ def attend_tiers(
     out_row = out + at * d
     if split > 0:  # the exact tiers take longest, so they start first
         peak, total = attend_low_bit(
-            q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split - 1, splits, codes, key_params,
-            value_params, slot_index, mask, m_token, scale, softcap, capacity,
-            d, bits, group, value_group, top_k, MASK, CAP, ROWS, SPAN, PRECISION,
+            q_row, mask_row, logits_row, out_row, real, last_lane,
+            bh=bh, low_bit=low_bit, split=split - 1, splits=splits,
+            codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
+            mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
+            d=d, bits=bits, group=group, value_group=value_group, top_k=top_k,
+            MASK=MASK, CAP=CAP, ROWS=ROWS, SPAN=SPAN, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
-        candidates = tl.minimum(tl.load(cursor + AT_NEXT), length)
+        candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), length)
         peak, total = attend_exact(
-            q_row, mask_row, logits_row, out_row, real, last_lane, lane, bh, length, low_bit, candidates, recent, slots,
-            slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
-            d, window, top_k, lanes, MASK, CAP, ROWS, CHANNELS, EXACT, PRECISION,
+            q_row, mask_row, logits_row, out_row, real, last_lane, lane,
+            bh=bh, length=length, low_bit=low_bit, candidates=candidates,
+            recent=recent, slots=slots, slot_index=slot_index, k_row=k_row, v_row=v_row, k_lane=k_lane, v_lane=v_lane,
+            mask=mask, m_token=m_token, scale=scale, softcap=softcap,
+            d=d, window=window, top_k=top_k, lanes=lanes, MASK=MASK, CAP=CAP, ROWS=ROWS, CHANNELS=CHANNELS,
+            EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     tl.store(peaks + at, peak)
     tl.store(totals + at, total)
@@ -143,11 +178,19 @@ def attend_tiers(
 
 @triton.jit
 def merge_splits(
-    partial, peaks, totals, sinks, out, lse, parts, query_heads,
+    # attend_tiers' sums: partial [B·H, parts, ROWS, d], peaks and totals [B·H, parts, ROWS], float32; sinks [Hq].
+    partial, peaks, totals, sinks,
+    # Written: out [B, Hq, lanes, d] in q's dtype, lse [B, Hq] float32 of the last lane.
+    out, lse,
+    # Splits + 1, Hq.
+    parts, query_heads,
     d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query head and lane. Writes its output and its log-sum-exp."""
+    """One program: one query head and lane. Writes its output and its log-sum-exp.
+
+    PARTS, CHANNELS: parts and d, padded. Bytes: 4·(d + 2)·parts read, 2·d + 4 written. FLOPs: 2·d·parts.
+    """
     number = tl.program_id(0).to(tl.int64)
     bh, row = number // (queries * lanes), number % (queries * lanes)
     part, channel = tl.arange(0, PARTS), tl.arange(0, CHANNELS)
@@ -173,13 +216,23 @@ def merge_splits(
 
 @triton.jit
 def score_tokens(
-    logits, lse, mask, cursor, scores, heads, capacity, m_batch, m_head, m_lane, m_token,
+    # logits [B, Hq, C] as attend_tiers left them, lse [B, Hq] float32; mask [B, Hq, lanes, > n]; cursor int64 [4].
+    logits, lse, mask, cursor,
+    # Written: scores [B, H, C] float32; -1: no candidate.
+    scores,
+    # m_batch, m_head, m_row, m_token: strides of the mask [B, Hq, lanes, tokens], 0 along what it is broadcast over.
+    m_batch, m_head, m_row, m_token,
+    # H, C in tokens.
+    heads, capacity,
     lanes: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of tokens of one KV head."""
+    """One program: a block of tokens of one KV head.
+
+    Bytes a token: 2·G and the mask's read, 4 written. FLOPs: 3·G, one of them an exponential.
+    """
     bh = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    candidates = tl.minimum(tl.load(cursor + AT_NEXT), tl.load(cursor + AT_LENGTH))
+    candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), tl.load(cursor + AT_LENGTH))
     there = tokens < candidates
     score = tl.zeros([BLOCK], tl.float32)
     seen = there
@@ -189,7 +242,7 @@ def score_tokens(
         number = bh * queries + query
         logit = tl.load(logits + number * capacity + tokens, there, float("-inf")).to(tl.float32)
         score += tl.exp(logit - tl.load(lse + number))
-        at = (bh // heads) * m_batch + ((bh % heads) * queries + query) * m_head + (lanes - 1) * m_lane
+        at = (bh // heads) * m_batch + ((bh % heads) * queries + query) * m_head + (lanes - 1) * m_row
         if MASK == 1:
             seen |= tl.load(mask + at + tokens * m_token, there, 0) != 0
         if MASK == 2:
@@ -231,19 +284,24 @@ def decode_attention(
 
     attend_tiers[batch * heads, splits + 1](
         q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params, recent, slots, slot_index,
-        logits, partial, peaks, totals, scale, softcap or 1.0, heads, capacity, splits,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
-        d, bits, group, value_group, recent.shape[2], top_k, lanes, queries, kind, softcap is not None,
-        rows, channels, span, EXACT_BLOCK, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
+        logits, partial, peaks, totals,
+        q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2),
+        k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
+        v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
+        scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, splits=splits,
+        d=d, bits=bits, group=group, value_group=value_group, window=recent.shape[2], top_k=top_k,
+        lanes=lanes, queries=queries, MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=channels, SPAN=span,
+        EXACT=EXACT_BLOCK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
     merge_splits[(batch * query_heads * lanes,)](
-        partial, peaks, totals, q if sinks is None else sinks, out, lse, splits + 1, query_heads,
-        d, lanes, queries, sinks is not None, rows, triton.next_power_of_2(splits + 1), channels, num_warps=4,
+        partial, peaks, totals, q if sinks is None else sinks, out, lse,
+        parts=splits + 1, query_heads=query_heads, d=d, lanes=lanes, queries=queries, SINKS=sinks is not None,
+        ROWS=rows, PARTS=triton.next_power_of_2(splits + 1), CHANNELS=channels, num_warps=4,
     )  # fmt: skip
     if top_k:
         score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK)](
-            logits, lse, q if mask is None else mask, cursor, scores, heads, capacity, *mask_strides,
-            lanes, queries, kind, SCORE_BLOCK, num_warps=4,
+            logits, lse, q if mask is None else mask, cursor, scores, **mask_strides, heads=heads, capacity=capacity,
+            lanes=lanes, queries=queries, MASK=kind, BLOCK=SCORE_BLOCK, num_warps=4,
         )  # fmt: skip
     else:
         scores.fill_(-1.0)
@@ -251,12 +309,14 @@ def decode_attention(
 
 
 def mask_form(
-    mask: Tensor | None, batch: int, query_heads: int, lanes: int
-) -> tuple[int, Tensor | None, tuple[int, ...]]:
-    """The mask's kind, what the kernel loads, and its strides over [B, Hq, lanes, n]; 0 where it is broadcast."""
+    mask: Tensor | None, batch: int, query_heads: int, rows: int
+) -> tuple[int, Tensor | None, dict[str, int]]:
+    """The mask's kind, what the kernel loads, and its strides over [B, Hq, rows, n], by the kernels' names for them; 0
+    where it is broadcast. rows: lanes, or new tokens."""
+    names = ("m_batch", "m_head", "m_row", "m_token")
     if mask is None:
-        return NO_MASK, None, (0, 0, 0, 0)
-    strides = mask.expand(batch, query_heads, lanes, mask.shape[-1]).stride()
+        return NO_MASK, None, dict.fromkeys(names, 0)
+    strides = dict(zip(names, mask.expand(batch, query_heads, rows, mask.shape[-1]).stride(), strict=True))
     if mask.dtype == torch.bool:
         return BOOL_MASK, mask.view(torch.uint8), strides
     return ADDITIVE_MASK, mask, strides

@@ -2,7 +2,7 @@
 
 The CUDA implementation of `attention.extend_attention`. The host tier comes in blocks through two staging buffers, the
 next one while this one is attended to; the running softmax's state stays on the device between blocks.
-FLOPs: 4·T·n·Hq·d; PCIe: the host tier once a layer, whatever the number of new tokens.
+FLOPs: 4·T·n·Hq·d; PCIe: the host tier, 4·n·H·d bytes, once a layer, whatever the number of new tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import copy_stream
-from .copy_queue import LENGTH
+from .cursor import LENGTH
 from .triton_decode import mask_form
 from .triton_softmax import biased, capped, grown
 
@@ -24,12 +24,24 @@ QUERY_BLOCK, KEY_BLOCK = 64, 32
 
 @triton.jit
 def attend_block(
-    q, keys, values, mask, out, peaks, totals, scale, softcap, query_heads, heads, count, size, first,
+    # q [B, Hq, T, d]; keys and values [B, H, size, d], of q's dtype; mask [B, Hq, T, ≥ first + size] uint8 or additive.
+    q, keys, values, mask,
+    # The running softmax, read and written: out [B, Hq, T, d], peaks and totals [B, Hq, T], float32, contiguous.
+    out, peaks, totals,
+    # q_batch, q_head, q_token: strides of q [B, Hq, T, d], in elements, the channels side by side; k_batch, ... and
+    # v_batch, ...: of keys and values [B, H, size, d]; m_batch, ...: of the mask, 0 along what it is broadcast over.
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, m_batch, m_head, m_row, m_token,
+    scale, softcap,
+    # Hq, H, T new tokens, tokens in the block, and the block's first one's number.
+    query_heads, heads, count, size, first,
     d: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS new tokens of one query head over `size` pairs, the first of which is token `first`."""
+    """One program: ROWS new tokens of one query head over `size` pairs, the first of which is token `first`.
+
+    CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the second-level cache,
+    2·ROWS·d of q, and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of them where CAUSAL.
+    """
     number = tl.program_id(0).to(tl.int64)
     batch, query_head = number // query_heads, number % query_heads
     head = query_head // (query_heads // heads)
@@ -91,11 +103,14 @@ def extend_attention(
 
     def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
         attend_block[batch * query_heads, triton.cdiv(count, QUERY_BLOCK)](
-            q, keys, values, q if mask is None else mask, out, peak, total, scale, softcap or 1.0,
-            query_heads, k.shape[1], count, keys.shape[2], first,
-            *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *mask_strides,
-            d, causal, kind, softcap is not None, QUERY_BLOCK, KEY_BLOCK,
-            max(16, triton.next_power_of_2(d)), "ieee" if q.dtype == torch.float32 else "tf32",
+            q, keys, values, q if mask is None else mask, out, peak, total,
+            q_batch=q.stride(0), q_head=q.stride(1), q_token=q.stride(2),
+            k_batch=keys.stride(0), k_head=keys.stride(1), k_token=keys.stride(2),
+            v_batch=values.stride(0), v_head=values.stride(1), v_token=values.stride(2), **mask_strides,
+            scale=scale, softcap=softcap or 1.0,
+            query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
+            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=QUERY_BLOCK, KEYS=KEY_BLOCK,
+            CHANNELS=max(16, triton.next_power_of_2(d)), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=4 if d <= 128 else 8,
         )  # fmt: skip
 

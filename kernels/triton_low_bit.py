@@ -6,6 +6,45 @@ bandwidth is out of reach (tests/compile_kernels.py counts them). Hence:
   unpacked codes the one that it takes from registers, so that only packed codes pass through shared memory.
 - One AND makes two numbers (`fields_of`, `numbers`). Scales are on q and on the weights, zero points a product apart.
 - One warp a program: several would unpack the same codes, or meet at a barrier for every tile's maximum.
+
+Codes come out of their words in an order of their own, which q and the sums follow, and times a power of two, which q's
+scales and the sums take back. Worked through for d = 16 channels at 2 bits, groups of g = 4 tokens, gv = 8 channels:
+
+    planes = 4         codes in a byte: plane p of byte j is channel 4·p + j (`quantize.pack`)
+    plane_width = 4    bytes of a token's keys, and of its values behind them
+    halves = 2         bytes in an element, where they are loaded as int16; width = 2 elements of keys a token
+    fields = 8         codes in an element, planes · halves: field f is plane f % 4 of byte f // 4
+
+    With a capacity of C = 8 tokens, head 3's tile 1 starts at token 3 · 8 + 1 · 4 = 28, so at element
+    28 · 2 · width = 112 of the codes; its token i's keys are 4 · i elements on, the values 2 more. Its key scales are
+    those of group 3 · 8 / 4 + 1 = 7, so at number 7 · 2 · d = 224, its key zeros 16 more.
+
+    One token's keys, channel by channel, byte by byte, and as a word, element 1 above element 0:
+
+        codes              1   0   2   3   2   1   0   3   3   3   1   0   0   2   1   1
+        bytes           0x39 0xb4 0x52 0x4f
+        word            0x4f52b439
+
+    Of a word, one AND (and a shift from field 4 on) leaves one field of both elements, as field 1, channels 4 and 6:
+    0x4f52b439 & 0x000c000c = 0x00000008, so 2 · 4 in the lower half, channel 4, and 0 · 4 in the upper one, channel 6.
+    All fields make the 16 columns of a product's left side (`key_columns`), each number its code · 4**plane:
+
+        field              0   0   1   1   2   2   3   3   4   4   5   5   6   6   7   7
+        element            0   1   0   1   0   1   0   1   0   1   0   1   0   1   0   1
+        channel            0   2   4   6   8  10  12  14   1   3   5   7   9  11  13  15
+        number             1   2   8   0  48  16   0  64   0   3   4  12  48   0 128  64
+
+    A key is code · s + z, so a logit is Σ number · (q · s / 4**plane) + Σ q · z: two products, for which q's columns
+    have the same channels, and in the first (`lifted`) what undoes number's power of two.
+
+    Values are unpacked by parts that have one scale a token: SPAN = gcd(plane_width, gv) bytes of `shared` = 2 planes.
+    Their words hold two tokens' elements, and a part's fields are the rows of a product's left side (`value_rows`):
+
+        part               0   0   0   0   0   0   0   0   1   1   1   1   1   1   1   1
+        part's channel     0   2   4   6   1   3   5   7   8  10  12  14   9  11  13  15
+
+    A sum is Σ w · (code · s + z) = Σ number · (w · s) / 4**plane + Σ w · z: the first over a part's rows as they are,
+    divided when the last tile is in; the second once for each group of channels.
 """
 
 from __future__ import annotations
@@ -81,16 +120,84 @@ def numbers(pairs, kind: tl.constexpr):
 
 
 @triton.jit
+def key_columns(fields: tl.constexpr, planes: tl.constexpr, plane_width: tl.constexpr, WIDTH: tl.constexpr):
+    """int32 [fields · WIDTH], a column each of the unpacked keys: its channel, its plane, and its element of a token.
+
+    An element and its neighbour, then two fields lie innermost because a thread holds four neighbours of a product's
+    left side: none is unpacked by one thread for another.
+    """
+    order = tl.arange(0, fields * WIDTH)
+    field, element = tl.zeros_like(order), order
+    if fields > 1:
+        field = order // (2 * WIDTH) * 2 + order // 2 % 2
+        element = order // 4 % (WIDTH // 2) * 2 + order % 2
+    return field % planes * plane_width + element * (fields // planes) + field // planes, field % planes, element
+
+
+@triton.jit
+def unpacked_keys(packed, planes: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr):
+    """[group, fields · WIDTH] in `kind`: a tile's key codes in `key_columns`' order, times 2**(plane · bits)."""
+    found = fields_of(packed, 0, planes, bits)
+    group: tl.constexpr = found.shape[0]
+    half: tl.constexpr = found.shape[1]
+    fields: tl.constexpr = found.shape[2]
+    INNER: tl.constexpr = 2 if fields > 1 else 1
+    found = tl.permute(tl.reshape(found, [group, half, fields // INNER, INNER]), (0, 2, 1, 3))
+    return tl.reshape(numbers(found, kind), [group, 2 * half * fields])
+
+
+@triton.jit
+def unpacked_values(packed, first: tl.constexpr, shared: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr):
+    """[fields · PIECE, group] in `kind`: a part's value codes [PIECE, group] in `value_rows`' order, times
+    2**(plane · bits). The part's planes are `shared` from `first` on."""
+    found = tl.permute(fields_of(packed, first, shared, bits), (2, 0, 1))
+    return tl.reshape(numbers(found, kind), [found.shape[0] * found.shape[1], 2 * found.shape[2]])
+
+
+@triton.jit
+def value_rows(
+    part: tl.constexpr, shared: tl.constexpr, runs: tl.constexpr, halves: tl.constexpr, plane_width: tl.constexpr,
+    SPAN: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """int32 [shared · halves · PIECE], a row each of a part's unpacked values: its channel, its plane, its element of
+    the span."""
+    order = tl.arange(0, shared * halves * PIECE)
+    plane = part % runs * shared + order // PIECE % shared
+    element = order % PIECE
+    return plane * plane_width + part // runs * SPAN + element * halves + order // PIECE // shared, plane, element
+
+
+@triton.jit
+def load_keys(tile_codes, group: tl.constexpr, width: tl.constexpr, WORDS: tl.constexpr):
+    """A tile's key codes: [group, WIDTH] elements, or [group, WIDTH / 2] words of two, so that none needs joining."""
+    WIDTH: tl.constexpr = triton.next_power_of_2(width)
+    token = tl.arange(0, group)[:, None]
+    if WORDS:
+        words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        pair = tl.arange(0, WIDTH // 2)[None, :]
+        codes = tl.load(words + token * width + pair, pair < width // 2, 0)
+    else:
+        element = tl.arange(0, WIDTH)[None, :]
+        codes = tl.load(tile_codes + token * (2 * width) + element, element < width, 0)
+    return codes
+
+
+@triton.jit
 def attend_low_bit(
-    q_row, mask_row, logits_row, out_row, real, last_lane, bh, low_bit, split, splits, codes, key_params, value_params,
-    slot_index, mask, m_token, scale, softcap, capacity,
+    # Of triton_decode.attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which
+    # are rows at all, which of the last lane.
+    q_row, mask_row, logits_row, out_row, real, last_lane,
+    # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
+    bh, low_bit, split, splits,
+    # As attend_tiers has them.
+    codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, top_k: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
 
     An element of `codes` is one or two bytes (`halves`), or a number where bits is 16. SPAN bytes of a token's values
-    have one scale in a plane.
+    have one scale in a plane. Bytes and FLOPs: those of attend_tiers.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
     # What a code's lowest bit is worth, see `numbers`. The lift keeps sums with bfloat16's in float32's normal range.
@@ -102,35 +209,29 @@ def attend_low_bit(
     fields: tl.constexpr = planes * halves
     plane_width: tl.constexpr = d // planes
     width: tl.constexpr = plane_width // halves
-    WIDTH: tl.constexpr = triton.next_power_of_2(width)
+    WORDS: tl.constexpr = bits < 16 and halves == 2 and width % 2 == 0
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
-    within = tl.arange(0, group)
-    element = tl.arange(0, WIDTH)[None, :]
 
-    # The keys' channels in the order in which they are unpacked. A pair and two fields lie innermost because a thread
-    # holds four neighbours of a product's left side: none is unpacked by one thread for another.
-    INNER: tl.constexpr = 2 if fields > 1 else 1
-    order = tl.arange(0, fields * WIDTH)
-    field = order // (INNER * WIDTH) * INNER + order // 2 % INNER
-    place = order // (2 * INNER) % (WIDTH // 2) * 2 + order % 2
-    if bits == 16:
-        field, place = tl.zeros_like(order), order
-    channel = field % planes * plane_width + place * halves + field // planes
-    inside = place < width
+    channel, plane, element = key_columns(
+        fields=fields, planes=planes, plane_width=plane_width, WIDTH=triton.next_power_of_2(width)
+    )
+    inside = element < width
     query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
-    lifted = (query.to(tl.float32) * (lift / (1 << field % planes * bits).to(tl.float32))[None, :]).to(kind)
+    lifted = (query.to(tl.float32) * (lift / (1 << plane * bits).to(tl.float32))[None, :]).to(kind)
 
     # Values in parts of one scale each: `shared` planes of a span.
     span: tl.constexpr = SPAN // halves
     PIECE: tl.constexpr = triton.next_power_of_2(span)
     shared: tl.constexpr = value_group // plane_width if span == width else 1
     runs: tl.constexpr = planes // shared
+    parts: tl.constexpr = width // span * runs
     piece = tl.arange(0, PIECE)[None, :]
     sums = ()
-    for _ in tl.static_range(width // span * runs):
+    for _ in tl.static_range(parts):
         sums = sums + (tl.zeros([shared * halves * PIECE, ROWS], tl.float32),)
 
+    within = tl.arange(0, group)
     value_number = tl.arange(0, GROUPS)
     constants = tl.zeros([GROUPS, ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -141,26 +242,20 @@ def attend_low_bit(
         # The tile's own offset is 64 bits wide, what lies inside it 32.
         first = bh * capacity + tile * group
         tile_codes = codes + first * (2 * width)
-        if bits < 16 and halves == 2 and width % 2 == 0:  # whole words, so that no pair needs to be joined
-            words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
-            pair = tl.arange(0, WIDTH // 2)[None, :]
-            key_codes = tl.load(words + within[:, None] * width + pair, pair < width // 2, 0)
-        else:
-            key_codes = tl.load(tile_codes + within[:, None] * (2 * width) + element, element < width, 0)
+        key_codes = load_keys(tile_codes, group=group, width=width, WORDS=WORDS)
         if bits == 16:
             logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
         else:
             params = key_params + (bh * (capacity // group) + tile) * (2 * d) + channel
             key_scale, key_zero = tl.load(params, inside, 0.0), tl.load(params + d, inside, 0.0)
-            packed = tl.reshape(fields_of(key_codes, 0, planes, bits), [group, WIDTH // 2, fields // INNER, INNER])
-            keys = tl.reshape(numbers(tl.permute(packed, (0, 2, 1, 3)), kind), [group, fields * WIDTH])
+            keys = unpacked_keys(key_codes, planes=planes, bits=bits, kind=kind)
             logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
-            zeros = tl.broadcast_to(key_zero[None, :], [group, fields * WIDTH])
+            zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
             logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
         logits = tl.trans(capped(logits * scale, softcap, CAP))
 
         tokens = tile * group + within
-        fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k, group)
+        fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
         seen = real[:, None] & ~fetched[None, :]
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         if top_k > 0:
@@ -174,27 +269,25 @@ def attend_low_bit(
             constants = constants * shrink[None, :]
             constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
         added = ()
-        for part in tl.static_range(width // span * runs):
+        for part in tl.static_range(parts):
             at = tile_codes + (width + part // runs * span)
             value_codes = tl.trans(tl.load(at + within[:, None] * (2 * width) + piece, piece < span, 0))
             kept = sums[part] * shrink[None, :]
             if bits == 16:
                 values, scaled = value_codes, weights
             else:
-                packed = tl.permute(fields_of(value_codes, part % runs * shared, shared, bits), (2, 0, 1))
-                values = tl.reshape(numbers(packed, kind), [shared * halves * PIECE, group])
+                values = unpacked_values(value_codes, first=part % runs * shared, shared=shared, bits=bits, kind=kind)
                 number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
                 scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
             added = added + (tl.dot(values, tl.trans(scaled.to(kind)), kept, input_precision=PRECISION),)
         sums = added
 
-    for part in tl.static_range(width // span * runs):
-        order = tl.arange(0, shared * halves * PIECE)
-        plane = part % runs * shared + order // PIECE % shared
-        place = order % PIECE
-        channel = plane * plane_width + part // runs * SPAN + place * halves + order // PIECE // shared
+    for part in tl.static_range(parts):
+        channel, plane, element = value_rows(
+            part, shared=shared, runs=runs, halves=halves, plane_width=plane_width, SPAN=SPAN, PIECE=PIECE
+        )
         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
         constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
         result = sums[part] * (undo / (1 << plane * bits).to(tl.float32))[:, None] + constant[None, :]
-        tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (place < span)[:, None])
+        tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (element < span)[:, None])
     return peak, total

@@ -19,10 +19,20 @@ TILE = 4096
 
 @triton.jit
 def keep_best(
-    scores, tokens, kept_scores, kept_tokens, length, wanted, tiles,
+    # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32, not read where FIRST: those
+    # of the first list are its places.
+    scores, tokens,
+    # Written, the next round's: [B·H, tiles·wanted] float32, not where LAST, and int32.
+    kept_scores, kept_tokens,
+    # Elements of a list, of them to keep a tile, and tiles.
+    length, wanted, tiles,
     FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one head's list: its best `wanted` by score, in the list's order; the rest of the places get -1."""
+    """One tile of one head's list: its best `wanted` by score, in the list's order; the rest of the places get -1.
+
+    Bytes an element: 4 read, and 8·wanted / BLOCK written and, of the tokens, read. Integer operations: 62 and a few,
+    2 for each bit of a key.
+    """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     within = tl.arange(0, BLOCK)
     at = tile * BLOCK + within
@@ -71,8 +81,8 @@ def select_topk(scores: Tensor, wanted: Tensor) -> None:
         kept_scores = scores if last else torch.empty(shape, dtype=torch.float32, device=scores.device)
         block = min(tile, max(128, triton.next_power_of_2(length)))
         keep_best[rows, tiles](
-            scores, tokens, kept_scores, kept_tokens, length, count, tiles,
-            first, last, block, num_warps=max(1, min(8, block // 512)),
+            scores, tokens, kept_scores, kept_tokens, length=length, wanted=count, tiles=tiles,
+            FIRST=first, LAST=last, BLOCK=block, num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip
         if last:
             return

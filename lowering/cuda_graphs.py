@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from specache_compile.kernels import copy_stream
+from specache_compile.kernels.deferred import Deferred, Fetch, made_first
+from specache_compile.kernels.ops import op_of
 from specache_compile.passes.context import Context, value_of
 
 MODES = ("reduce-overhead", "max-autotune")
@@ -26,12 +28,6 @@ NO_TREES = {"triton.cudagraphs": False}
 COPIED_BYTES = 1 << 20
 # Steps in a row that are captured anew for an input that has moved: a weight moves once, a caller's tensor every time.
 RECAPTURES = 2
-
-# Ops that no decode step of specache or KIVI has, and that are not written for a GPU alone.
-READS_THE_CURSOR = tuple(
-    getattr(torch.ops.specache, name).default
-    for name in ("extend_attention", "budget_attention", "kcache_attention", "keep_keys")
-)
 
 Lowered = Callable[..., Sequence[Any]]
 
@@ -46,7 +42,8 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
     if context.hit_rate:
         return "the hit rate is measured"
     for node in graph_module.graph.nodes:
-        if node.target in READS_THE_CURSOR:
+        op = op_of(node.target)
+        if op is not None and not op.capturable:
             return f"{node.target} reads the cache's length on the host"
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     batch = batch_symbols(context)  # a session's is one number
@@ -75,18 +72,18 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def record(
-    step: Callable[[], Sequence[Any]], device: torch.device, late: Sequence[copy_stream.Fetch]
+    step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch]
 ) -> tuple[Callable[[], object], list[Any]]:
-    """Capture what `step` launches on this device; returns the replay, and the outputs that each replay writes.
+    """Record what `step` launches on this device; returns the replay, and the outputs that each replay writes.
 
-    Of its fetches, those in `late` are made at the start, for the step before.
+    Of its fetches, those in `first` are made at the start, for the step before.
     """
     graph = torch.cuda.CUDAGraph()
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
     capturing = torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local")
     with torch.cuda.device(device), capturing:  # what it waits for and empties is the current device's
         try:
-            with copy_stream.rotated(late, device):
+            with made_first(first, lambda: copy_stream.stream_of(device).record_event()):
                 outputs = list(step())
         finally:  # a capture that ends with a stream still forked off raises, in place of what went wrong
             copy_stream.join_capture(device)
@@ -99,7 +96,7 @@ def record(
 
 
 @dataclass(frozen=True)
-class CapturedStep:
+class RecordedStep:
     """A recorded step. `copied` maps positions of inputs to the tensors that the graph reads in their place."""
 
     replay: Callable[[], object]
@@ -124,10 +121,10 @@ def capture(
     inputs: Sequence[Any],
     stays: Sequence[bool],
     device: torch.device,
-    late: Sequence[copy_stream.Fetch] = (),
-) -> CapturedStep:
+    first: Sequence[Fetch] = (),
+) -> RecordedStep:
     """Record `lowered` on these inputs. `stays[i]`: input i is state, and keeps its address. Of the others, small ones
-    are copied in for each replay. `late`: as for `record`."""
+    are copied in for each replay. `first`: as for `record`."""
     copied: dict[int, Tensor] = {}
     addresses: dict[int, int] = {}
     for i, (value, state) in enumerate(zip(inputs, stays, strict=True)):
@@ -138,8 +135,8 @@ def capture(
         else:
             copied[i] = own_copy(value)
     own = [copied.get(i, value) for i, value in enumerate(inputs)]
-    replay, outputs = record(lambda: lowered(*own), device, late)
-    return CapturedStep(replay, outputs, copied, addresses)
+    replay, outputs = record(lambda: lowered(*own), device, first)
+    return RecordedStep(replay, outputs, copied, addresses)
 
 
 @torch.inference_mode(False)
@@ -148,16 +145,14 @@ def own_copy(value: Tensor) -> Tensor:
     return value.clone()
 
 
-class CapturedSteps:
-    """The captured steps of one session, by what was lowered; to be cleared whenever its state moves."""
+class RecordedSteps:
+    """The recorded steps of one session, by what was lowered; to be cleared whenever its state moves."""
 
     def __init__(self) -> None:
-        self.steps: dict[Lowered, CapturedStep | None] = {}
+        self.steps: dict[Lowered, RecordedStep | None] = {}
         # Captures in a row that one input's move has made worthless.
         self.recaptures = 0
         self.replays = 0
-        # Whether the last replay has left its late fetches to the next one, of whichever graph.
-        self.owing = False
 
     def run(
         self,
@@ -166,15 +161,15 @@ class CapturedSteps:
         stays: Sequence[bool],
         device: torch.device,
         give_up: Callable[[int], object],
-        late: Callable[[], Sequence[copy_stream.Fetch]] = tuple,
+        deferred: Deferred,
     ) -> list[Any]:
         """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then.
 
         An input that has moved in each of several steps will go on to: `give_up` is told its position, and must see to
-        it that no further step of `lowered` comes here. `late()`: the fetches that a replay leaves to the next one.
+        it that no further step of `lowered` comes here. `deferred`: what a replay leaves to the next one.
         """
         if lowered not in self.steps:
-            self.pay(late)
+            deferred.make()
             self.steps[lowered] = None
             return list(lowered(*inputs))
         step = self.steps[lowered]
@@ -182,21 +177,14 @@ class CapturedSteps:
         self.recaptures = 0 if moved is None else self.recaptures + 1
         if moved is not None and self.recaptures > RECAPTURES:
             del self.steps[lowered]
-            self.pay(late)
+            deferred.make()
             give_up(moved)
             return list(lowered(*inputs))
         if step is None or moved is not None:
-            step = self.steps[lowered] = capture(lowered, inputs, stays, device, late())
+            step = self.steps[lowered] = capture(lowered, inputs, stays, device, deferred.fetches())
         self.replays += 1
-        self.owing = True
+        deferred.owed = True
         return step(inputs)
-
-    def pay(self, late: Callable[[], Sequence[copy_stream.Fetch]]) -> None:
-        """Make the fetches that the last replay has left, before anything but another replay."""
-        if self.owing:
-            self.owing = False
-            for fetch in late():
-                torch.ops.specache.prefetch(*fetch)
 
     def clear(self) -> None:
         self.steps.clear()

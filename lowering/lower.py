@@ -17,6 +17,9 @@ from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
 from specache_compile.passes.context import value_of
 from specache_compile.passes.masks import subgraph
 
+from .fold_layers import fold_layers
+from .progress import tell
+
 Made = TypeVar("Made")
 
 # By default Inductor moves a wait up to right behind its prefetch, and the copy hides behind nothing.
@@ -28,18 +31,40 @@ def lower(
 ) -> Callable[..., Any]:
     """A callable over `inputs` (fakes and symbolic integers, as the graph's placeholders have them).
 
-    how: "inductor" or "eager". patches: Inductor config, beside what `mode` (a torch.compile mode) stands for.
+    how: "inductor"; "op by op", with the kernels that Inductor's code would call; "eager", with the ops' definitions.
+    patches: Inductor config, beside what `mode` (a torch.compile mode) stands for.
     """
     if how == "eager":
+        graph_module.recompile()
         return graph_module
+    if how == "op by op":
+        return op_by_op(graph_module)
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
     # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
     if CHECKS_BOUNDS_TOO_EARLY:
         trust_indices(own)
-    compiled: Any = compile_fx(own, inputs, config_patches={**settings, **KEEP_ORDER, **patches})
-    return compiled
+    config = {**settings, **KEEP_ORDER, **patches}
+
+    def compile_part(part: GraphModule, part_inputs: list[Any]) -> Any:
+        return compile_fx(part, part_inputs, config_patches=config)
+
+    folded = fold_layers(own, inputs, compile_part)
+    if folded is not None:
+        return folded
+    tell("whole")
+    own.recompile()
+    whole: Callable[..., Any] = compile_part(own, inputs)
+    return whole
+
+
+def op_by_op(graph_module: GraphModule) -> GraphModule:
+    """A copy that runs as it is; the graph that people look at stays."""
+    own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    use_fused_kernels(own)
+    own.recompile()
+    return own
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:
@@ -48,7 +73,6 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
     for node in graph_module.graph.find_nodes(op="call_function", target=ops.decode_attention.default):
         if value_of(node.args[0]).device.type == "cpu":
             node.target = ops.decode_attention_fused.default
-    graph_module.recompile()
 
 
 def trust_indices(graph_module: GraphModule) -> None:

@@ -18,7 +18,7 @@ def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     No flash kernel takes a mask: at 32k tokens a row's mask alone is a gigabyte. A padded prefill keeps its mask.
     """
     changed = 0
-    for site in context.sites if context.phase == "prefill" else ():
+    for site in () if context.phase.has_past else context.sites:
         if is_masked_sdpa(site):
             settings = {"dropout_p": 0.0, "is_causal": True, "scale": site.scale, "enable_gqa": True}
             with graph_module.graph.inserting_before(site.attention):

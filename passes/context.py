@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch.fx import GraphModule, Node
 
+from .phase import Phase
 from .recipe import RecipeOf
 
-Phase = Literal["prefill", "extend", "pre-decode", "decode"]
+# Dynamo names a weight by its place in the model, whose modules are numbered where they stand in a list, as layers do.
+LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
 Part = Literal["keys", "values"]
 
 
@@ -23,7 +27,7 @@ class Site:
     are the held placeholders, None in a prefill.
     """
 
-    layer: int
+    number: int
     attention: Node
     q: Node
     k: Node
@@ -56,7 +60,7 @@ class Input:
 
     source: Literal["argument", "cursor", "padding", "state", "guess"]
     argument: int = -1
-    layer: int = -1
+    site: int = -1
     field: str = ""
 
 
@@ -70,12 +74,22 @@ class PassReport:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Tag:
+    """What a node is that the passes have made: the state tensor `field` of a site, or a call of `op` there."""
+
+    site: int
+    field: str = ""
+    op: str = ""
+
+
 @dataclass
 class Context:
     """The state of one run of the pipeline over one graph."""
 
     phase: Phase
-    top_k: int
+    # Whether pairs are selected for the next step, and whether a second lane selects them.
+    selects: bool
     speculate: bool
     hit_rate: bool
     recipe: RecipeOf
@@ -93,20 +107,13 @@ class Context:
     padding_mask: str | None = None
     # What each mask, by name, was read to be: causal or not, and its padding's name (`masks.read_mask`).
     masks: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
-    # Output positions that HF's cache will see as held tensors → layer, and which part of it.
+    # Output positions that HF's cache will see as held tensors → the site's number, and which part of it.
     held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1
     # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False
-    # Whether the lowered graph is to be captured as a CUDA graph.
-    capture: bool = False
     # Attentions, counted in the graph's order, that a person wants left as they are.
-    exact: frozenset[int] = frozenset()
-
-    @property
-    def needs_guess(self) -> bool:
-        """Whether the graph takes the speculative token as an input."""
-        return Input("guess") in self.inputs
+    exact_attentions: frozenset[int] = frozenset()
 
 
 Pass = Callable[[GraphModule, Context], tuple[GraphModule, PassReport]]
@@ -115,6 +122,30 @@ Pass = Callable[[GraphModule, Context], tuple[GraphModule, PassReport]]
 def value_of(node: Node) -> Any:
     """The fake value that tracing recorded for a node, whichever tracer made it."""
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def tag_of(node: Any) -> Tag | None:
+    """The tag of a node that the passes have made; None for all others."""
+    return node.meta.get("specache") if isinstance(node, Node) else None
+
+
+def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any, ...]) -> Node:
+    """A call of a `specache::` op at a site, tagged, where the graph's nodes are being inserted."""
+    node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, arguments)
+    node.meta["specache"] = Tag(site.number, op=op)
+    return node
+
+
+def model_layer(name: str) -> int | None:
+    """The model's layer that an input's name says it is of: the first number; None where there is none."""
+    found = LAYER.search(name)
+    return None if found is None else int(next(filter(None, found.groups())))
+
+
+def weight_layer(node: Node) -> int | None:
+    """The model's layer that a node is a weight of; None for what is no weight, or in no layer."""
+    is_weight = node.op == "placeholder" and "parameters" in node.name.lower()
+    return model_layer(node.name) if is_weight else None
 
 
 def add_input(graph_module: GraphModule, context: Context, name: str, source: Input, value: Any) -> Node:
@@ -130,10 +161,12 @@ def add_input(graph_module: GraphModule, context: Context, name: str, source: In
     return node
 
 
-def state_input(graph_module: GraphModule, context: Context, layer: int, field: str) -> Node:
-    """The placeholder of one state tensor of one layer."""
-    value = context.state[layer][field]
-    return add_input(graph_module, context, f"{field}_{layer}", Input("state", layer=layer, field=field), value)
+def state_input(graph_module: GraphModule, context: Context, site: int, field: str) -> Node:
+    """The placeholder of one state tensor of one site."""
+    value = context.state[site][field]
+    node = add_input(graph_module, context, f"{field}_{site}", Input("state", site=site, field=field), value)
+    node.meta["specache"] = Tag(site, field)
+    return node
 
 
 def cursor_input(graph_module: GraphModule, context: Context) -> Node:

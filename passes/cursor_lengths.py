@@ -1,4 +1,4 @@
-"""Read the number of cached tokens from the cursor, where a captured step must look for it."""
+"""Read the number of cached tokens from the cursor, where a recorded step must look for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.copy_queue import LENGTH
+from specache_compile.kernels.cursor import LENGTH
 
 from .context import Context, PassReport, cursor_input, value_of
 
@@ -23,7 +23,7 @@ def cursor_lengths(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     where it is. Only a model that is called without `position_ids` has such positions.
     """
     found = 0
-    past = past_of(context) if context.phase in ("decode", "pre-decode") else None
+    past = past_of(context) if context.phase.one_token else None
     if past is None:
         return graph_module, PassReport("cursor_lengths", {"read": 0})
     for node in list(graph_module.graph.nodes):

@@ -28,7 +28,7 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     foreign = unknown_write(graph_module)
     for number, attention in enumerate(filter(is_attention, graph_module.graph.nodes)):
         try:
-            if number in context.exact:
+            if number in context.exact_attentions:
                 raise NoMatch(f"option exact_layers lists attention {number}")
             site = match_site(attention, context)
             if foreign is not None:

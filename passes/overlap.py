@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 import networkx as nx
 import torch
 from torch.fx import GraphModule, Node
 
+from specache_compile.kernels.ops import op_of
+
 from .context import Context, PassReport, output_node
 
-WAITS = (torch.ops.specache.wait.default,)
-# In the order in which they are started once they are ready: what the next step waits for comes first.
-COPIES = (
-    torch.ops.specache.select_topk.default,
-    torch.ops.specache.prefetch.default,
-    torch.ops.specache.offload.default,
-    torch.ops.specache.append.default,
-    torch.ops.specache.keep_keys.default,
-)
-# What takes long enough to hide a copy behind.
-WORK = (
-    "linear",
-    "matmul",
-    "mm",
-    "bmm",
-    "addmm",
-    "decode_attention",
-    "extend_attention",
-    "kcache_attention",
-    "budget_attention",
-    "scaled_dot_product_attention",
-)
+# Of torch's operators, those that take long enough to hide a copy behind; of the project's own, each says so itself.
+WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
 
 
 def overlap(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -44,7 +27,7 @@ def overlap(graph_module: GraphModule, context: Context) -> tuple[GraphModule, P
     The report counts the work (matrix products and attentions) that the least hidden fetch can hide behind: from its
     prefetch to the end of this step, and from the start of the next one to its wait.
     """
-    if not any(node.target in (*WAITS, *COPIES) for node in graph_module.graph.nodes):
+    if not any(is_wait(node) or is_copy(node) for node in graph_module.graph.nodes):
         return graph_module, PassReport("overlap", {"moved": 0})
     before = list(graph_module.graph.nodes)
     order = schedule(dependencies(before), before)
@@ -93,40 +76,59 @@ def schedule(dag: nx.DiGraph, nodes: list[Node]) -> list[Node]:
     """Compute nodes keep their order; a wait comes right before its first dependant, a copy as soon as it can start."""
     order: dict[Node, None] = {}
     place_of = {node: place for place, node in enumerate(nodes)}
-    early = sorted((n for n in nodes if is_early(n)), key=lambda n: rank(n))
+    early = sorted((n for n in nodes if is_early(n)), key=rank)
+    turn = {node: number for number, node in enumerate(early)}
+    missing = {node: dag.in_degree(node) for node in early}
+    ready = [turn[node] for node in early if not missing[node]]
+
+    def append(node: Node) -> None:
+        order[node] = None
+        for user in dag.successors(node):
+            if user in missing:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, turn[user])
 
     def emit(node: Node) -> None:
         if node in order:
             return
         for needed in sorted(dag.predecessors(node), key=place_of.__getitem__):
             emit(needed)
-        order[node] = None
+        append(node)
 
     for node in nodes:
-        if node.target in WAITS or is_early(node) or node.op == "output":
+        if is_wait(node) or node in turn or node.op == "output":
             continue
         emit(node)
-        progress = True
-        while progress:
-            ready = next((n for n in early if n not in order and all(p in order for p in dag.predecessors(n))), None)
-            progress = ready is not None
-            if ready is not None:
-                order[ready] = None
-                early.remove(ready)
+        while ready:
+            copy = early[heapq.heappop(ready)]
+            if copy not in order:
+                append(copy)
     for node in nodes:
         emit(node)
     return list(order)
 
 
+def is_wait(node: Node) -> bool:
+    op = op_of(node.target)
+    return op is not None and op.is_wait
+
+
+def is_copy(node: Node) -> bool:
+    """An op that starts as soon as it can: copies, and what they wait for or leaves the window with them."""
+    op = op_of(node.target)
+    return op is not None and op.early is not None
+
+
 def is_early(node: Node) -> bool:
     """A copy, or a small node that only copies use."""
-    if node.target in COPIES:
-        return True
-    return bool(node.users) and node.op == "call_function" and all(user.target in COPIES for user in node.users)
+    return is_copy(node) or (bool(node.users) and node.op == "call_function" and all(map(is_copy, node.users)))
 
 
 def rank(node: Node) -> int:
-    return COPIES.index(node.target) if node.target in COPIES else -1
+    """What the next step waits for comes first; and before it what is made for it."""
+    op = op_of(node.target)
+    return -1 if op is None or op.early is None else op.early
 
 
 def place(graph_module: GraphModule, order: list[Node]) -> int:
@@ -137,10 +139,13 @@ def place(graph_module: GraphModule, order: list[Node]) -> int:
     end = output_node(graph_module)
     for node in body:
         end.prepend(node)
-    return sum(before[node] != i for i, node in enumerate(body) if node.target in (*WAITS, *COPIES))
+    return sum(before[node] != i for i, node in enumerate(body) if is_wait(node) or is_copy(node))
 
 
 def is_work(node: Node) -> bool:
+    op = op_of(node.target)
+    if op is not None:
+        return op.is_work
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return name.split(".")[0] in WORK
 
@@ -150,7 +155,7 @@ def work_behind(order: list[Node]) -> dict[Node, int]:
     work = [0]
     for node in order:
         work.append(work[-1] + is_work(node))
-    waits = {node.args[2]: work[i] for i, node in enumerate(order) if node.target in WAITS}
+    waits = {node.args[2]: work[i] for i, node in enumerate(order) if is_wait(node)}
     fetches = {
         node.args[3]: work[-1] - work[i]
         for i, node in enumerate(order)

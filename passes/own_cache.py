@@ -18,7 +18,7 @@ def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
     """
     owned: dict[Node, tuple[int, Part]] = {}
     for site in context.sites:
-        owned[site.cat_k], owned[site.cat_v] = (site.layer, "keys"), (site.layer, "values")
+        owned[site.cat_k], owned[site.cat_v] = (site.number, "keys"), (site.number, "values")
     output = output_node(graph_module)
     outputs = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(outputs):
@@ -26,7 +26,7 @@ def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
             context.held_outputs[position] = owned[value]
             outputs[position] = None
     output.args = (tuple(outputs),)
-    if context.phase == "prefill":
+    if not context.phase.has_past:
         for site in context.sites:
             site.cat_k.replace_all_uses_with(site.k)
             site.cat_v.replace_all_uses_with(site.v)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,12 +46,13 @@ PASS_NAMES = tuple(p.__name__ for p in PIPELINE)
 ESSENTIAL = ("find_attention", "own_cache", "rewrite_attention", "store")
 
 log = logging.getLogger(__name__)
+_keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)
 
 
 @dataclass
 class Trace:
-    """One run of the pipeline: the readable graph before it and after each pass, the passes' reports, and the hash of
-    the graph that it handed over to be lowered."""
+    """One run of the pipeline: the readable graph before it and after each pass, where they are kept (`keeping_texts`),
+    the passes' reports, and the hash of the graph that it handed over to be lowered."""
 
     phase: str
     graphs: dict[str, str] = field(default_factory=dict)
@@ -59,41 +63,49 @@ class Trace:
 def run_pipeline(
     graph_module: GraphModule, context: Context, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
 ) -> tuple[GraphModule, Trace]:
-    """Run `passes` in order on `graph_module` (which they may change); checks the graph after each.
+    """Run `passes` in order on `graph_module` (which they may change); checks the graph after each, and leaves it to
+    whoever runs the module to have its code written (`recompile`).
 
     With SPECACHE_DUMP=dir in the environment, writes dir/<name>.<phase>/NN_<pass>.py before and after; every pass
     also leaves a structured trace that `tlparse` shows.
     """
-    trace = Trace(context.phase, {"captured": readable(graph_module)})
-    dump(name, trace, 0, "captured")
+    trace = Trace(context.phase.name)
+    show(name, trace, 0, "captured", graph_module)
     for number, step in enumerate(passes, start=1):
         start = time.perf_counter()
         graph_module, report = step(graph_module, context)
         graph_module.graph.lint()
-        graph_module.recompile()
         report = dataclasses.replace(report, seconds=time.perf_counter() - start)
         trace.reports.append(report)
-        trace.graphs[report.name] = readable(graph_module)
-        dump(name, trace, number, report.name)
+        show(name, trace, number, report.name, graph_module)
         log.debug("%s %s: %s %s", context.phase, report.name, report.counts, "; ".join(report.remarks))
     trace.hash = graph_hash(graph_module)
     return graph_module, trace
+
+
+@contextlib.contextmanager
+def keeping_texts() -> Iterator[None]:
+    """Within it every trace keeps the readable graphs, each of which takes as long to write as a pass to run."""
+    before = _keep_texts.set(True)
+    try:
+        yield
+    finally:
+        _keep_texts.reset(before)
 
 
 def readable(graph_module: GraphModule) -> str:
     return graph_module.print_readable(print_output=False)
 
 
-def dump(name: str, trace: Trace, number: int, step: str) -> None:
-    """The graph after a pass, to SPECACHE_DUMP and to torch's structured trace."""
+def show(name: str, trace: Trace, number: int, step: str, graph_module: GraphModule) -> None:
+    """The graph after a pass, to those who look: the trace, SPECACHE_DUMP, and torch's structured trace."""
     label = f"specache_{name}_{trace.phase}_{number:02d}_{step}"
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": label, "encoding": "string"},
-        payload_fn=lambda: trace.graphs[step],
-    )
+    text = functools.cache(lambda: readable(graph_module))
+    trace_structured("artifact", metadata_fn=lambda: {"name": label, "encoding": "string"}, payload_fn=lambda: text())
     folder = os.environ.get("SPECACHE_DUMP")
     if folder:
         target = Path(folder) / f"{name}.{trace.phase}" / f"{number:02d}_{step}.py"
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(trace.graphs[step])
+        target.write_text(text())
+    if folder or _keep_texts.get():
+        trace.graphs[step] = text()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport, cursor_input, output_node, state_input
+from .context import Context, PassReport, call_op, cursor_input, output_node, state_input
 
 
 def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -21,28 +20,32 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
     A wait names the query it stands behind: an edge that no scheduler can undo. Selection and fetch stand at the
     end of the graph, waits right behind their query; `overlap` moves both to where they hide most.
     """
-    if context.phase not in ("decode", "pre-decode") or not context.top_k or not context.sites:
+    if not (context.phase.one_token and context.selects and context.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context)
+    prefetched = 0
     for site in context.sites:
+        selector = context.recipe(site.number).selector
+        if selector is None:
+            continue
+        prefetched += 1
         host, slots, slot_index, wanted, fetched = (
-            state_input(graph_module, context, site.layer, field)
+            state_input(graph_module, context, site.number, field)
             for field in ("host", "slots", "slot_index", "wanted", "fetched")
         )
+        selection = [state_input(graph_module, context, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(behind):
-            graph.call_function(torch.ops.specache.wait.default, (site.q, cursor, slots, slot_index))
-        if context.hit_rate and context.phase == "decode":
-            tally = state_input(graph_module, context, site.layer, "tally")
+            call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index))
+        if context.hit_rate and context.phase.stores:
+            tally = state_input(graph_module, context, site.number, "tally")
+            measured = (site.q, site.k, site.mask, site.sinks, cursor, host, slot_index, tally)
             with graph.inserting_before(call):
-                graph.call_function(
-                    torch.ops.specache.measure.default,
-                    (site.q, site.k, site.mask, site.sinks, cursor, host, slot_index, tally, site.scale, site.softcap),
-                )
+                call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
         with graph.inserting_before(output_node(graph_module)):
             scores = graph.call_function(operator.getitem, (call, 1))
-            graph.call_function(torch.ops.specache.select_topk.default, (scores, wanted))
-            graph.call_function(torch.ops.specache.prefetch.default, (wanted, cursor, host, slots, slot_index, fetched))
-    return graph_module, PassReport("prefetch", {"prefetched": len(context.sites)})
+            call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
+            call_op(graph_module, site, "prefetch", (wanted, cursor, host, slots, slot_index, fetched))
+    return graph_module, PassReport("prefetch", {"prefetched": prefetched})

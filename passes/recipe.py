@@ -23,12 +23,26 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Selector:
+    """Which pairs the next step's slots are to hold: op(scores, *state, *settings), which writes `wanted`.
+
+    scores float32 [B, H, C]: what the last lane's attention gave each token; below 0: no candidate. wanted int32
+    [B, H, k]: tokens, -1 for none.
+    """
+
+    op: str
+    state: tuple[str, ...] = ("wanted",)
+    settings: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A method at one site. A phase that `attend` does not name stays as Hugging Face wrote it: exact, over the new
-    pairs alone, which is what a prefill's attention is."""
+    pairs alone, which is what a prefill's attention is. Without a selector nothing is fetched."""
 
     attend: Mapping[str, Call]
     stores: tuple[Call, ...]
+    selector: Selector | None = None
 
 
 # The recipe of a site, by its number.

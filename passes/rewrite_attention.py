@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import GraphModule
 
 from .clean_up import drop_dead
-from .context import Context, PassReport, Site, cursor_input, padding_input, replace_attention, state_input
+from .context import Context, PassReport, Site, call_op, cursor_input, padding_input, replace_attention, state_input
 from .recipe import Call
 
 
@@ -21,7 +20,7 @@ def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[Grap
     """
     rewritten = 0
     for site in context.sites:
-        call = context.recipe(site.layer).attend.get(context.phase)
+        call = context.recipe(site.number).attend.get(context.phase.name)
         if call is not None:
             replace_site(graph_module, context, site, call)
             rewritten += 1
@@ -35,10 +34,9 @@ def replace_site(graph_module: GraphModule, context: Context, site: Site, call: 
     if site.mask is None:
         site.mask = padding_input(graph_module, context, site)
     pairs = (site.q, site.k, site.v, site.mask, site.sinks, cursor_input(graph_module, context))
-    state = [state_input(graph_module, context, site.layer, field) for field in call.state]
-    op = getattr(torch.ops.specache, call.op).default
+    state = [state_input(graph_module, context, site.number, field) for field in call.state]
     with graph.inserting_before(site.attention):
-        new = graph.call_function(op, (*pairs, *state, *call.settings, site.scale, site.softcap))
+        new = call_op(graph_module, site, call.op, (*pairs, *state, *call.settings, site.scale, site.softcap))
         if call.scores:
             new = graph.call_function(operator.getitem, (new, 0))
     replace_attention(graph_module, site, new)

@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .context import Context, Input, PassReport, output_node, value_of
+from .context import Context, Input, PassReport, Tag, output_node, tag_of, value_of
 from .exact_lanes import show_first_lane
 from .in_place import take_writes
 from .lane_rules import own_rules
@@ -28,17 +28,18 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
         logits = linear(hidden, head)          logits = vmap(graph)(ids, position + lane)
         return (logits,)                       return (logits[0], argmax(logits[1]))
 
-    The graph is vmapped over a lane axis and traced again (DESIGN section 4 tells why not to edit its literals).
+    The graph is vmapped over a lane axis and traced again (docs/design.md tells why its literals are not edited).
     A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
     one lane, and the report says which of them is missing.
     """
-    if context.phase not in ("decode", "pre-decode") or not context.sites or not context.speculate or not context.top_k:
+    wanted = context.speculate and context.selects and context.phase.one_token
+    if not wanted or not context.sites:
         return graph_module, PassReport("speculate", {"lanes": 1})
     found = find_tokens(graph_module)
     if isinstance(found, str):
         return graph_module, PassReport("speculate", {"lanes": 1}, (f"one lane: {found}",))
     ids, logits = found
-    if context.phase == "pre-decode":
+    if not context.phase.speculates:
         append_guess(graph_module, logits)
         context.guesses = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
@@ -143,16 +144,23 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
 
     with torch.no_grad(), detect_fake_mode(fakes) or contextlib.nullcontext():
         widened = make_fx(two_lanes)(*fakes, torch.empty_like(fakes[token_input]))
-    names = [*(node.name for node in placeholders), "guess"]
-    for node, name in zip(widened.graph.find_nodes(op="placeholder"), names, strict=True):
-        node.target = name
-        node._rename(name)
+    *inputs, guess_input = widened.graph.find_nodes(op="placeholder")
+    rename(guess_input, "guess")
+    for node, before in zip(inputs, placeholders, strict=True):
+        rename(node, before.name)
+        if (tag := tag_of(before)) is not None:
+            node.meta["specache"] = tag
     # The outputs that were taken from the graph are None again, as they were before tracing.
     *traced, next_guess = output_node(widened).args[0]  # type: ignore[misc, str-unpack]
     there = dict(zip(present, traced, strict=True))
     output_node(widened).args = ((*(there.get(position) for position in range(len(outputs))), next_guess),)
     widened.recompile()
     return widened
+
+
+def rename(placeholder: Node, name: str) -> None:
+    placeholder.target = name
+    placeholder._rename(name)
 
 
 def first_lane(value: Any) -> Any:
@@ -194,3 +202,4 @@ def follow_sites(graph_module: GraphModule, context: Context) -> None:
     for site, call in zip(context.sites, calls, strict=True):
         site.q, site.k, site.v, site.mask, site.sinks = call.args[:5]
         site.attention = next(user for user in call.users if user.args[1] == 0)
+        call.meta["specache"] = Tag(site.number, op="decode_attention")

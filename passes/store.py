@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport, cursor_input, output_node, padding_input, state_input
+from .context import Context, PassReport, call_op, cursor_input, output_node, padding_input, state_input
 from .in_place import take_writes
 
 
@@ -18,20 +18,19 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
 
     The nodes stand at the end of the graph; `overlap` moves them to where they start earliest.
     """
-    if context.phase == "pre-decode":
+    if not context.phase.stores:
         take_writes(graph_module)
         return graph_module, PassReport("store", {"stored": 0})
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context) if context.sites else None
     for site in context.sites:
-        calls = context.recipe(site.layer).stores
+        calls = context.recipe(site.number).stores
         padding = padding_input(graph_module, context, site)
-        state = [[state_input(graph_module, context, site.layer, field) for field in call.state] for call in calls]
+        state = [[state_input(graph_module, context, site.number, field) for field in call.state] for call in calls]
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, context.lanes) for node in (site.k, site.v))
             for call, tensors in zip(calls, state, strict=True):
-                op = getattr(torch.ops.specache, call.op).default
-                graph.call_function(op, (k, v, padding, cursor, *tensors, *call.settings))
+                call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings))
     return graph_module, PassReport("store", {"stored": len(context.sites)})
 
 

@@ -1,14 +1,21 @@
 """SpeCache as a torch.compile backend: `torch.compile(model, backend="specache")`."""
 
-import specache_compile.kernels  # noqa: F401  (registers the ops, which the passes know by name)
-from specache_compile.kernels.host_memory import release_host_memory
+from __future__ import annotations
 
-from .bisect import Bisection, bisect
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import specache_compile.kernels  # noqa: F401  (registers the ops, which the passes know by name)
+
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
-from .explain import Explanation, explain
-from .materialize import materialize
-from .options import Options
-from .stats import Stats, stats
+
+if TYPE_CHECKING:
+    from .explaining.bisect import Bisection, bisect
+    from .explaining.explain import Explanation, explain
+    from .kernels.host_memory import release_host_memory
+    from .methods import Options
+    from .runtime.materialize import materialize
+    from .runtime.stats import Stats, stats
 
 __all__ = [
     "Bisection",
@@ -25,3 +32,27 @@ __all__ = [
     "release_host_memory",
     "stats",
 ]
+
+# Loaded when they are first asked for: who compiles a model need not wait for what explains one.
+_PLACES = {
+    "Bisection": "explaining.bisect:Bisection",
+    "Explanation": "explaining.explain:Explanation",
+    "Options": "methods:Options",
+    "Stats": "runtime.stats:Stats",
+    "bisect": "explaining.bisect:bisect",
+    "explain": "explaining.explain:explain",
+    "materialize": "runtime.materialize:materialize",
+    "release_host_memory": "kernels.host_memory:release_host_memory",
+    "stats": "runtime.stats:stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PLACES[name].split(":")
+    return getattr(importlib.import_module(f".{module}", __name__), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .checkpoints import checked, is_byte_level, placed
-from .devices import find_device
-from .diagnostics.command import add_diagnose, run_diagnose
 from .errors import OptionError, SpecacheError
 from .evaluation.command import add_eval, run_eval
-from .methods import METHODS
-from .options import BITS, GROUP_SIZES, LOWERINGS, parse_options
+from .evaluation.diagnostics.command import add_diagnose, run_diagnose
+from .explaining.devices import find_device
+from .methods import METHODS, declared_options, parse_options
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
 
@@ -73,35 +73,40 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """The backend's options; those that are not given are left to the method's defaults."""
+    """The backend's options, as the methods declare them; what is not given is left to the method's default."""
     group = command.add_argument_group("backend options")
     group.add_argument("--method", choices=METHODS, help="default: specache")
-    group.add_argument("--bits", type=int, choices=BITS, help="of the low-bit tier (default: 2)")
-    group.add_argument("--group-size", type=int, choices=GROUP_SIZES, help="g (default: 64)")
-    group.add_argument("--residual-length", type=int, metavar="R", help="16-bit tokens kept (default: 64; kivi: 128)")
-    group.add_argument("--top-k", type=int, metavar="K", help="pairs fetched a layer and head (default: 64); 0: none")
-    group.add_argument(
-        "--one-lane", dest="speculate", action="store_false", default=None,
-        help="no speculative token: the output token chooses",
-    )  # fmt: skip
-    group.add_argument("--budget", type=pairs_or_rate, metavar="B", help="eviction: pairs, or a rate like 0.25 (0.25)")
-    group.add_argument("--top-n", type=int, metavar="N", help="kcache: values fetched a query head (default: 128)")
-    group.add_argument("--lowering", choices=LOWERINGS, help="default: inductor")
+    for name, declarations in declared_options().items():
+        declared = next(iter(declarations.values()))
+        flag = dict(declared.metadata["flag"])
+        if not flag.pop("flag", True):
+            continue
+        told = f"{declared.metadata['help']} ({defaults(declarations)})".replace("%", "%%")
+        words = "--" + name.replace("_", "-")
+        if isinstance(declared.default, bool):
+            group.add_argument(words, action=argparse.BooleanOptionalAction, default=None, help=told)
+        else:
+            group.add_argument(words, default=None, help=told, **flag)
+    group.add_argument("--one-lane", dest="speculate", action="store_false", default=None, help="--no-speculate")
 
 
-def pairs_or_rate(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+def defaults(declarations: Mapping[str, Any]) -> str:
+    """Who takes an option, and its default: "default: 64; kivi: 128"."""
+    usual = declarations.get("specache", next(iter(declarations.values()))).default
+    others = [f"{method}: {declared.default}" for method, declared in declarations.items() if declared.default != usual]
+    takers = "" if len(declarations) == len(METHODS) else f"{', '.join(declarations)}; "
+    return takers + "; ".join([f"default: {usual}", *others])
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given."""
-    names = ("method", "bits", "group_size", "residual_length", "top_k", "speculate", "budget", "top_n", "lowering")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    names = ["method", *declared_options()]
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def run_explain(args: argparse.Namespace) -> None:
-    from .explain import explain
-    from .tables import nodes_table
+    from .explaining.explain import explain
+    from .explaining.tables import nodes_table
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
@@ -128,7 +133,7 @@ def run_explain(args: argparse.Namespace) -> None:
 def run_generate(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-    from .stats import stats
+    from .runtime.stats import stats
 
     text = args.prompt if args.prompt is not None else args.prompt_file.read_text()
     checked(args.model)

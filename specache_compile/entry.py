@@ -1,6 +1,21 @@
 """The entry point that `torch.compile(model, backend="specache")` loads."""
 
+import os
+
 from .backend import specache as specache
 from .generate import route_generate
+from .rewritten import Rewrites, observers
+from .runtime.variant import Variant
+
+
+def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
+    """Explain each compiled graph into $SPECACHE_DUMP; explaining is imported by those who ask for it."""
+    folder = os.environ.get("SPECACHE_DUMP")
+    if folder:
+        from .explaining.dump import dump_explanation
+
+        dump_explanation(rewrites, variant, folder)
+
 
 route_generate()
+observers.append(dump_where_asked)

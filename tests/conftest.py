@@ -21,21 +21,37 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LOSSLESS = {"lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
 
 
+# Of a module marked `one_process`: its name, its models by how they were made and compiled.
+_shared: dict[str, Any] = {}
+
+
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Each test compiles on its own, on one thread a worker, from one seed."""
-    torch._dynamo.reset()
+def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test compiles on its own, on one thread a worker, from one seed; those of a module marked `one_process` go
+    on with the graphs that the ones before have made."""
     torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+    module = request.module.__name__ if request.node.get_closest_marker("one_process") else None
+    if module is None or _shared.get("module") != module:
+        torch._dynamo.reset()
+        _shared.clear()
+    if module is None:
+        yield
+        torch._dynamo.reset()
+        return
+    _shared["module"] = module
+    # Each of its models compiled in another way needs graphs of its own, and Dynamo counts those of all together.
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+        yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip, with the reason, where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    """GPU tests skip, with the reason, where there is none; a module that is one process runs in one worker."""
+    for item in items:
+        if not torch.cuda.is_available() and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+        if "one_process" in item.keywords:
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))  # type: ignore[attr-defined]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,7 +72,11 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 @pytest.fixture
 def llama() -> LlamaForCausalLM:
-    return tiny_llama()
+    if "module" not in _shared:
+        return tiny_llama()
+    if "llama" not in _shared:
+        _shared["llama"] = tiny_llama()
+    return _shared["llama"]
 
 
 @pytest.fixture
@@ -66,8 +86,19 @@ def compiled(llama: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def compile_copy(model: LlamaForCausalLM, **options: Any) -> LlamaForCausalLM:
+    """A copy compiled with the lossless settings, but for `options`."""
+    return compiled_with(model, {**LOSSLESS, **options})
+
+
+def compiled_with(model: LlamaForCausalLM, options: dict[str, Any]) -> LlamaForCausalLM:
+    """A compiled copy; of a shared model the one that was compiled so before."""
+    how, shared = repr(sorted(options.items())), model is _shared.get("llama")
+    if shared and how in _shared:
+        return _shared[how]
     twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**LOSSLESS, **options})
+    twin.compile(backend="specache", options=options)
+    if shared:
+        _shared[how] = twin
     return twin
 
 

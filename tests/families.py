@@ -1,4 +1,4 @@
-"""The model families that are tested, each with what is rewritten of it; the README's table is made from this list."""
+"""The model families that are tested, each with what is rewritten of it; docs/supported.md has them as a table."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from conftest import prompt, tiny_llama
-from specache_compile.session import Session
-from specache_compile.tiers import LayerShape
+from specache_compile.methods.field import LayerShape
+from specache_compile.runtime.session import Session
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -92,6 +92,20 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["torch.compile", "specache 2-bit", "specache 1-bit"]
     assert rows[0]["expected bytes"] == 2 * 2 * 2 * 256 * 16 * 4  # two layers, K and V, two heads, float32
+
+
+def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> None:
+    done = run("cold_start.py", "--smoke", "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["caches"], row["way"]) for row in rows] == [
+        (state, way) for state in ("cold", "warm") for way in ("torch.compile", "specache")
+    ]
+    for row in rows:
+        stages = sum(row[stage] for stage in ("Dynamo", "passes", "AOT and Inductor", "the rest"))
+        assert stages == pytest.approx(row["seconds"])
+        assert row["Dynamo"] > 0
+    assert all("of plain" in done.stdout and row["way"] in done.stdout for row in rows)
 
 
 @pytest.mark.parametrize(("reuse", "stay"), [(0.0, 0), (0.5, 4), (1.0, 8)])

@@ -1,4 +1,4 @@
-"""Random eviction: the floor that RoCo's paper (003) compares with."""
+"""Random eviction: the floor that RoCo's paper (arXiv 2402.06262) compares with."""
 
 from __future__ import annotations
 

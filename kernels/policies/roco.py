@@ -1,4 +1,4 @@
-"""RoCo (003): the pair of least mean attention goes, but for the b/2 whose attention varies most."""
+"""RoCo (arXiv 2402.06262): the pair of least mean attention goes, but for the b/2 whose attention varies most."""
 
 from __future__ import annotations
 

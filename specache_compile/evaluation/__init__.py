@@ -1,4 +1,4 @@
 """The harness behind `specache eval`: settings, a runner that asks a model, rows that survive an interruption, figures.
 
-The tasks are in `specache_compile.tasks`. Nothing of the backend imports this package.
+The tasks are in `specache_compile.evaluation.tasks`. Nothing of the backend imports this package.
 """

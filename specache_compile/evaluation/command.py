@@ -19,21 +19,21 @@ from tqdm import tqdm
 from specache_compile.checkpoints import checked, is_byte_level, placed
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
-from specache_compile.stats import stats
-from specache_compile.tasks import TASKS
-from specache_compile.tasks.records import file_hash
-from specache_compile.tasks.task import Bench, Cell, Outcome
+from specache_compile.runtime.stats import stats
 
+from .cell_tables import table, write_csv, write_json
 from .plots import draw
 from .provenance import model_hash, provenance
 from .reader import ByteReader, Reader, TokenizerReader
 from .rows import Row, append_row, read_rows, sources
 from .runner import Runner
 from .settings import Setting, parse_setting, running, tokens_of_budget
-from .tables import table, write_csv, write_json
+from .tasks import TASKS
+from .tasks.records import file_hash
+from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-METHODS = ("full", "kivi:bits=1", "specache:bits=1")
+METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1")
 
 
 def add_eval(command: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--methods", nargs="+", default=list(METHODS), metavar="NAME[:option=value,...]",
-        help=f"full, or a method with its options (default: {' '.join(METHODS)})",
+        help=f"uncompiled, or a method with its options (default: {' '.join(METHODS)})",
     )  # fmt: skip
     command.add_argument(
         "--lengths", nargs="+", type=int, default=[512, 1024], metavar="N",
@@ -163,9 +163,11 @@ def text_identity(texts: Sequence[Path]) -> list[str] | str:
 
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, fingerprint: str, args: argparse.Namespace) -> str:
     """Everything that a row's figures depend on."""
+    # In rows that older versions wrote `full` alone is the uncompiled model.
+    method = "full, compiled" if str(setting) == "full" else str(setting)
     return json.dumps(
         {
-            "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
+            "task": task, "cell": cell.name, "context": cell.context, "method": method, "samples": bench.samples,
             "seed": bench.seed, "model": fingerprint, "dtype": args.dtype, "device": args.device,
             "lowering": args.lowering, "texts": text_identity(bench.texts), **cell.facts,
         },

@@ -1,6 +1,6 @@
-"""A method and its options as one word on the command line: `specache:bits=1,top_k=64`, `kivi:bits=2`, `full`.
+"""A method and its options as one word on the command line: `specache:bits=1,top_k=64`, `kivi:bits=2`, `uncompiled`.
 
-`full` is the uncompiled model, which every method is measured against; the other names are the backend's methods.
+`uncompiled` is the model as it is, which every method is measured against; the other names are the backend's methods.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
-from specache_compile.options import parse_options
-from specache_compile.records import forget
+from specache_compile.methods import parse_options
+from specache_compile.runtime.records import forget
 
-FULL = "full"
+UNCOMPILED = "uncompiled"
 WORDS = {"true": True, "false": False, "none": None}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method's name and what was given with it; `options` is what the backend receives, None for the full cache."""
+    """A method's name and what was given with it; `options` is what the backend receives; uncompiled: None."""
 
     name: str
     given: tuple[tuple[str, Any], ...]
@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def options(self) -> dict[str, Any] | None:
-        if self.name == FULL:
+        if self.name == UNCOMPILED:
             return None
         return {"method": self.name, **dict(self.given)}
 
@@ -45,8 +45,8 @@ def parse_setting(text: str) -> Setting:
     if len(dict(given)) < len(given):
         raise OptionError(f"method {text!r}: an option is given twice")
     setting = Setting(name, tuple(sorted(given, key=lambda pair: pair[0])))
-    if name == FULL and given:
-        raise OptionError(f"method {text!r}: the full cache takes no options")
+    if name == UNCOMPILED and given:
+        raise OptionError(f"method {text!r}: the uncompiled model takes no options")
     try:
         parse_options(setting.options)
     except OptionError as error:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from specache_compile.errors import OptionError
 from specache_compile.kernels.policies import POLICIES
+from specache_compile.options import MethodOptions, one_of, own_options
 
 from . import full, kcache, kivi, offload, specache
 from .eviction import eviction
+from .field import Field
 from .method import Method
 
 METHODS: dict[str, Method] = {
@@ -20,4 +26,44 @@ METHODS: dict[str, Method] = {
     )
 }
 
-__all__ = ["METHODS", "Method"]
+
+def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
+    """The options that a user passed, with the bad name or value and the accepted ones in the error."""
+    given = dict(given or {})
+    name = given.setdefault("method", "specache")
+    one_of("method", name, tuple(METHODS))
+    method = METHODS[name]
+    known = dict.fromkeys(option for other in (method, *METHODS.values()) for option in other.accepted)
+    for option in given:
+        if option not in known:
+            raise OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")
+        if option not in method.accepted:
+            raise OptionError(f"option {option}: method {name!r} has none; it takes {', '.join(method.accepted)}")
+    return method.options(**given)
+
+
+def Options(**given: Any) -> MethodOptions:
+    """The options that `torch.compile(..., options=given)` would use, checked."""
+    return parse_options(given)
+
+
+def declared_options() -> dict[str, dict[str, Any]]:
+    """Every option, by name: its declaration (a dataclass field) in each method that takes it."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in METHODS.values():
+        for name, declared in own_options(method.options).items():
+            found.setdefault(name, {})[method.name] = declared
+    return found
+
+
+def declared_fields() -> dict[str, Field]:
+    """Every state tensor that a method declares, by its name, which stands for one of them alone."""
+    found: dict[str, Field] = {}
+    for method in METHODS.values():
+        for field in method.fields:
+            if found.setdefault(field.name, field) is not field:
+                raise ValueError(f"method {method.name}: another field is called {field.name!r} already")
+    return found
+
+
+__all__ = ["METHODS", "Method", "Options", "declared_fields", "declared_options", "parse_options"]

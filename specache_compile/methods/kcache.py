@@ -1,31 +1,39 @@
-"""KCache (004): keys on the device, values on the host; each query head fetches the N values that it weighs most."""
+"""KCache (arXiv 2404.18057): keys on the device, values on the host; each query head fetches the N values that it
+weighs most."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from specache_compile.options import whole
 from specache_compile.passes.recipe import Call, Recipe
 
 from . import full
-from .method import UNSELECTED, Method, Shapes
-
-if TYPE_CHECKING:
-    from specache_compile.options import Options
-    from specache_compile.tiers import LayerShape
+from .field import Field, LayerShape
+from .host_tier import HOST, HostOptions
+from .method import Method
 
 
-def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
+@dataclass(frozen=True)
+class KCacheOptions(HostOptions):
+    method: str = "kcache"
+    top_n: int = whole(128, 1, "N: values that each query head fetches in a step", metavar="N")
+    kept_layers: int = whole(1, 0, "first layers whose values stay on the device", metavar="LAYERS")
+
+
+def keys_shape(options: KCacheOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (batch, layer.heads, capacity, layer.head_dim)
+
+
+DEVICE_KEYS = Field("device_keys", "keys", keys_shape)
+
+
+def fields_at(options: KCacheOptions, layer: LayerShape) -> tuple[Field, ...]:
     """Keys on the device and whole pairs on the host, where extends read them; a kept layer has its full cache."""
-    if layer.number < options.kept_layers:
-        return full.shapes(options, layer, batch, capacity)
-    rows = (batch, layer.heads, capacity)
-    return {
-        "host": ((*rows, 2, layer.head_dim), layer.dtype),
-        "device_keys": ((*rows, layer.head_dim), layer.dtype),
-    }
+    return (full.FULL_CACHE,) if layer.number < options.kept_layers else (HOST, DEVICE_KEYS)
 
 
-def recipe(options: Options, site: int) -> Recipe:
+def recipe(options: KCacheOptions, site: int) -> Recipe:
     if site < options.kept_layers:
         return full.recipe(options, site)
     return Recipe(
@@ -37,10 +45,4 @@ def recipe(options: Options, site: int) -> Recipe:
     )
 
 
-METHOD = Method(
-    "kcache",
-    ("top_n", "kept_layers", "host_memory"),
-    shapes,
-    recipe,
-    UNSELECTED,
-)
+METHOD = Method("kcache", KCacheOptions, (HOST, DEVICE_KEYS, full.FULL_CACHE), recipe, fields_at)

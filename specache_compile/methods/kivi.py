@@ -1,18 +1,23 @@
-"""KIVI (Liu et al. 2024): the low-bit copy and the recent window alone; no pair is fetched. The host tier is kept for
+"""KIVI (arXiv 2402.02750): the low-bit copy and the recent window alone; no pair is fetched. The host tier is kept for
 extends and crops, which stay exact."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from specache_compile.options import whole
+
 from . import specache
+from .low_bit import LowBitOptions
 from .method import Method
 
-# The window that SpeCache's paper gives its baseline: as many pairs in 16 bits as R and k are together there.
-RESIDUAL_LENGTH = 128
 
-METHOD = Method(
-    "kivi",
-    specache.TIERS,
-    specache.shapes,
-    specache.recipe,
-    {"top_k": 0, "speculate": False, "residual_length": RESIDUAL_LENGTH},
-)
+@dataclass(frozen=True)
+class KiviOptions(LowBitOptions):
+    """The window is the one that SpeCache's paper gives its baseline: as many pairs in 16 bits as R and k together."""
+
+    method: str = "kivi"
+    residual_length: int = whole(128, 1, "R: newest tokens kept in 16 bits", metavar="R")
+
+
+METHOD = Method("kivi", KiviOptions, specache.FIELDS, specache.recipe)

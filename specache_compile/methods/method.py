@@ -1,44 +1,37 @@
-"""What a method is: the state it keeps, the ops at its sites, and the options that mean something to it."""
+"""What a method is: its options, the state it keeps, the ops at its sites."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
+from specache_compile.options import MethodOptions, own_options
 from specache_compile.passes.recipe import Recipe
 
-if TYPE_CHECKING:
-    from specache_compile.options import Options
-    from specache_compile.tiers import LayerShape
-
-# Shape and dtype of each state tensor, by field.
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-# Those of every method.
-COMMON = ("method", "lowering", "disable_passes", "exact_layers", "mode", "inductor")
+from .field import Field, LayerShape
 
 
 @dataclass(frozen=True)
 class Method:
     """A method of the papers, as a recipe over the same passes and tiers.
 
-    takes: its own options, beside COMMON. shapes: (options, layer, batch, capacity in
-    tokens) → state tensors, [B, H, ...] each but for the measures. recipe: (options, site) → the ops there. defaults:
-    options that differ from `Options`; those that it does not take are thereby fixed.
+    options: its class of options. fields: the state tensors of a layer; where layers differ, `fields_at` tells which of
+    them one has. recipe: (options, site's number) → the ops there.
     """
 
     name: str
-    takes: tuple[str, ...]
-    shapes: Callable[[Options, LayerShape, int, int], Shapes]
-    recipe: Callable[[Options, int], Recipe]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    options: type[MethodOptions]
+    fields: tuple[Field, ...]
+    recipe: Callable[[Any, int], Recipe]
+    fields_at: Callable[[Any, LayerShape], tuple[Field, ...]] | None = None
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        return (*COMMON, *self.takes)
+        """The names of its options, those of all methods last."""
+        common = own_options(MethodOptions)
+        return ("method", *(name for name in own_options(self.options) if name not in common), *common)
 
-
-# What fixes a method that neither selects pairs nor runs a second lane.
-UNSELECTED = {"top_k": 0, "speculate": False, "min_context": 0}
+    def fields_of(self, options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
+        """The state tensors of one layer."""
+        return self.fields if self.fields_at is None else self.fields_at(options, layer)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from specache_compile.options import MethodOptions
 from specache_compile.passes.recipe import Call, Recipe
 
-from .method import UNSELECTED, Method, Shapes
-
-if TYPE_CHECKING:
-    from specache_compile.options import Options
-    from specache_compile.tiers import LayerShape
+from .host_tier import HOST, HostOptions
+from .method import Method
 
 
-def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
-    return {"host": ((batch, layer.heads, capacity, 2, layer.head_dim), layer.dtype)}
+@dataclass(frozen=True)
+class OffloadOptions(HostOptions):
+    method: str = "offload"
 
 
-def recipe(options: Options, site: int) -> Recipe:
+def recipe(options: MethodOptions, site: int) -> Recipe:
     """A decode step is an extend by one token: the host tier streams through in blocks."""
     exact = Call("extend_attention", ("host",))
     return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("host",)),))
 
 
-METHOD = Method("offload", ("host_memory",), shapes, recipe, UNSELECTED)
+METHOD = Method("offload", OffloadOptions, (HOST,), recipe)

@@ -1,58 +1,46 @@
-"""SpeCache (001): a low-bit copy on the device, and the k pairs that the next step wants fetched one step ahead."""
+"""SpeCache (arXiv 2503.16163): a low-bit copy on the device, and the k pairs that the next step wants, fetched one
+step ahead."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-import torch
+from specache_compile.options import choice, whole
+from specache_compile.passes.recipe import Call, Recipe, Selector
 
-from specache_compile.kernels.quantize import packed_width, value_group
-from specache_compile.passes.recipe import Call, Recipe
-
-from .method import Method, Shapes
-
-if TYPE_CHECKING:
-    from specache_compile.options import Options
-    from specache_compile.tiers import LayerShape
-
-TIERS = ("bits", "group_size", "residual_length", "zero_point", "host_memory", "min_context")
-LOW_BIT = ("codes", "key_params", "value_params")
+from .host_tier import HOST
+from .low_bit import LOW_BIT, RECENT, LowBitOptions
+from .method import Method
+from .slots import FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
 
-def shapes(options: Options, layer: LayerShape, batch: int, capacity: int) -> Shapes:
-    """Host, low-bit, recent and slots; scales are in the model's dtype."""
-    rows = (batch, layer.heads)
-    d, dtype = layer.head_dim, layer.dtype
-    quantized = options.bits < 16
-    width = packed_width(d, options.bits) if quantized else d
-    groups = capacity // options.group_size if quantized else 0
-    tokens = capacity if quantized else 0
-    return {
-        "host": ((*rows, capacity, 2, d), dtype),
-        "codes": ((*rows, capacity, 2, width), torch.uint8 if quantized else dtype),
-        "key_params": ((*rows, groups, 2, d), dtype),
-        "value_params": ((*rows, tokens, 2, d // value_group(d, options.group_size)), dtype),
-        "recent": ((*rows, options.window, 2, d), dtype),
-        "slots": ((*rows, options.top_k, 2, d), dtype),
-        "slot_index": ((*rows, options.top_k), torch.int32),
-        "wanted": ((*rows, options.top_k), torch.int32),
-        "fetched": ((1,), torch.int64),
-        "tally": ((3,), torch.float64),
-    }
+@dataclass(frozen=True)
+class SpecacheOptions(LowBitOptions):
+    """What `torch.compile(..., options={...})` accepts where no method is named; the defaults are the paper's."""
+
+    method: str = "specache"
+    top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
+    speculate: bool = choice(
+        True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
+    )
+    hit_rate: bool = choice(False, (True, False), "also measure the hit rate (slow: it computes the true attention)")
+
+    @property
+    def in_16_bits(self) -> SpecacheOptions:
+        """Nothing is fetched, and nothing guessed for it."""
+        return replace(self, bits=16, top_k=0, speculate=False)
 
 
-def recipe(options: Options, site: int) -> Recipe:
+def recipe(options: LowBitOptions, site: int) -> Recipe:
     """Decode attends over the tiers, an extend over the host's; the `prefetch` and `speculate` passes do the rest."""
-    over_tiers = Call("decode_attention", (*LOW_BIT, "recent", "slots", "slot_index"), scores=True)
+    low_bit = tuple(field.name for field in LOW_BIT)
+    over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), scores=True)
     return Recipe(
         {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
-        (Call("append", ("recent", *LOW_BIT), (options.zero_point,)), Call("offload", ("host",))),
+        (Call("append", ("recent", *low_bit), (options.zero_point,)), Call("offload", ("host",))),
+        Selector("select_topk") if options.top_k else None,
     )
 
 
-METHOD = Method(
-    "specache",
-    (*TIERS, "top_k", "speculate", "hit_rate"),
-    shapes,
-    recipe,
-)
+FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, TALLY)
+METHOD = Method("specache", SpecacheOptions, FIELDS, recipe)

@@ -1,0 +1,166 @@
+"""The wait before the first tokens: specache beside plain `torch.compile`, with empty caches and with full ones.
+
+Each figure is of a process of its own: a random-weight model of SmolLM2-135M's shape (30 layers, float32) generates 8
+tokens from a prompt of 100, compiled by its first call. Cold: Inductor's cache folder is new. Warm: it is the one that
+the cold run has filled.
+
+    python benchmarks/cold_start.py              into benchmarks/results/
+    python benchmarks/cold_start.py --smoke      4 thin layers, nothing compiled to C++, one run of each
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import provenance
+from tabulate import tabulate
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specache_compile  # noqa: F401  (its time to be imported is nobody's wait for a graph)
+from specache_compile.lowering import lower
+
+SMOLLM2 = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+THIN = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32,
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {"torch.compile": {}, "specache": {"backend": "specache"}}
+# The same ways into nothing, for a smoke run: Dynamo and the passes, but no C++.
+SMOKE: dict[str, dict[str, Any]] = {
+    "torch.compile": {"backend": "eager"},
+    "specache": {"backend": "specache", "options": {"lowering": "eager"}},
+}
+PROMPT, NEW = 100, 8
+STAGES = ("Dynamo", "passes", "AOT and Inductor", "the rest")
+
+
+def run_case(name: str, layers: int, smoke: bool) -> dict[str, float]:
+    """Compile one model by generating with it, in this process: seconds in all and by stage, and of a second run."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SMOLLM2, **(THIN if smoke else {}), "num_hidden_layers": layers})
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, config.vocab_size, (1, PROMPT))
+    model.compile(**(SMOKE if smoke else WAYS)[name])
+    lowered = timed_lowering()
+    seconds = time_of(lambda: model.generate(ids, max_new_tokens=NEW, do_sample=False))
+    times = torch._dynamo.utils.compilation_time_metrics
+    backend = times["OutputGraph.call_user_compiler"]
+    inductor = lowered if name == "specache" else backend
+    dynamo = sum(times["_compile.compile_inner"]) - sum(backend)
+    split = (dynamo, sum(backend) - sum(inductor), sum(inductor), seconds - dynamo - sum(backend))
+    again = time_of(lambda: model.generate(ids, max_new_tokens=NEW, do_sample=False))
+    return {"seconds": seconds, **dict(zip(STAGES, split, strict=True)), "graphs": len(inductor), "again": again}
+
+
+def timed_lowering() -> list[float]:
+    """The seconds of each call of Inductor that specache will make."""
+    seconds: list[float] = []
+    inner = lower.compile_fx
+
+    def compile_fx(*arguments: Any, **settings: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return inner(*arguments, **settings)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    lower.compile_fx = compile_fx  # type: ignore[assignment]
+    return seconds
+
+
+def time_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def in_new_process(name: str, cache: str, args: argparse.Namespace) -> dict[str, float]:
+    """`run_case` in a process of its own, over this folder of caches."""
+    command = [sys.executable, __file__, "--case", name, "--layers", str(args.layers), *(["--smoke"] * args.smoke)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each way and state of the caches; one cold run, and as many warm ones as asked for, interleaved so that
+    a busy minute does not fall on one way alone."""
+    rows: list[dict[str, Any]] = []
+    with (
+        contextlib.ExitStack() as stack,
+        tqdm(total=len(WAYS) * (args.colds + args.warms), file=sys.stderr) as bar,
+    ):
+        runs: dict[tuple[str, str], list[dict[str, float]]] = {(n, s): [] for s in ("cold", "warm") for n in WAYS}
+        caches: dict[str, str] = {}
+        for state, count in (("cold", args.colds), ("warm", args.warms)):
+            for _, name in itertools.product(range(count), WAYS):
+                bar.set_postfix_str(f"{name}, {state}")
+                if state == "cold":
+                    caches[name] = stack.enter_context(tempfile.TemporaryDirectory())
+                runs[name, state].append(in_new_process(name, caches[name], args))
+                bar.update()
+    for (name, state), made in runs.items():
+        middle = sorted(made, key=lambda run: run["seconds"])[len(made) // 2]
+        rows.append({"way": name, "caches": state, **middle, "runs": [run["seconds"] for run in made]})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The middle run of each row, its stages, the spread, and the share of plain torch.compile's."""
+    plain = {row["caches"]: row["seconds"] for row in rows if row["way"] == "torch.compile"}
+    lines = [
+        (
+            row["caches"], row["way"], f"{row['seconds']:.1f}", f"{min(row['runs']):.1f} to {max(row['runs']):.1f}",
+            f"{row['seconds'] / plain[row['caches']]:.2f}", *(f"{row[stage]:.1f}" for stage in STAGES),
+            row["graphs"], f"{row['again']:.2f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    headers = ("caches", "", "seconds", "of all runs", "of plain", *STAGES, "compiled", "second run")
+    return tabulate(lines, headers, colalign=("left", "left", *["right"] * 9), disable_numparse=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, help="of the model (default: 30)")
+    parser.add_argument("--colds", type=int, default=1, help="cold runs of each, the middle one counts (default: 1)")
+    parser.add_argument("--warms", type=int, default=3, help="warm runs of each, the middle one counts (default: 3)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, no C++, one run of each")
+    parser.add_argument("--case", choices=list(WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cold_start.json")
+    args = parser.parse_args(arguments)
+    args.layers = args.layers or (4 if args.smoke else 30)
+    if args.smoke:
+        args.warms = 1
+    if args.case:
+        print(json.dumps(run_case(args.case, args.layers, args.smoke)))
+        return
+    rows = measure(args)
+    print(table(rows))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    origin = {**provenance(torch.device("cpu"), "benchmarks/cold_start.py"), "threads": torch.get_num_threads()}
+    args.out.write_text(json.dumps({"provenance": origin, "layers": args.layers, "rows": rows}, indent=2) + "\n")
+    print(f"\n{args.layers} layers, a prompt of {PROMPT} tokens and {NEW} new ones; data: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What each op costs: FLOPs, bytes from device memory, bytes over PCIe. Computed from shapes, never measured.
+
+A cost is a function (the call's arguments by name, the `load`, the site's number) → `Cost`. Of tensors that stand for
+the cache it takes what is cached, by the load, not what is allocated; of the others their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import SymInt, Tensor
+
+from .evict import HISTORY_SIZE
+from .quantize import value_group
+
+
+@dataclass(frozen=True)
+class Cost:
+    """flops; hbm: bytes read and written on the device; to_device, to_host: bytes over PCIe."""
+
+    flops: float = 0.0
+    hbm: float = 0.0
+    to_device: float = 0.0
+    to_host: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def times(self, device: Any) -> dict[str, float]:
+        """Seconds that each resource of a `Device` would take alone."""
+        return {
+            "arithmetic": self.flops / (device.tflops * 1e12),
+            "memory": self.hbm / (device.hbm_gbps * 1e9),
+            "PCIe": max(self.to_device, self.to_host) / (device.pcie_gbps * 1e9),
+        }
+
+    def seconds(self, device: Any) -> float:
+        return max(self.times(device).values())
+
+    def bound(self, device: Any) -> str:
+        """The resource that takes longest."""
+        times = self.times(device)
+        return max(times, key=times.__getitem__)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How a step is run. options: the method's; layers: `LayerShape` of each site; length: tokens cached before it;
+    reuse: the share of wanted pairs in the slots already."""
+
+    options: Any
+    layers: tuple[Any, ...]
+    query_heads: tuple[int, ...]
+    batch: int
+    length: int
+    reuse: float = 0.0
+
+    def at(self, length: int) -> Workload:
+        return replace(self, length=length)
+
+
+Arguments = Mapping[str, Any]
+CostOf = Callable[[Arguments, Workload, int], Cost]
+
+
+def size_of(size: int | SymInt) -> int:
+    """A size; for a symbol, what it was when the graph was traced. Makes no guard."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def elements(value: Any) -> int:
+    count = 1
+    for size in value.shape:
+        count *= size_of(size)
+    return count
+
+
+def bytes_of(value: Any) -> int:
+    return elements(value) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), low in the low-bit tier."""
+
+    exact: int
+    low: float
+
+
+def pair_bytes(options: Any, layer: Any) -> Pair:
+    exact = 2 * layer.head_dim * layer.dtype.itemsize
+    bits = getattr(options, "bits", 16)
+    if bits == 16:
+        return Pair(exact, exact)
+    codes = 2 * layer.head_dim * bits / 8
+    keys = exact / options.group_size
+    values = exact / value_group(layer.head_dim, options.group_size)
+    return Pair(exact, codes + keys + values)
+
+
+def fetched_pairs(options: Any, length: int) -> int:
+    """Pairs that one head wants for its slots when `length` tokens are cached: k, or all there are."""
+    return min(options.top_k, options.low_bit_length(length))
+
+
+def rows(load: Workload, site: int) -> int:
+    return load.batch * load.layers[site].heads
+
+
+def nothing(arguments: Arguments, load: Workload, site: int) -> Cost:
+    return Cost()
+
+
+def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
+    pair, q, k = pair_bytes(load.options, load.layers[site]), arguments["q"], arguments["k"]
+    low = load.options.low_bit_length(load.length)
+    read = low * pair.low + (load.length - low + fetched_pairs(load.options, load.length)) * pair.exact
+    scores = 4 * rows(load, site) * low if load.options.top_k else 0
+    seen = load.length + size_of(q.shape[2])
+    return Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
+
+
+def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """Every pair, from wherever the cache is."""
+    q = arguments["q"]
+    past = rows(load, site) * load.length * pair_bytes(load.options, load.layers[site]).exact
+    seen = load.length + size_of(q.shape[2]) / 2
+    return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if arguments["on_host"] else 0)
+
+
+def kcache_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """All keys from the device; the values that each query head picks cross PCIe."""
+    q, exact = arguments["q"], pair_bytes(load.options, load.layers[site]).exact
+    keys = rows(load, site) * load.length * exact / 2
+    picked = load.batch * load.query_heads[site] * min(load.options.top_n, load.length) * exact / 2
+    return Cost(2 * elements(q) * load.length, keys + picked + 2 * bytes_of(q), to_device=picked)
+
+
+def budget_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """The kept pairs are read, and written again without the evicted ones, as is what is counted of them."""
+    q, pair = arguments["q"], pair_bytes(load.options, load.layers[site])
+    kept = min(load.options.budget_in_tokens(load.length), load.length)
+    moved = 2 * rows(load, site) * kept * (pair.exact + 4 * (HISTORY_SIZE + 1))
+    return Cost(4 * elements(q) * kept, moved + 2 * bytes_of(q))
+
+
+def keep_keys(arguments: Arguments, load: Workload, site: int) -> Cost:
+    return Cost(hbm=2 * bytes_of(arguments["k"]))
+
+
+def append(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """A group is quantised once in g steps: an even share of that falls on each token."""
+    pair, tokens = pair_bytes(load.options, load.layers[site]), size_of(arguments["k"].shape[2])
+    return Cost(hbm=rows(load, site) * tokens * (3 * pair.exact + pair.low))
+
+
+def offload(arguments: Arguments, load: Workload, site: int) -> Cost:
+    tokens = size_of(arguments["k"].shape[2])
+    moved = rows(load, site) * tokens * pair_bytes(load.options, load.layers[site]).exact
+    return Cost(hbm=moved, to_host=moved) if arguments["on_host"] else Cost(hbm=2 * moved)
+
+
+def select_topk(arguments: Arguments, load: Workload, site: int) -> Cost:
+    return Cost(hbm=4 * rows(load, site) * (load.options.low_bit_length(load.length) + load.options.top_k))
+
+
+def prefetch(arguments: Arguments, load: Workload, site: int) -> Cost:
+    pairs = fetched_pairs(load.options, load.length) * (1 - load.reuse)
+    moved = rows(load, site) * pairs * pair_bytes(load.options, load.layers[site]).exact
+    return Cost(hbm=moved, to_device=moved)
+
+
+def measure(arguments: Arguments, load: Workload, site: int) -> Cost:
+    keys = rows(load, site) * load.length * pair_bytes(load.options, load.layers[site]).exact / 2
+    return Cost(hbm=keys, to_device=keys)

@@ -1,0 +1,28 @@
+"""Quantisers by name: where the levels of a group lie between its least and its largest element.
+
+A new one is a function here, and a line in QUANTISERS; on CUDA also a branch of `scale_and_zero` in triton_append.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+# (low, high, bits) → scale s and zero z in float32: code q of 0 .. 2**bits - 1 stands for q·s + z (KIVI, equation 2).
+Quantiser = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def minimum(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """z = min, s = (max - min) / (2**bits - 1): the ends of the group are levels (KIVI)."""
+    spread = high - low
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which is not always the quotient.
+    return spread / spread.new_full((), (1 << bits) - 1), low
+
+
+def midpoint(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """At 1 bit z = (3 min + max) / 4, s = (max - min) / 2: the midpoints of the two halves (SpeCache, section 3.4)."""
+    return ((high - low) / 2, low + (high - low) / 4) if bits == 1 else minimum(low, high, bits)
+
+
+QUANTISERS: dict[str, Quantiser] = {"midpoint": midpoint, "minimum": minimum}

@@ -1,0 +1,345 @@
+"""Compile layers that are alike once: the graph, cut at its layers' borders, becomes regions that are called in order.
+
+    embed; norm_0; q_0; ...; norm_1; q_1; ...; head      h, cos, sin = before(ids, table, ...)
+                                                          h = layer(h, cos, sin, weights and state of layer 0)
+                                                          h = layer(h, cos, sin, weights and state of layer 1)
+                                                          return after(h, head)
+
+The order is the one that `overlap` chose: a part holds the nodes that stood between two borders, as they stood. Layers
+of another kind (sliding beside full attention) are regions of their own; neighbours that are like nothing are one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
+
+from specache_compile.passes.clean_up import writes
+from specache_compile.passes.context import output_node, value_of, weight_layer
+from specache_compile.passes.in_place import memory_of
+from specache_compile.passes.overlap import mutated_arguments
+
+from .progress import tell
+
+# Fewer layers are compiled whole, where a border's cost is not worth it: what would have been fused across it. Likewise
+# where fewer layers than these are spared.
+FEWEST_LAYERS = 4
+FEWEST_SAVED = 2
+
+# What holds for all that comes after it, in whichever part; and takes effect in whoever runs it.
+SETS_A_MODE = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
+
+Lowered = Callable[..., Sequence[Any]]
+CompilePart = Callable[[GraphModule, list[Any]], Lowered]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring nodes of a graph, the sizes that are computed for them, the values from outside that both use, and
+    those of the nodes that are used outside."""
+
+    sizes: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a region: where its inputs lie, where its outputs go, and which values nothing needs after it."""
+
+    region: Lowered
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dead: tuple[int, ...]
+
+
+def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: CompilePart) -> Lowered | None:
+    """The graph as a callable over its inputs, with one compiled region for all layers that are alike; None where too
+    few are, or where cutting might change what the graph does. `inputs` are fakes, as the placeholders have them."""
+    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
+    parts = [] if mode is None else cut(graph_module)
+    if mode is None or not parts or not may_be_cut(graph_module, parts):
+        return None
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = dict(zip(placeholders, inputs, strict=True))
+    kinds = kinds_of(graph_module, parts, values, mode)
+    if kinds is None or len(kinds) - len(set(kinds)) < FEWEST_SAVED:
+        return None
+    parts, kinds = merge_unlike(parts, kinds)
+    calls = Counter(kinds)
+    regions: dict[Any, Lowered] = {}
+    for part, kind in zip(parts, kinds, strict=True):
+        if kind not in regions:
+            tell(f"part {len(regions) + 1} of {len(calls)}, for {calls[kind]} of {len(parts)}")
+            part_inputs = [values[node] for node in part.inputs]
+            regions[kind] = compile_part(extract(graph_module, part, values), part_inputs)
+    return in_order(graph_module, parts, [regions[kind] for kind in kinds])
+
+
+def cut(graph_module: GraphModule) -> list[Part]:
+    """What comes before the layers, each layer, and what comes after them; nothing where too few layers are found."""
+    nodes = [node for node in body(graph_module) if not is_size(node)]
+    kept = set(output_node(graph_module).all_input_nodes)
+    returned = [node for node in body(graph_module) if is_size(node) and node in kept]
+    borders = borders_of(nodes)
+    if not borders:
+        return []
+    first, *pieces = (nodes[start:end] for start, end in zip([0, *borders], [*borders, len(nodes)], strict=True))
+    return [part_of(piece) for piece in ([*returned, *first], *pieces) if piece]
+
+
+def body(graph_module: GraphModule) -> list[Node]:
+    return [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def borders_of(nodes: Sequence[Node]) -> list[int]:
+    """Where each layer starts, and where the last one ends: positions in `nodes`.
+
+    Weights say which layer a node is of; between the last weight of a layer and the first of the next the border lies
+    where the fewest values cross it, which is the residual stream. The first and the last border lie as their
+    neighbours do, so that the outermost layers are cut as the others are.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    newest = -1
+    for place, node in enumerate(nodes):
+        for layer in (n for n in map(weight_layer, node.all_input_nodes) if n is not None):
+            if layer < newest:
+                return []  # its weights come back in a later layer
+            newest = layer
+            first.setdefault(layer, place)
+            last[layer] = place
+    if len(first) < FEWEST_LAYERS:
+        return []
+    live = crossing(nodes)
+    layers = list(first)
+    if any(first[b] <= last[a] for a, b in itertools.pairwise(layers)):
+        return []  # one node takes weights of two layers
+    inner = [min(range(first[b], last[a], -1), key=live.__getitem__) for a, b in itertools.pairwise(layers)]
+    start = first[layers[0]] - (first[layers[1]] - inner[0])
+    end = last[layers[-1]] + (inner[-1] - last[layers[-2]])
+    return [max(start, 0), *inner, min(end, len(nodes))]
+
+
+def crossing(nodes: Sequence[Node]) -> list[int]:
+    """For each place, how many values made before it are used there or later."""
+    place_of = {node: place for place, node in enumerate(nodes)}
+    change = [0] * (len(nodes) + 2)
+    for place, node in enumerate(nodes):
+        used = max((place_of.get(user, len(nodes)) for user in node.users), default=place)
+        change[place + 1] += 1
+        change[used + 1] -= 1
+    live, count = [], 0
+    for difference in change:
+        count += difference
+        live.append(count)
+    return live
+
+
+def part_of(nodes: Iterable[Node]) -> Part:
+    """A part computes for itself the sizes that it uses: Dynamo does so once, in the first layer, for all of them."""
+    own = dict.fromkeys(nodes)
+    sizes: dict[Node, None] = {}
+    for node in own:
+        add_sizes(sizes, node)
+    inside = {**sizes, **own}
+    inputs = dict.fromkeys(used for node in inside for used in node.all_input_nodes if used not in inside)
+    outputs = [node for node in own if any(user not in inside for user in node.users)]
+    return Part(tuple(node for node in sizes if node not in own), tuple(own), tuple(inputs), tuple(outputs))
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node does arithmetic on whole numbers, that have come into the graph or are in an input's shape."""
+    value = value_of(node) if node.op in ("call_function", "call_method") else None
+    if not isinstance(value, (int, torch.SymInt, torch.Size)) or not is_backed(value):
+        return False
+    return all(used.op == "placeholder" or is_size(used) for used in node.all_input_nodes)
+
+
+def is_backed(value: Any) -> bool:
+    """Whether all sizes of a value are known from the graph's inputs, and none from the numbers in a tensor."""
+    return not free_unbacked_symbols(value)
+
+
+def add_sizes(sizes: dict[Node, None], node: Node) -> None:
+    """Add the sizes that a node is computed from, each behind those that it is computed from itself."""
+    for used in node.all_input_nodes:
+        if used not in sizes and is_size(used):
+            add_sizes(sizes, used)
+            sizes[used] = None
+
+
+def may_be_cut(graph_module: GraphModule, parts: Sequence[Part]) -> bool:
+    """Whether the parts, each compiled alone, do what the whole does: nothing but values passes between them, and what
+    is written in place, state aside, stays within one of them. A view of state that crosses is refused too."""
+    written = set()
+    for node in body(graph_module):
+        if node.op == "get_attr" or node.target in SETS_A_MODE:
+            return False
+        written |= {memory_of(target) for target in targets_of_writes(node)}
+    crossed = (node for part in parts for node in part.outputs)
+    return not any(memory_of(node) in written - {None} for node in crossed)
+
+
+def targets_of_writes(node: Node) -> list[Node]:
+    if not writes(node):
+        return []
+    target = node.kwargs.get("out", node.args[0] if node.args else None)
+    return mutated_arguments(node) or ([target] if isinstance(target, Node) else [])
+
+
+def kinds_of(
+    graph_module: GraphModule, parts: list[Part], values: dict[Node, Any], mode: FakeTensorMode
+) -> list[Any] | None:
+    """For each part a key that is equal for parts that are alike; None where something else than a tensor or an integer
+    passes between two of them, or one whose size nobody can tell.
+
+    Two parts are alike if they do the same to inputs of the same shapes, so that one region serves both; `values`, the
+    fakes of the graph's inputs, are completed by what the parts hand on, which is computed once a kind.
+    """
+    made: dict[Any, tuple[Any, ...]] = {}
+    kinds = []
+    for number, part in enumerate(parts):
+        whole = with_sizes(part, values)
+        if whole is None:
+            return None
+        parts[number] = part = whole
+        kind = kind_of(part, values)
+        if kind not in made:
+            with mode, torch.no_grad():
+                made[kind] = Interpreter(extract(graph_module, part, values)).run(*(values[n] for n in part.inputs))
+        if not all(isinstance(value, (Tensor, int, torch.SymInt)) and is_backed(value) for value in made[kind]):
+            return None
+        # Objects of their own: of two inputs that are one object, AOTAutograd would read the first alone.
+        with mode, torch.no_grad():
+            own = [value.detach() if isinstance(value, Tensor) else value for value in made[kind]]
+        values.update(zip(part.outputs, own, strict=True))
+        kinds.append(kind)
+    return kinds
+
+
+def with_sizes(part: Part, values: dict[Node, Any]) -> Part | None:
+    """The part with an input more for each symbol that its inputs' sizes are made of, where none of them is that symbol
+    alone: a region must find in its inputs what it computes with. None where no value of the graph has such a size."""
+    inputs = [sizes_of(values[node]) for node in part.inputs]
+    missing = {symbol for sizes in inputs for size in sizes for symbol in size.free_symbols}.difference(*inputs)
+    sources = dict.fromkeys(part.inputs)
+    for symbol in sorted(missing, key=str):
+        source = next((node for node, value in values.items() if symbol in sizes_of(value)), None)
+        if source is None:
+            return None
+        sources[source] = None
+    return dataclasses.replace(part, inputs=tuple(sources))
+
+
+def sizes_of(value: Any) -> set[sympy.Expr]:
+    """The symbolic sizes and strides of a tensor, or the integer itself."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
+
+
+def kind_of(part: Part, values: dict[Node, Any]) -> Any:
+    """What a part does, with its values numbered in the order in which they are first seen."""
+    nodes = (*part.sizes, *part.nodes)
+    names: dict[Node, Any] = {node: Name(number) for number, node in enumerate((*part.inputs, *nodes))}
+    calls = tuple((node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__))) for node in nodes)
+    inputs = tuple(description(values[node]) for node in part.inputs)
+    return calls, inputs, tuple(names[node].number for node in part.outputs)
+
+
+@dataclass(frozen=True)
+class Name:
+    """Stands for a node among arguments that are compared as text."""
+
+    number: int
+
+
+def description(value: Any) -> tuple[Any, ...]:
+    """What a compiled region depends on of an input; symbols keep their names, since they are the graph's."""
+    if not isinstance(value, Tensor):
+        return (str(value),)
+    shape, stride = str(tuple(value.shape)), str(value.stride())
+    return type(value), value.dtype, value.device, shape, stride, str(value.storage_offset()), value.requires_grad
+
+
+def merge_unlike(parts: list[Part], kinds: list[Any]) -> tuple[list[Part], list[Any]]:
+    """Neighbouring parts that are like no other become one."""
+    count = Counter(kinds)
+    merged: list[list[Part]] = []
+    names: list[Any] = []
+    for number, (part, kind) in enumerate(zip(parts, kinds, strict=True)):
+        if merged and count[kind] == 1 and isinstance(names[-1], int):
+            merged[-1].append(part)
+        else:
+            merged.append([part])
+            names.append(number if count[kind] == 1 else kind)
+    return [joined(several) for several in merged], names
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Neighbouring parts as one, which takes what they took from outside."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = part_of(node for part in parts for node in part.nodes)
+    inside = {*whole.sizes, *whole.nodes}
+    inputs = dict.fromkeys(node for part in (whole, *parts) for node in part.inputs if node not in inside)
+    return dataclasses.replace(whole, inputs=tuple(inputs))
+
+
+def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> GraphModule:
+    """A part as a graph of its own, over its inputs, that returns its outputs."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in part.inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = copies[node].meta["example_value"] = values[node]
+    for node in (*part.sizes, *part.nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in part.outputs))
+    return GraphModule(graph_module, graph)
+
+
+def in_order(graph_module: GraphModule, parts: Sequence[Part], regions: Sequence[Lowered]) -> Lowered:
+    """A callable over the graph's inputs that runs the regions one after the other, and keeps no value for longer than
+    it is needed."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    returned = output_node(graph_module).args[0]
+    place_of: dict[Node, int] = {node: place for place, node in enumerate(placeholders)}
+    for part in parts:
+        for node in part.outputs:
+            place_of[node] = len(place_of)
+    kept = {node for node in returned if isinstance(node, Node)}  # type: ignore[union-attr]
+    steps: list[Step] = []
+    for part, region in reversed(list(zip(parts, regions, strict=True))):
+        dead = [node for node in dict.fromkeys((*part.inputs, *part.outputs)) if node not in kept]
+        kept.update(dead)
+        places = (tuple(map(place_of.__getitem__, nodes)) for nodes in (part.inputs, part.outputs, dead))
+        steps.insert(0, Step(region, *places))
+    made = [None] * (len(place_of) - len(placeholders))
+    results = [(place_of[node], None) if isinstance(node, Node) else (None, node) for node in returned]  # type: ignore[union-attr]
+
+    def run(*arguments: Any) -> list[Any]:
+        values = [*arguments, *made]
+        for step in steps:
+            outputs = step.region(*[values[place] for place in step.inputs])
+            for place, value in zip(step.outputs, outputs, strict=True):
+                values[place] = value
+            for place in step.dead:
+                values[place] = None
+        return [constant if place is None else values[place] for place, constant in results]
+
+    return run

@@ -1,0 +1,156 @@
+"""One graph that Dynamo captured, read: its sites, its phase, and where its sizes stand when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+from specache_compile.passes.context import Context, Input, LeftAlone, Site, value_of
+from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.known_sizes import fill_in_sizes
+from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
+from specache_compile.passes.pipeline import ESSENTIAL
+
+from .errors import SpecacheError, unmatched_held
+from .methods.field import LayerShape
+from .options import MethodOptions
+from .runtime.held import HeldTensor
+from .runtime.symbols import SymbolReader
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph of Dynamo's, and what is known of it before anything is rewritten.
+
+    fakes: Dynamo's own, of each argument; the inputs that it passes to a backend are real. held: positions of the
+    arguments that are held tensors. masks: what each mask was read to be, which its rewrites go by. padding: position
+    of the argument that says which tokens are there. pasts: positions of each site's cached keys and values.
+    """
+
+    graph_module: GraphModule
+    options: MethodOptions
+    mode: str | None
+    phase: Phase
+    fakes: tuple[Any, ...]
+    held: tuple[int, ...]
+    sites: tuple[Site, ...]
+    left_alone: tuple[LeftAlone, ...]
+    masks: dict[str, tuple[bool, str | None]]
+    padding: int | None
+    pasts: tuple[tuple[int, int], ...]
+    symbols: SymbolReader
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return list(self.graph_module.graph.find_nodes(op="placeholder"))
+
+    @property
+    def fake_mode(self) -> Any:
+        return next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        """The KV heads of each site."""
+        keys = [value_of(site.k) for site in self.sites]
+        return [
+            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number)
+            for site, k in zip(self.sites, keys, strict=True)
+        ]
+
+    @property
+    def batch(self) -> Any:
+        """The batch size, a symbol of Dynamo's or a number."""
+        return value_of(self.sites[0].k).shape[0]
+
+    @property
+    def tokens(self) -> Any:
+        """The number of new tokens, likewise."""
+        return value_of(self.sites[0].k).shape[2]
+
+    @property
+    def past(self) -> Any:
+        """The number of cached tokens, likewise."""
+        return self.fakes[self.held[0]].shape[2] if self.held else 0
+
+
+def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None) -> Captured:
+    """Read a graph: no past is a prefill, past and one token a decode, past and several an extend.
+
+    SpecacheError where it takes a held cache that nothing here could read.
+    """
+    fill_in_sizes(graph_module)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    fakes = tuple(value_of(node) for node in placeholders)
+    held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
+    context = Context(
+        phase=PREFILL,
+        selects=False,
+        speculate=False,
+        hit_rate=False,
+        recipe=no_recipe,
+        state=[],
+        cursor=None,
+        exact_attentions=frozenset(options.exact_layers),
+        held=frozenset(placeholders[i].name for i in held),
+        inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
+    )
+    reason = reason_to_leave_alone(fakes, options)
+    if reason is None:
+        find_attention(graph_module, context)
+    else:
+        context.left_alone.append(LeftAlone("every site", reason))
+    sites = context.sites
+    pasts = [node for site in sites for node in (site.past_k, site.past_v) if node is not None]
+    if pasts and len(pasts) != 2 * len(sites):
+        raise SpecacheError("some layers of this cache are filled and others empty: use one cache for one model")
+    if sites and len(pasts) != len(held):
+        raise unmatched_held(context.left_alone)
+    index = {node: i for i, node in enumerate(placeholders)}
+    names = [node.name for node in placeholders]
+    return Captured(
+        graph_module, options, mode or options.mode, phase_of(sites), fakes, held, tuple(sites),
+        tuple(context.left_alone), context.masks,
+        padding=None if context.padding_mask is None else names.index(context.padding_mask),
+        pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
+        symbols=SymbolReader(fakes),
+    )  # fmt: skip
+
+
+def no_recipe(site: int) -> Any:
+    raise AssertionError("a graph that is only read needs no recipe")
+
+
+def phase_of(sites: Sequence[Site]) -> Phase:
+    if not sites or sites[0].past_k is None:
+        return PREFILL
+    tokens = value_of(sites[0].q).shape[2]
+    return DECODE if isinstance(tokens, int) and tokens == 1 else EXTEND
+
+
+def reason_to_leave_alone(inputs: Sequence[Any], options: MethodOptions) -> str | None:
+    """Why no site of a graph may be rewritten, whatever it holds."""
+    disabled = [name for name in ESSENTIAL if name in options.disable_passes]
+    if disabled:
+        return f"pass {disabled[0]} is disabled"
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return "gradients are enabled: call the model under torch.no_grad() or torch.inference_mode()"
+    return None
+
+
+def drop_unread_held(captured: Captured) -> list[int]:
+    """Drop held inputs that a graph without sites takes only for their length (a graph break makes such graphs);
+    returns the inputs that remain. One that is read is an error."""
+    graph, placeholders = captured.graph_module.graph, captured.placeholders
+    for node in (placeholders[i] for i in captured.held):
+        if any(user.users or user.op == "output" for user in node.users):
+            raise unmatched_held(captured.left_alone)
+        for dead in (*node.users, node):
+            graph.erase_node(dead)
+    captured.graph_module.recompile()
+    return [i for i in range(len(placeholders)) if i not in captured.held]

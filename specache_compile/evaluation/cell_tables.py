@@ -1,0 +1,76 @@
+"""Rows as a table, a CSV and a JSON file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tabulate import tabulate
+
+from .rows import Row, sources
+
+UNITS = ("perplexity",)  # every other metric is a share
+
+
+def shown(row: Row) -> str:
+    return f"{row.score:.3f}" if row.metric in UNITS else f"{row.score:.1%}"
+
+
+def task_table(rows: Sequence[Row]) -> str:
+    """One task: a line a method, a column a cell, the mean where it means something, the device's KV share at the
+    longest context."""
+    cells = list(dict.fromkeys(row.cell for row in rows))
+    methods = list(dict.fromkeys(row.method for row in rows))
+    at = {(row.method, row.cell): row for row in rows}
+    lines = []
+    for method in methods:
+        mine = [at[method, cell] for cell in cells if (method, cell) in at]
+        scores = [shown(at[method, cell]) if (method, cell) in at else "" for cell in cells]
+        longest = max(mine, key=lambda row: row.context)
+        kl = [row.detail["kl"] for row in mine if "kl" in row.detail]
+        lines.append(
+            [
+                method, *scores, mean_of(mine) if len(cells) > 1 else None,
+                "" if longest.kv_ratio is None else f"{longest.kv_ratio:.3f}",
+                f"{sum(kl) / len(kl):.4f}" if kl else None,
+            ]
+        )  # fmt: skip
+    metric = "/".join(dict.fromkeys(row.metric for row in rows))
+    headers = [f"{rows[0].task}: {metric}", *cells, "mean", "device KV", "KL, nats"]
+    kept = [i for i in range(len(headers)) if i == 0 or any(line[i] is not None for line in lines)]
+    return tabulate(
+        [[line[i] for i in kept] for line in lines],
+        [headers[i] for i in kept],
+        colalign=("left", *["right"] * (len(kept) - 1)),
+        disable_numparse=True,
+    )
+
+
+def mean_of(rows: Sequence[Row]) -> str:
+    """The plain mean over cells; the geometric one has no name a reader would expect, so perplexities have none."""
+    if any(row.metric in UNITS for row in rows):
+        return ""
+    return f"{sum(row.score for row in rows) / len(rows):.1%}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All tasks, one table under the other. device KV is that of the task's longest context."""
+    tasks = dict.fromkeys(row.task for row in rows)
+    return "\n\n".join(task_table([row for row in rows if row.task == task]) for task in tasks)
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """One line a row, details left out."""
+    names = [name for name in Row.__dataclass_fields__ if name not in ("detail", "key")]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in rows)
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """Everything; each row carries the provenance of the run that measured it."""
+    path.write_text(json.dumps({"provenance": sources(rows), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -1,0 +1,68 @@
+"""What the fetched pairs cover when the speculative token chose them, and when the output token did."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specache_compile.evaluation.settings import Setting, running
+from specache_compile.runtime.stats import HitRate, stats
+
+from .inspected import Inspected, session_of
+from .point import Point
+
+COUNTS = (4, 16, 64)
+BITS = (1, 2)
+CHOOSERS = {True: "speculative token", False: "output token"}
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """A greedy continuation: its hit rate, and the share of steps whose speculative token was the one then said."""
+
+    hit_rate: HitRate
+    agreement: float
+
+
+def points(run: Inspected) -> list[Point]:
+    """The true attention's mass in slots, window and new pair; and the share of its own top k there. Of greedy runs."""
+    found = []
+    for bits in BITS:
+        for k in COUNTS:
+            for speculate, chooser in CHOOSERS.items():
+                hit = continued(run, bits, k, speculate).hit_rate
+                count = run.steps * run.ids.shape[0]
+                found.append(Point(f"mass, {bits}-bit, {chooser}", k, hit.mass, count))
+                found.append(Point(f"top k, {bits}-bit, {chooser}", k, hit.top_k, count))
+    return found
+
+
+def continued(run: Inspected, bits: int, k: int, speculate: bool) -> Greedy:
+    """The continuation under these options; run once, whoever asks."""
+    key = bits, k, speculate
+    if key not in run.results:
+        run.results[key] = continue_greedily(run, {"bits": bits, "top_k": k, "speculate": speculate, "hit_rate": True})
+        run.tick()
+    return run.results[key]
+
+
+@torch.inference_mode()
+def continue_greedily(run: Inspected, options: dict[str, Any]) -> Greedy:
+    """`steps` steps from the prefill on, each on the token that the model itself chose: what the guess is made for."""
+    from transformers import DynamicCache
+
+    cache, tokens, guesses = DynamicCache(), [], []
+    with running(run.model, Setting("specache", tuple(options.items())), run.lowering):
+        out = run.model(run.ids[:, : run.prefill], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for _ in range(run.steps):
+            tokens.append(out.logits[:, -1:].argmax(-1))
+            out = run.model(tokens[-1], past_key_values=cache, use_cache=True)
+            guesses.append(session_of(cache).guess)
+        hit = stats(run.model).hit_rate
+    assert hit is not None
+    # A step's own logits say the next token; its guess is of the one after that.
+    right = [guess == said for guess, said in zip(guesses, tokens[2:], strict=False) if guess is not None]
+    return Greedy(hit, torch.cat(right).float().mean().item() if right else math.nan)

@@ -1,0 +1,20 @@
+"""The tasks of `specache eval`, one file each; `TASKS` maps a name on the command line to its cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import aggregation, fidelity, longbench, multikey, needle, perplexity, ruler, shared_context, variables
+from .task import Bench, Cell
+
+TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
+    "needle": needle.cells,
+    "multikey": multikey.cells,
+    "variables": variables.cells,
+    "aggregation": aggregation.cells,
+    "shared_context": shared_context.cells,
+    "perplexity": perplexity.cells,
+    "fidelity": fidelity.cells,
+    "longbench": longbench.cells,
+    "ruler": ruler.cells,
+}

@@ -1,0 +1,158 @@
+"""`bisect(model, inputs)`: which layer's rewrite moves the logits, found by leaving layers exact, half by half.
+
+The reference is the same model uncompiled, fed the same tokens. A layer is left exact by the option `exact_layers`, so
+what is tried is always a graph that the backend really makes.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from specache_compile.errors import SpecacheError, SpecacheWarning
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """layer: the first whose rewrite moves the logits by more than `tolerance`, None where no rewrite does. moved: the
+    largest |logit - reference| by the set of layers rewritten, in the order tried. step: tokens fed one by one before
+    the logits first moved (0: the prompt itself), with all layers rewritten."""
+
+    layer: int | None
+    tolerance: float
+    layers: int
+    step: int | None
+    moved: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rows = [(", ".join(map(str, tried)) or "none", f"{moved:.3g}") for tried, moved in self.moved.items()]
+        table = tabulate(rows, headers=("layers rewritten", "logits moved by at most"), maxcolwidths=[60, None])
+        if self.layer is None:
+            return f"no layer moves the logits by more than {self.tolerance:g}\n\n{table}"
+        return (
+            f"layer {self.layer} is the first whose rewrite moves the logits by more than {self.tolerance:g} "
+            f"(first at step {self.step})\n\n{table}"
+        )
+
+
+def bisect(
+    model: Any,
+    inputs: Tensor | Mapping[str, Tensor],
+    options: Mapping[str, Any] | None = None,
+    *,
+    tolerance: float = 1e-3,
+    new_tokens: int = 8,
+) -> Bisection:
+    """Find the first layer whose rewrite moves the logits of `inputs` and `new_tokens` more by over `tolerance`.
+
+    model: an uncompiled Hugging Face decoder; it is copied, not changed. inputs: token ids [B, n], or a mapping with
+    input_ids and attention_mask. options: as for torch.compile; by default lossless ones (every pair is fetched), for
+    which any movement is a fault. Layers are counted in the model's order from 0. Pad on the left: the
+    last token's logits are compared.
+    """
+    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    ids = given["input_ids"]
+    settings = {"lowering": "eager", "top_k": ids.shape[1] + new_tokens, **(options or {})}
+    if settings.get("exact_layers"):
+        raise SpecacheError("bisect chooses exact_layers itself: leave that option out")
+    reference, tokens = reference_logits(plain(model), given, new_tokens)
+    layers = count_layers(model, given, settings)
+    moved: dict[tuple[int, ...], float] = {}
+    first_step: list[int | None] = []
+
+    def moves(rewritten: tuple[int, ...]) -> bool:
+        if rewritten not in moved:
+            exact = [n for n in range(layers) if n not in rewritten]
+            logits = compiled_logits(model, given, tokens, {**settings, "exact_layers": exact})
+            steps = [difference(a, b) for a, b in zip(logits, reference, strict=True)]
+            moved[rewritten] = max(steps)
+            first_step.append(next((n for n, by in enumerate(steps) if not by <= tolerance), None))
+        return not moved[rewritten] <= tolerance  # a NaN moves
+
+    if not moves(tuple(range(layers))):
+        return Bisection(None, tolerance, layers, None, moved)
+    low, high = 0, layers  # rewriting layers 0..low-1 is known not to move the logits; 0..high-1 does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if moves(tuple(range(middle))) else (middle, high)
+    for layer in range(low, high):  # by itself too: is it this layer's own rewrite, or one that needs those before it?
+        moves((layer,))
+    return Bisection(low, tolerance, layers, first_step[0], moved)
+
+
+def plain(model: Any) -> Any:
+    return getattr(model, "_orig_mod", model)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest |a - b|; NaN where either has one."""
+    return float((a.float() - b.float()).abs().max())
+
+
+@torch.no_grad()
+def reference_logits(model: Any, given: Mapping[str, Tensor], new_tokens: int) -> tuple[list[Tensor], Tensor]:
+    """The uncompiled model's last logits after the prompt and after each token that it chooses, and those tokens."""
+    twin = uncompiled(model)
+    out = twin(**given, use_cache=True)
+    logits, tokens = [out.logits[:, -1]], []
+    mask = given.get("attention_mask")
+    for _ in range(new_tokens):
+        tokens.append(logits[-1].argmax(-1, keepdim=True))
+        mask = longer(mask)
+        extra = {} if mask is None else {"attention_mask": mask}
+        out = twin(tokens[-1], past_key_values=out.past_key_values, **extra)
+        logits.append(out.logits[:, -1])
+    return logits, torch.cat(tokens, 1)
+
+
+def uncompiled(model: Any) -> Any:
+    """A copy that shares the weights and calls no compiled code."""
+    twin = copy.copy(plain(model))
+    twin.__dict__["_compiled_call_impl"] = None
+    return twin.eval() if twin.training else twin
+
+
+def longer(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+
+
+@torch.no_grad()
+def compiled_logits(
+    model: Any, given: Mapping[str, Tensor], tokens: Tensor, options: Mapping[str, Any]
+) -> list[Tensor]:
+    """The same logits from the model compiled with `options`, fed the reference's tokens."""
+    from specache_compile.backend import specache
+
+    twin = uncompiled(model)
+    torch._dynamo.reset_code(type(twin).forward.__code__)
+    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        warnings.simplefilter("ignore", SpecacheWarning)  # layers are left exact on purpose
+        step = torch.compile(twin, backend=lambda graph, example: specache(graph, example, options=options))
+        out = step(**given, use_cache=True)
+        logits = [out.logits[:, -1]]
+        mask = given.get("attention_mask")
+        for token in tokens.split(1, 1):
+            mask = longer(mask)
+            extra = {} if mask is None else {"attention_mask": mask}
+            out = step(token.clone(), past_key_values=out.past_key_values, **extra)
+            logits.append(out.logits[:, -1])
+    return logits
+
+
+def count_layers(model: Any, given: Mapping[str, Tensor], options: Mapping[str, Any]) -> int:
+    """The attentions that the backend sees in the model, rewritten or not."""
+    from .explain import explain
+
+    batch, length = given["input_ids"].shape
+    explained = explain(plain(model), length, batch, options)
+    if not explained.sites:
+        reasons = "; ".join(sorted({item.reason for item in explained.left_alone})) or "it has no attention"
+        raise SpecacheError(f"nothing of this model is rewritten, so nothing can be at fault: {reasons}")
+    return len(explained.sites) + len(explained.left_alone)

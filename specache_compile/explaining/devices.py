@@ -1,0 +1,61 @@
+"""What bounds a step on a device: memory, link and arithmetic. Data-sheet figures; nothing here is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specache_compile.errors import SpecacheError
+
+
+@dataclass(frozen=True)
+class Device:
+    """hbm_gbps, pcie_gbps: 1e9 bytes a second, PCIe one way; tflops: 1e12 dense 16-bit operations a second with 32-bit
+    sums; vram_gib: memory."""
+
+    name: str
+    hbm_gbps: float
+    pcie_gbps: float
+    tflops: float
+    vram_gib: float
+
+
+# Memory and arithmetic: the vendor's data sheets, without sparsity. PCIe: what such a link carries in practice, some
+# four fifths of its nominal 32 (gen 4 x16), 64 (gen 5 x16) and 16 (gen 4 x8) GB/s.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A6000", 768, 25, 155, 48),
+        Device("A100", 2039, 25, 312, 80),
+        Device("H100", 3350, 50, 989, 80),
+        Device("H200", 4800, 50, 989, 141),
+        Device("RTX 4090", 1008, 25, 165, 24),
+        Device("L4", 300, 12.5, 121, 24),
+    )
+}
+DEFAULT_DEVICE = "A100"
+
+
+def find_device(
+    name: str | None = None,
+    hbm_gbps: float | None = None,
+    pcie_gbps: float | None = None,
+    tflops: float | None = None,
+    vram_gib: float | None = None,
+) -> Device:
+    """The device of that name (in any case, spaces optional), with whichever figures are given put in its place."""
+    known = {key.replace(" ", "").lower(): device for key, device in DEVICES.items()}
+    base = known.get((name or DEFAULT_DEVICE).replace(" ", "").replace("-", "").lower())
+    if base is None:
+        raise SpecacheError(
+            f"unknown device {name!r}: known are {', '.join(DEVICES)}, or give --hbm-gbps, --pcie-gbps and --tflops"
+        )
+    given = {"hbm_gbps": hbm_gbps, "pcie_gbps": pcie_gbps, "tflops": tflops, "vram_gib": vram_gib}
+    changed = {key: value for key, value in given.items() if value is not None}
+    for key, value in changed.items():
+        if value <= 0:
+            raise SpecacheError(f"{key}={value}: give a number above 0")
+    if changed and name is None:
+        title = "custom" if len(changed) > 2 else f"{base.name}, changed"
+    else:
+        title = f"{base.name}, changed" if changed else base.name
+    return Device(title, *(changed.get(key, getattr(base, key)) for key in given))

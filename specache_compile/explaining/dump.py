@@ -1,0 +1,50 @@
+"""SPECACHE_DUMP: the explanation of graphs as they were really compiled, written while they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from specache_compile.kernels.costs import bytes_of
+from specache_compile.rewritten import Rewrites
+from specache_compile.runtime.state import bucket
+from specache_compile.runtime.variant import Variant
+
+from .devices import DEVICES, Device, find_device
+from .explain import explanation_of
+
+
+def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
+    """Write explain.txt, explain.json, report.html and, of a decode, timeline.json and schedule.graphml, into
+    folder/<graph's name>. A pre-decode is explained with its decode; a graph for a cache that has grown, for its whole
+    bucket; each for the first batch that Dynamo met."""
+    captured = rewrites.captured
+    if variant.phase != captured.phase:
+        return
+    target = Path(folder) / rewrites.name
+    target.mkdir(parents=True, exist_ok=True)
+    hint = captured.symbols.hint
+    length = hint(captured.past) + hint(captured.tokens)
+    placeholders = zip(captured.placeholders, captured.fakes, strict=True)
+    explained = explanation_of(
+        [captured], [rewrites], variant.options,
+        length if bucket(length) == variant.capacity else variant.capacity, hint(captured.batch),
+        device=device_at(captured.layers[0].device), name=rewrites.name,
+        weight_bytes=sum(bytes_of(fake) for node, fake in placeholders if "parameters" in node.name),
+    )  # fmt: skip
+    (target / "explain.txt").write_text(f"{explained}\n")
+    (target / "explain.json").write_text(json.dumps(explained.to_dict(), indent=1))
+    explained.save(target / "report.html")
+    if "decode" in explained.graphs:
+        explained.save(target / "timeline.json")
+        explained.save(target / "schedule.graphml")
+
+
+def device_at(place: torch.device) -> Device:
+    """The device that runs a model, where its figures are known; the default one elsewhere."""
+    if place.type != "cuda":
+        return find_device()
+    name = torch.cuda.get_device_name(place)
+    return next((device for key, device in DEVICES.items() if key.split()[-1] in name), find_device())

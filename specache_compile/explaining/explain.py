@@ -1,0 +1,201 @@
+"""`explain(model, ...)`: what the backend does to a model, and where every byte would live, before running it.
+
+The model is built again from its config out of fake tensors, which have shapes but no storage, and goes through the
+real backend: one prefill and one decode step. So what is shown is what runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+from specache_compile.backend import compile_graph
+from specache_compile.captured import Captured, capture
+from specache_compile.compat import GENERATE_MASKS_ALL
+from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.methods import parse_options
+from specache_compile.methods.host_tier import HostOptions
+from specache_compile.options import MethodOptions
+from specache_compile.passes.context import LeftAlone
+from specache_compile.passes.pipeline import keeping_texts
+from specache_compile.rewritten import Rewrites
+from specache_compile.runtime.break_even import min_context
+from specache_compile.runtime.step import CompiledGraph
+
+from .devices import Device, find_device
+from .explanation import Explanation, SiteRow
+from .layers import layers_of
+from .plan import temporaries
+
+# Nothing is allocated, so that no budget holds.
+NO_LIMIT = sys.maxsize
+
+
+def explain(
+    model: Any,
+    prompt_length: int = 4096,
+    batch_size: int = 1,
+    options: Mapping[str, Any] | None = None,
+    *,
+    device: str | Device | None = None,
+    host_gib: float = 128.0,
+    reuse: float = 0.0,
+) -> Explanation:
+    """Explain what `torch.compile(model, backend="specache", options=options)` does to a Hugging Face decoder.
+
+    model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
+    device: a name from `devices.DEVICES`, or a `Device`; A100 if not given. host_gib: host memory for the host tier.
+    reuse: share of the wanted pairs that are in the slots already (0: all must travel). Nothing is measured.
+    """
+    parsed = replace(parse_options(options), lowering="eager")
+    if prompt_length < min_context(parsed, torch.device("meta")):
+        parsed = parsed.in_16_bits
+    if prompt_length < 1 or batch_size < 1:
+        raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
+    if not 0 <= reuse <= 1:
+        raise SpecacheError(f"reuse={reuse}: give a share between 0 and 1")
+    chosen = device if isinstance(device, Device) else find_device(device)
+    model = load_config(model) if isinstance(model, (str, Path)) else model
+    parsed = parsed.for_prompt(prompt_length)
+    config = getattr(model, "config", model)
+    captured: list[Captured] = []
+    rewrites: list[Rewrites] = []
+    unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
+    # A process may explain many models, each a compilation of the same code of Hugging Face's; and what it explains
+    # must not depend on the lengths that this code has met before.
+    with (
+        torch._dynamo.config.patch(
+            recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False
+        ),
+        FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True),
+        keeping_texts(),
+    ):
+        twin = twin_of(model, config)
+        try:
+            run_two_steps(twin, prompt_length, batch_size, collector(captured, rewrites, unlimited))
+        except GuardOnDataDependentSymNode as error:
+            raise SpecacheError(
+                "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
+                "length, say), which shapes do not tell: explain cannot follow it; SPECACHE_DUMP shows it as it runs"
+            ) from error
+        weights = sum(parameter.nbytes for parameter in twin.parameters())
+    name = getattr(config, "_name_or_path", "") or type(config).__name__
+    return explanation_of(
+        captured, rewrites, parsed, prompt_length, batch_size,
+        device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, name=name,
+    )  # fmt: skip
+
+
+def explanation_of(
+    captured: Sequence[Captured], rewrites: Sequence[Rewrites], options: MethodOptions, prompt_length: int,
+    batch_size: int, **rest: Any,
+) -> Explanation:  # fmt: skip
+    """The explanation of captured graphs and their rewritten forms, whether they were made to be explained or to
+    run."""
+    graphs = [graph for graph in captured if graph.sites]
+    newest = graphs[-1] if graphs else (captured[-1] if captured else None)
+    modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
+    return Explanation(
+        options=options,
+        prompt_length=prompt_length,
+        batch_size=batch_size,
+        sites=tuple(site_rows(newest)) if newest is not None else (),
+        left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
+        traces={trace.phase: trace for made in rewrites for trace in made.traces},
+        graphs=modules,
+        layers=tuple(graphs[0].layers) if graphs else (),
+        lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
+        working_bytes={phase: temporaries(module) for phase, module in modules.items()},
+        **rest,
+    )
+
+
+def site_rows(graph: Captured) -> list[SiteRow]:
+    layers = layers_of(graph.graph_module)
+    return [
+        SiteRow(
+            s.number, layers[s.attention], s.query_heads, s.heads, s.head_dim, s.mask is not None, s.softcap,
+            s.sinks is not None,
+        )
+        for s in graph.sites
+    ]  # fmt: skip
+
+
+def left_alone_rows(graph: Captured) -> list[LeftAlone]:
+    """Each with the number of the model's layer that it is in, where it is in one."""
+    layers = {node.name: layer for node, layer in layers_of(graph.graph_module).items()}
+    rows = graph.left_alone
+    return [LeftAlone(f"layer {layers[r.node]}: {r.node}" if r.node in layers else r.node, r.reason) for r in rows]
+
+
+def load_config(path: str | Path) -> Any:
+    """The config at a checkpoint folder, a config.json, or of a hub name."""
+    from transformers import AutoConfig
+
+    given = Path(path).expanduser()
+    looks_local = str(path).startswith((".", "/", "~")) or str(path).endswith(".json")
+    if looks_local and not given.exists():
+        raise SpecacheError(f"no checkpoint at {path}: give a folder with config.json, a config.json, or a hub name")
+    try:
+        return AutoConfig.from_pretrained(str(given) if looks_local else str(path))
+    except Exception as error:  # transformers raises a different type for each way in which a config can be bad
+        raise SpecacheError(f"no usable config at {path}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def twin_of(model: Any, config: Any) -> Any:
+    """The same architecture, dtype and attention implementation, with fresh weights of the ambient tensor mode."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    if hasattr(model, "config"):
+        # Fake tensors have no storage on any device; Dynamo traces a cache on the meta device wrongly.
+        with torch.device("cpu" if model.device.type == "meta" else model.device):
+            return type(getattr(model, "_orig_mod", model))._from_config(config, dtype=dtype).eval()
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except Exception as error:  # likewise
+        raise SpecacheError(f"no decoder can be built from this config: {first_line(error)}") from error
+
+
+def collector(captured: list[Captured], rewrites: list[Rewrites], options: MethodOptions) -> Callable[..., Any]:
+    """The backend itself, which also notes each graph that holds attentions."""
+
+    def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        graph = capture(graph_module, options, None)
+        compiled = compile_graph(graph, example_inputs)
+        if graph.sites or graph.left_alone:
+            captured.append(graph)
+        if isinstance(compiled, CompiledGraph):
+            rewrites.append(compiled.rewrites)
+        return compiled
+
+    return backend
+
+
+def run_two_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable[..., Any]) -> None:
+    """One prefill and one decode step through the backend, called as `generate` calls."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpecacheWarning)  # what is left alone is a table here
+        compiled = torch.compile(model, backend=backend)
+        prompt = torch.zeros(batch_size, prompt_length, dtype=torch.int64, device=model.device)
+        positions = torch.zeros(batch_size, prompt_length + 1, dtype=torch.int64, device=model.device)
+        before: dict[str, Any] = {"position_ids": positions[:, :prompt_length].clone(), "logits_to_keep": 1}
+        after: dict[str, Any] = {"position_ids": positions[:, prompt_length:].clone(), "logits_to_keep": 1}
+        if GENERATE_MASKS_ALL:
+            after["attention_mask"] = torch.ones_like(positions)
+            before["attention_mask"] = after["attention_mask"][:, :prompt_length].clone()
+        cache = compiled(prompt, use_cache=True, **before).past_key_values
+        compiled(prompt[:, :1].clone(), past_key_values=cache, **after)

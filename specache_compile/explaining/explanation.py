@@ -1,0 +1,260 @@
+"""`Explanation`: what `explain` found, to print, to ask, to compare and to save."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.costs import Cost, Workload, fetched_pairs
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.options import MethodOptions
+from specache_compile.passes.context import LeftAlone
+from specache_compile.passes.pipeline import Trace
+from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
+
+from .devices import Device
+from .plan import StepTime, break_even, device_total, fits, largest_batch, step_time
+from .report import write_report
+from .roofline import full_cache_step, launch_cost, step_costs, total
+from .schedule import Launch, Schedule, launches_of
+from .tables import as_dict, text
+from .trace import write_trace
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """One rewritten attention. layer: its number among the rewritten ones; model_layer: the model's own number."""
+
+    layer: int
+    model_layer: str
+    query_heads: int
+    heads: int
+    head_dim: int
+    mask: bool
+    softcap: float | None
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One launch of a graph under the roofline; seconds and bound are the device's."""
+
+    name: str
+    op: str
+    layer: str
+    stream: str
+    cost: Cost
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The same model, context and batch with other options. step: seconds; speedup: full cache's step / this step."""
+
+    bits: int
+    group_size: int
+    top_k: int
+    device_bytes: int
+    kv_ratio: float
+    fetched_bytes: int
+    step: float
+    speedup: float
+    largest_batch: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the backend does to a model; print it, or ask it. Bytes are for `prompt_length` tokens and `batch_size`
+    rows. Every figure is computed, not measured: bytes from shapes, times from the roofline of `device`."""
+
+    options: MethodOptions
+    prompt_length: int
+    batch_size: int
+    sites: tuple[SiteRow, ...]
+    left_alone: tuple[LeftAlone, ...]
+    traces: Mapping[str, Trace]
+    graphs: Mapping[str, GraphModule]
+    layers: tuple[LayerShape, ...]
+    lanes: int
+    device: Device
+    weight_bytes: int
+    working_bytes: Mapping[str, int]
+    reuse: float = 0.0
+    host_gib: float = 128.0
+    name: str = ""
+
+    @functools.cached_property
+    def bytes_by_tier(self) -> dict[str, int]:
+        return predicted_bytes(self.options, list(self.layers), self.batch_size, self.prompt_length)
+
+    @property
+    def bytes_by_layer(self) -> list[dict[str, int]]:
+        """Bytes of each tier, site by site."""
+        return [predicted_bytes(self.options, [x], self.batch_size, self.prompt_length) for x in self.layers]
+
+    @property
+    def full_cache_bytes(self) -> int:
+        return full_cache_bytes(list(self.layers), self.batch_size, self.prompt_length)
+
+    @property
+    def device_bytes(self) -> int:
+        """KV bytes on the device: low-bit, recent and slots."""
+        return device_total(self.bytes_by_tier)
+
+    @property
+    def kv_ratio(self) -> float:
+        """Device KV bytes / bytes of the same tokens in Hugging Face's cache."""
+        return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Bytes that a decode step fetches from the host tier when no pair is in the slots already."""
+        pairs = self.batch_size * fetched_pairs(self.options, self.prompt_length)
+        return sum(2 * pairs * x.heads * x.head_dim * x.dtype.itemsize for x in self.layers)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The hash of each phase's rewritten graph, as it is recorded for a compiled model too."""
+        return {phase: trace.hash for phase, trace in self.traces.items()}
+
+    def trace(self, phase: str) -> Trace:
+        if phase not in self.traces:
+            raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces) or 'none'}")
+        return self.traces[phase]
+
+    def graph(self, phase: str, after: str | None = None) -> GraphModule | str:
+        """The rewritten graph of a phase; with `after`, its text as it stood after that pass ("captured": before)."""
+        trace = self.trace(phase)
+        if after is None:
+            return self.graphs[phase]
+        if after not in trace.graphs:
+            raise SpecacheError(f"no pass {after!r}: there are {', '.join(trace.graphs)}")
+        return trace.graphs[after]
+
+    def diff(self, phase: str, pass_name: str) -> str:
+        """A unified diff of the readable graph before and after one pass; empty where the pass changed nothing."""
+        names = list(self.trace(phase).graphs)
+        if pass_name not in names[1:]:
+            raise SpecacheError(f"no pass {pass_name!r}: there are {', '.join(names[1:])}")
+        before = names[names.index(pass_name) - 1]
+        old, new = (str(self.graph(phase, name)).splitlines(keepends=True) for name in (before, pass_name))
+        return "".join(difflib.unified_diff(old, new, f"{phase}/{before}", f"{phase}/{pass_name}", n=1))
+
+    def load(self, **changes: Any) -> Workload:
+        """The decode step that is explained."""
+        heads = tuple(site.query_heads for site in self.sites)
+        load = Workload(self.options, self.layers, heads, self.batch_size, self.prompt_length, self.reuse)
+        return replace(load, **changes)
+
+    @functools.cached_property
+    def launches(self) -> list[Launch]:
+        self.trace("decode")
+        return launches_of(self.graphs["decode"])
+
+    def roofline(self, phase: str = "decode") -> list[NodeCost]:
+        """Each launch of a phase with its FLOPs, bytes and least time."""
+        self.trace(phase)
+        launches = {launch.name: launch for launch in launches_of(self.graphs[phase])}
+        rows = []
+        # A prefill starts from an empty cache.
+        for node, cost in step_costs(self.graphs[phase], self.load(length=self.length_before(phase))).items():
+            launch = launches[node.name]
+            seconds, bound = cost.seconds(self.device), cost.bound(self.device)
+            rows.append(NodeCost(node.name, launch.op, launch.layer, launch.stream, cost, seconds, bound))
+        return rows
+
+    def length_before(self, phase: str) -> int:
+        return 0 if phase == "prefill" else self.prompt_length
+
+    def step_cost(self) -> Cost:
+        """All that a decode step reads, computes and moves."""
+        return total(row.cost for row in self.roofline("decode"))
+
+    def seconds_at(self, load: Workload) -> dict[str, float]:
+        names = {launch.name for launch in self.launches}
+        nodes = [node for node in self.graphs["decode"].graph.nodes if node.name in names]
+        return {node.name: launch_cost(node, load).seconds(self.device) for node in nodes}
+
+    def schedule(self) -> Schedule:
+        """Two consecutive decode steps over two streams, with the roofline's seconds."""
+        return Schedule(self.launches, self.seconds_at(self.load()))
+
+    def step(self, load: Workload | None = None) -> StepTime:
+        """The decode step's least time, and what of the fetches it hides."""
+        return step_time(self.launches, self.seconds_at(load or self.load()))
+
+    def full_step(self, length: int | None = None) -> float:
+        """Seconds of the same step on a full 16-bit cache in device memory (which may not fit there)."""
+        one_lane = self.graphs.get("pre-decode", self.graphs["decode"])
+        return full_cache_step(one_lane, self.load(length=length or self.prompt_length), self.device)
+
+    def break_even(self) -> int | None:
+        """Tokens of context from which a step takes no longer than on a full cache, at this batch; None: never."""
+        return break_even(lambda n: self.step(self.load(length=n)).seconds, self.full_step)
+
+    def largest_batch(
+        self, vram_gib: float | None = None, host_gib: float | None = None, options: MethodOptions | None = None
+    ) -> int:
+        """Rows of this context that fit: weights, the decode step's temporaries and the tiers."""
+        vram = fits(self.device) if vram_gib is None else vram_gib * 2**30
+        host = (self.host_gib if host_gib is None else host_gib) * 2**30
+        row = self.working_bytes.get("decode", 0) // self.batch_size
+        chosen = options or self.options
+        return largest_batch(chosen, self.layers, self.prompt_length, self.weight_bytes, row, vram, host)
+
+    def full_cache_batch(self, vram_gib: float | None = None) -> int:
+        """Rows of this context that fit with a full 16-bit cache in device memory."""
+        vram = fits(self.device) if vram_gib is None else vram_gib * 2**30
+        row = self.full_cache_bytes // self.batch_size + self.working_bytes.get("decode", 0) // self.batch_size
+        return max(0, int((vram - self.weight_bytes) / max(1, row)))
+
+    def compare(
+        self, bits: Sequence[int] = (2, 1), group_sizes: Sequence[int] = (64, 32), top_k: Sequence[int] = (32, 64, 128)
+    ) -> list[Alternative]:
+        """The same with other bits, group sizes and k, of which a method may take none."""
+        rows: list[Alternative] = []
+        chosen = self.options
+        if not isinstance(chosen, LowBitOptions):
+            return rows
+        top_k = top_k if isinstance(chosen, SpecacheOptions) else (chosen.top_k,)
+        every = [(b, g, k) for b in bits for g in group_sizes for k in top_k]
+        own = (chosen.bits, chosen.group_size, chosen.top_k)
+        for b, g, k in dict.fromkeys([own, *every]):
+            options = replace(chosen, bits=b, group_size=g)
+            if isinstance(options, SpecacheOptions):
+                options = replace(options, top_k=k)
+            other = replace(self, options=options)
+            step = other.step().seconds
+            rows.append(
+                Alternative(b, g, k, other.device_bytes, other.kv_ratio, other.bytes_fetched, step,
+                            self.full_step() / step, other.largest_batch())
+            )  # fmt: skip
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers and strings, ready for JSON."""
+        return as_dict(self)
+
+    def save(self, path: str | Path, profile: Any = None) -> None:
+        """Write what the name's ending asks for: .html the report, timeline .json a Chrome/Perfetto trace (with a
+        measured `torch.profiler.profile` beside the predicted one, if given), .graphml or .dot the schedule."""
+        path = Path(path)
+        if path.suffix in (".html", ".htm"):
+            write_report(self, path)
+        elif path.suffix == ".json":
+            write_trace(self, path, profile)
+        else:
+            self.schedule().save(path)
+
+    def __str__(self) -> str:
+        return text(self)

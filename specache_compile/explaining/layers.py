@@ -1,0 +1,44 @@
+"""Which of the model's layers a node of a graph belongs to, read off the weights that it uses."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from specache_compile.passes.context import model_layer, tag_of
+
+from .roofline import operator_name
+
+AFTER = 1 << 30
+
+
+def layers_of(graph_module: GraphModule) -> dict[Node, str]:
+    """For each node "0", "1", ... or "before" the first layer, "after" the last one.
+
+    A node that uses no weight belongs to the newest layer among its inputs; what comes behind weights that are in no
+    layer (the final norm, the head) is after. Nodes of a layer that come before its first weight count to the last.
+    """
+    found: dict[Node, int] = {}
+    sites_layer: dict[int, int] = {}
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            number = model_layer(node.name)
+            found[node] = -1 if number is None else number
+            continue
+        inputs = node.all_input_nodes
+        tag = tag_of(node)
+        found[node] = max((found[i] for i in inputs), default=-1)
+        if found[node] >= 0 and any(is_outer_weight(i) for i in inputs):
+            found[node] = AFTER
+        # A fetch or a store has no weight behind it but its layer's attention, or nothing at all: its state tells.
+        if tag is not None and found[node] in (-1, AFTER):
+            found[node] = sites_layer.get(tag.site, found[node])
+        elif tag is not None:
+            sites_layer.setdefault(tag.site, found[node])
+    return {node: "before" if n < 0 else "after" if n == AFTER else str(n) for node, n in found.items()}
+
+
+def is_outer_weight(node: Node) -> bool:
+    """A weight in no layer, itself or its transpose."""
+    while len(node.all_input_nodes) == 1 and operator_name(node) in ("t", "permute", "transpose"):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" and "parameters" in node.name.lower() and model_layer(node.name) is None

@@ -1,0 +1,174 @@
+"""The decode step as a graph over two streams, compute and copy, and two consecutive steps.
+
+Its edges are only what really orders a step: each stream runs in order, a copy starts behind what was issued before
+it, and a wait holds the compute stream until its slots' fetch has ended. So whether state is safe can be asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+from torch.fx import GraphModule, Node
+
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.ops import op_of
+from specache_compile.passes.context import tag_of
+from specache_compile.passes.overlap import mutated_arguments
+
+from .layers import layers_of
+from .roofline import is_launch, operator_name
+
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a step, and the state tensors that it reads and writes. A wait guards the slots that it names, and
+    the fetch that fills them brings them. reads_host: it waits for the offloads by itself."""
+
+    name: str
+    op: str
+    stream: str
+    layer: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    guards: str = ""
+    brings: str = ""
+    reads_host: bool = False
+
+
+def launches_of(graph_module: GraphModule) -> list[Launch]:
+    """The launches of a graph, in its order."""
+    layers = layers_of(graph_module)
+    return [launch_of(node, layers[node]) for node in graph_module.graph.nodes if is_launch(node)]
+
+
+def launch_of(node: Node, layer: str) -> Launch:
+    name, op = operator_name(node), op_of(node.target)
+    if op is None:
+        return Launch(node.name, name, "compute", layer, (), ())
+    state = {value: tag.field for value in node.all_input_nodes if (tag := tag_of(value)) is not None and tag.field}
+    slots = next((value.name for value, field in state.items() if field == "slots"), "")
+    stream = "copy" if op.copies else "compute"
+    if op.is_wait:  # it is declared to mutate what it guards; that is an order, not an access
+        return Launch(node.name, name, stream, layer, (), (), guards=slots)
+    written = mutated_arguments(node)
+    brings = slots if op.copies and any(state[value] == "slots" for value in written) else ""
+    # A fetch reads what is in its slots: only what is missing travels.
+    reads = tuple(value.name for value in state if value not in written or brings)
+    return Launch(
+        node.name, name, stream, layer, reads, tuple(s.name for s in written), brings=brings, reads_host=op.reads_host
+    )
+
+
+class Schedule:
+    """Consecutive steps of one graph. `dag` has a node (step, name) for each launch, with its `Launch`'s fields and
+    `seconds`; its edges have a `kind`: order, launch or wait."""
+
+    def __init__(self, launches: list[Launch], seconds: Mapping[str, float] | None = None, steps: int = 2) -> None:
+        self.launches, self.steps = launches, steps
+        self.dag: nx.DiGraph = nx.DiGraph()
+        newest: dict[str, Key] = {}  # of each stream
+        fetches: dict[str, Key] = {}  # of each slots tensor
+        for step in range(steps):
+            for launch in launches:
+                key = step, launch.name
+                self.dag.add_node(key, step=step, seconds=(seconds or {}).get(launch.name, 0.0), **vars(launch))
+                if launch.stream in newest:
+                    self.dag.add_edge(newest[launch.stream], key, kind="order")
+                if launch.stream == "copy" and "compute" in newest:
+                    self.dag.add_edge(newest["compute"], key, kind="launch")
+                if launch.guards in fetches:
+                    self.dag.add_edge(fetches[launch.guards], key, kind="wait")
+                if launch.reads_host and "copy" in newest:
+                    self.dag.add_edge(newest["copy"], key, kind="wait")
+                newest[launch.stream] = key
+                if launch.brings:
+                    fetches[launch.brings] = key
+
+    def times(self) -> dict[Key, tuple[float, float]]:
+        """Start and end of each launch in seconds from the first step's beginning: each starts as early as it may."""
+        times: dict[Key, tuple[float, float]] = {}
+        for key in self.order():
+            start = max((times[before][1] for before in self.dag.predecessors(key)), default=0.0)
+            times[key] = start, start + self.dag.nodes[key]["seconds"]
+        return times
+
+    def order(self) -> list[Key]:
+        """The launches in the order in which they are issued."""
+        place = {launch.name: i for i, launch in enumerate(self.launches)}
+        return sorted(self.dag.nodes, key=lambda key: (key[0], place[key[1]]))
+
+    def critical_path(self, times: Mapping[Key, tuple[float, float]] | None = None) -> list[Key]:
+        """The chain of launches, each ending where the next begins, that the last step's last computation waits for."""
+        times = times or self.times()
+        path = [next(key for key in reversed(self.order()) if self.dag.nodes[key]["stream"] == "compute")]
+        while before := list(self.dag.predecessors(path[-1])):
+            path.append(max(before, key=lambda key: times[key][1]))
+        return path[::-1]
+
+    def to_networkx(self) -> nx.DiGraph:
+        """A copy whose nodes are named step.launch and whose attributes are plain numbers and strings."""
+        plain: nx.DiGraph = nx.DiGraph()
+        for (step, name), data in self.dag.nodes(data=True):
+            values = {k: ",".join(v) if isinstance(v, tuple) else v for k, v in data.items()}
+            plain.add_node(f"{step}.{name}", **values)
+        for (a, m), (b, n), data in self.dag.edges(data=True):
+            plain.add_edge(f"{a}.{m}", f"{b}.{n}", **data)
+        return plain
+
+    def to_dot(self) -> str:
+        """Graphviz: one cluster a stream, copies dashed, waits red."""
+        graph = self.to_networkx()
+        lines = ["digraph schedule {", "  rankdir=LR; node [shape=box, fontname=monospace];"]
+        for stream in ("compute", "copy"):
+            members = [n for n, data in graph.nodes(data=True) if data["stream"] == stream]
+            lines.append(f"  subgraph cluster_{stream} {{ label={stream};")
+            lines.extend(f'    "{n}" [label="{n}\\nlayer {graph.nodes[n]["layer"]}"];' for n in members)
+            lines.append("  }")
+        color = {"order": "gray", "launch": "blue", "wait": "red"}
+        lines.extend(f'  "{a}" -> "{b}" [color={color[kind]}];' for a, b, kind in graph.edges(data="kind"))
+        return "\n".join([*lines, "}"])
+
+    def save(self, path: str | Path) -> None:
+        """Write GraphML or DOT, by the name's ending."""
+        path = Path(path)
+        if path.suffix == ".graphml":
+            nx.write_graphml(self.to_networkx(), path)
+        elif path.suffix in (".dot", ".gv"):
+            path.write_text(self.to_dot())
+        else:
+            raise SpecacheError(f"{path}: a schedule is written as .graphml, .dot or .gv")
+
+
+def check_order(dag: nx.DiGraph) -> list[str]:
+    """What the graph leaves unordered: each pair of accesses to one state tensor, one of them a write, without a path
+    from the earlier to the later. Empty when every slot read follows its fetch and every write its readers."""
+    place = {key: i for i, key in enumerate(dag.nodes)}
+    behind: dict[Any, int] = {}  # for each launch, the set of those ordered before it, as a bit mask
+    for key in nx.topological_sort(dag):
+        mask = 0
+        for before in dag.predecessors(key):
+            mask |= behind[before] | 1 << place[before]
+        behind[key] = mask
+    problems = []
+    writer: dict[str, Any] = {}
+    readers: dict[str, list[Any]] = {}
+    for key in dag.nodes:  # in the order of the program
+        data = dag.nodes[key]
+        for state in dict.fromkeys((*data["reads"], *data["writes"])):
+            writes = state in data["writes"]
+            earlier = [writer[state]] if state in writer else []
+            for other in dict.fromkeys(earlier + (readers.get(state, []) if writes else [])):
+                if other != key and not behind[key] >> place[other] & 1:
+                    verb = "writes" if writes else "reads"
+                    problems.append(f"step {key[0]}: {key[1]} {verb} {state} unordered after {other[1]} of {other[0]}")
+            if writes:
+                writer[state], readers[state] = key, []
+            if state in data["reads"]:
+                readers.setdefault(state, []).append(key)
+    return problems

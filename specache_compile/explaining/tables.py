@@ -1,0 +1,255 @@
+"""An explanation as text of at most 100 columns, and as plain data. Both say that nothing in it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from specache_compile.kernels.costs import Cost
+from specache_compile.passes.context import PassReport
+
+from .roofline import total
+
+if TYPE_CHECKING:
+    from .explanation import Explanation, NodeCost
+
+COMPUTED = "computed, not measured"
+WIDTH = 100
+
+
+def size(count: float) -> str:
+    """Bytes for a person: 12.3 MB, in powers of ten as links and memories are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1000
+    return f"{count:,.2f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: µs or ms."""
+    return f"{seconds * 1e3:,.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} µs"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def spans(numbers: Iterable[str]) -> str:
+    """Layers "0", "1", "2", "5" as 0-2, 5."""
+    found: list[list[str]] = []
+    for number in numbers:
+        if found and number.isdigit() and found[-1][1].isdigit() and int(number) == int(found[-1][1]) + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(a if a == b else f"{a}-{b}" for a, b in found)
+
+
+def grouped(rows: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
+    """Rows that say the same of several layers become one, with the layers' span before it."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for layer, row in rows:
+        groups.setdefault(row, []).append(layer)
+    return [(spans(layers), *row) for row, layers in groups.items()]
+
+
+def section(title: str, rows: Sequence[Any], headers: Sequence[str], **settings: Any) -> str:
+    right = settings.pop("right", 0)
+    align = tuple("left" if i < len(headers) - right else "right" for i in range(len(headers)))
+    return f"{title}\n" + tabulate(rows, headers=headers, colalign=align, disable_numparse=True, **settings)
+
+
+def text(e: Explanation) -> str:
+    lanes = f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
+    parts = [
+        f"{e.options.method}: {len(e.sites)} attentions rewritten, {len(e.left_alone)} left exact, {lanes} in decode; "
+        f"{e.prompt_length:,} tokens x batch {e.batch_size}\n"
+        f"{e.name[:60]}: every figure below is {COMPUTED}."
+    ]
+    if e.sites:
+        parts.append(sites_table(e))
+    if e.left_alone:
+        rows = [(item.node, item.reason) for item in e.left_alone]
+        parts.append(section("Left as Hugging Face wrote it", rows, ("where", "why"), maxcolwidths=[40, 54]))
+    if e.traces:
+        parts.append(passes_table(e))
+    if e.sites:
+        parts.append(memory_table(e))
+    if "decode" in e.graphs:
+        parts += [traffic_table(e), step_text(e), compare_table(e)]
+    return "\n\n".join(filter(None, parts))
+
+
+def sites_table(e: Explanation) -> str:
+    phases = ", ".join(e.traces)
+    rows = [
+        (s.model_layer, (s.query_heads, s.heads, s.head_dim, "yes" if s.mask else "no", s.softcap or "-",
+                         "yes" if s.sinks else "no", phases)) for s in e.sites
+    ]  # fmt: skip
+    headers = ("layer", "q heads", "KV heads", "head dim", "mask", "softcap", "sinks", "rewritten in")
+    return section("Attentions rewritten", grouped(rows), headers)
+
+
+def counted(report: PassReport) -> str:
+    """What a pass did, in words: "moved 160, ..."."""
+    return ", ".join(f"{name} {count}" for name, count in report.counts.items())
+
+
+def passes_table(e: Explanation) -> str:
+    rows = [
+        (phase, r.name, counted(r), f"{r.seconds * 1e3:.0f}", "; ".join(r.remarks))
+        for phase, trace in e.traces.items()
+        for r in trace.reports
+    ]  # fmt: skip
+    hashes = "  ".join(f"{phase} {value}" for phase, value in e.hashes.items())
+    table = section(
+        "Passes (the milliseconds are those that this run took)", rows, ("phase", "pass", "what it did", "ms", ""),
+        maxcolwidths=[None, None, 34, None, 22],
+    )  # fmt: skip
+    return f"{table}\ngraph hashes: {hashes}"
+
+
+def memory_table(e: Explanation) -> str:
+    tiers = list(e.bytes_by_tier)
+    full = e.full_cache_bytes
+    per_layer = grouped(
+        (site.model_layer, (*(size(tier.get(t, 0)) for t in tiers), size(sum(tier.values()) - tier["host"])))
+        for site, tier in zip(e.sites, e.bytes_by_layer, strict=True)
+    )
+    rows = [(f"layer {row[0]}, each", *row[1:]) for row in per_layer]
+    rows.append(("all layers", *(size(e.bytes_by_tier[t]) for t in tiers), size(e.device_bytes)))
+    shares = [*(e.bytes_by_tier[t] for t in tiers), e.device_bytes]
+    rows.append(("of the full 16-bit cache", *(f"{x / max(1, full):.3f}" for x in shares)))
+    host = f"{e.host_gib:.0f} GiB of host memory"
+    device = f"{e.device.name} ({e.device.vram_gib:.0f} GiB)"
+    return (
+        section(f"KV memory ({COMPUTED})", rows, ("", *tiers, "on the device"), right=len(tiers) + 1)
+        + f"\nfull 16-bit cache {size(full)}, weights {size(e.weight_bytes)}, temporaries of a decode step "
+        f"{size(e.working_bytes.get('decode', 0))}\n"
+        f"largest batch, {device} and {host}: {e.largest_batch():,} (full cache: {e.full_cache_batch():,})"
+    )
+
+
+def by_op(rows: Iterable[NodeCost]) -> list[tuple[str, str, int, Cost, float, str]]:
+    """Launches summed by what they are: (stream, op, count, cost, seconds, bound)."""
+    groups: dict[tuple[str, str], list[NodeCost]] = {}
+    for row in rows:
+        groups.setdefault((row.stream, row.op), []).append(row)
+    return [
+        (stream, op, len(same), total(r.cost for r in same), sum(r.seconds for r in same),
+         max(same, key=lambda r: r.seconds).bound)
+        for (stream, op), same in groups.items()
+    ]  # fmt: skip
+
+
+def cost_cells(cost: Cost) -> tuple[str, ...]:
+    return f"{cost.flops / 1e9:,.2f}", size(cost.hbm), size(cost.to_device), size(cost.to_host)
+
+
+def traffic_table(e: Explanation) -> str:
+    rows = [
+        (stream, op, str(count), *cost_cells(cost), duration(seconds), bound if seconds else "-")
+        for stream, op, count, cost, seconds, bound in by_op(e.roofline())
+    ]
+    every = e.step_cost()
+    rows.append(("all", "", str(sum(int(r[2]) for r in rows)), *cost_cells(every), "", ""))
+    d = e.device
+    title = (
+        f"One decode step on {d.name}: {d.hbm_gbps:,.0f} GB/s memory, {d.pcie_gbps:g} GB/s PCIe, "
+        f"{d.tflops:,.0f} TFLOP/s\n"
+        f"({COMPUTED}; times are the roofline's floor; {e.reuse:.0%} of wanted pairs in the slots already)"
+    )
+    headers = ("stream", "op", "n", "GFLOP", "memory", "to device", "to host", "time", "bound by")
+    aligned = ("left", "left", *("right",) * 6, "left")
+    return f"{title}\n" + tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True)
+
+
+def step_text(e: Explanation) -> str:
+    step, full, even = e.step(), e.full_step(), e.break_even()
+    on_path: dict[str, float] = {}
+    ops = {row.name: row for row in e.roofline()}
+    for _, name in step.critical_path:
+        on_path[ops[name].op] = on_path.get(ops[name].op, 0.0) + ops[name].seconds
+    biggest = sorted((item for item in on_path.items() if item[1]), key=lambda item: -item[1])[:3]
+    path = ", ".join(f"{op} {duration(seconds)}" for op, seconds in biggest)
+    where = "at no context up to a million tokens" if even is None else f"from {even:,} tokens of context on"
+    return "\n".join(
+        (
+            f"Step ({COMPUTED}): {duration(step.seconds)}; full cache {duration(full)}; "
+            f"{full / step.seconds:.2f}x as fast",
+            f"  streams busy: compute {duration(step.compute)}, copy {duration(step.copy)}",
+            f"  waited for fetches: {duration(step.waited)}; {share(step.hidden)} of the fetches' time is hidden",
+            f"  critical path, {len(step.critical_path)} launches: {path}",
+            f"  faster than the full cache at batch {e.batch_size}: {where}",
+        )
+    )
+
+
+def compare_table(e: Explanation) -> str:
+    rows = [
+        (f"{a.bits}", f"{a.group_size}", f"{a.top_k}", size(a.device_bytes), f"{a.kv_ratio:.3f}", size(a.fetched_bytes),
+         duration(a.step), f"{a.speedup:.2f}x", f"{a.largest_batch:,}") for a in e.compare()
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    headers = ("bits", "g", "k", "device KV", "ratio", "fetched/step", "step", "speed", "largest batch")
+    return section(f"With other options ({COMPUTED}; the first row is as asked)", rows, headers, right=9)
+
+
+def as_dict(e: Explanation) -> dict[str, Any]:
+    """Everything that the tables hold, and each launch by itself. Bytes, seconds, FLOPs."""
+    data: dict[str, Any] = {
+        "note": f"every figure is {COMPUTED}",
+        "model": e.name,
+        "prompt_length": e.prompt_length,
+        "batch_size": e.batch_size,
+        "options": {**asdict(e.options), "inductor": dict(e.options.inductor)},
+        "device": asdict(e.device),
+        "reuse": e.reuse,
+        "lanes": e.lanes,
+        "sites": [asdict(site) for site in e.sites],
+        "left_alone": [asdict(item) for item in e.left_alone],
+        "passes": {phase: [asdict(r) for r in trace.reports] for phase, trace in e.traces.items()},
+        "hashes": e.hashes,
+        "memory": {
+            "by_tier": dict(e.bytes_by_tier),
+            "by_layer": e.bytes_by_layer,
+            "device": e.device_bytes,
+            "full_cache": e.full_cache_bytes,
+            "kv_ratio": e.kv_ratio,
+            "weights": e.weight_bytes,
+            "temporaries": dict(e.working_bytes),
+            "host_gib": e.host_gib,
+            "largest_batch": e.largest_batch() if e.sites else None,
+            "largest_batch_full_cache": e.full_cache_batch() if e.sites else None,
+        },
+    }
+    if "decode" in e.graphs:
+        step = asdict(e.step())
+        step["critical_path"] = [name for _, name in step["critical_path"]]
+        data["step"] = {
+            **step,
+            **asdict(e.step_cost()),
+            "full_cache_seconds": e.full_step(),
+            "break_even_tokens": e.break_even(),
+        }
+        data["nodes"] = [asdict(row) for row in e.roofline()]
+        data["alternatives"] = [asdict(row) for row in e.compare()]
+    return data
+
+
+def nodes_table(e: Explanation) -> str:
+    """Each launch of a decode step, in its order."""
+    rows = [
+        (r.name[:34], r.layer, r.stream, *cost_cells(r.cost)[:3], duration(r.seconds), r.bound if r.seconds else "-")
+        for r in e.roofline()
+    ]
+    headers = ("launch", "layer", "stream", "GFLOP", "memory", "PCIe", "time", "bound by")
+    aligned = ("left", "right", "left", *("right",) * 4, "left")
+    return f"Launches of a decode step on {e.device.name} ({COMPUTED})\n" + tabulate(
+        rows, headers=headers, colalign=aligned, disable_numparse=True
+    )

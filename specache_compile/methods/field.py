@@ -1,0 +1,70 @@
+"""What a state tensor is: declared once, and all that follows of it: bytes, place, growth, crop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The state tensors of one layer, by their fields' names.
+LayerState = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The KV heads of one site: count, channels, dtype, device, and the site's number."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Cropped:
+    """A cache cut to `length` tokens, of which `low_bit` are in the low-bit tier; there were `low_bit_before`."""
+
+    length: int
+    low_bit: int
+    low_bit_before: int
+
+
+def of_the_model(options: Any, layer: LayerShape) -> torch.dtype:
+    return layer.dtype
+
+
+@dataclass(frozen=True)
+class Field:
+    """One state tensor of a layer, and the graph input that is named after it (a name that no model's input has).
+
+    tier: whose bytes it counts to; "measure": to none. shape: (options, layer, batch, capacity in tokens) → [B, H, n,
+    ...], where n may grow with the capacity. dtype: (options, layer) → dtype. on_host: it lives in host memory, pinned
+    where there is a GPU. empty: what a place holds that nothing was put in. by_row: dim 0 is the batch; a count over
+    all rows is not. on_crop: (the layer's state, what was cropped), run once a layer for each field that has it.
+    """
+
+    name: str
+    tier: str
+    shape: Callable[[Any, LayerShape, int, int], tuple[int, ...]]
+    dtype: Callable[[Any, LayerShape], torch.dtype] = of_the_model
+    on_host: bool = False
+    empty: int = 0
+    by_row: bool = True
+    on_crop: Callable[[LayerState, Cropped], object] | None = None
+
+    def device(self, layer: LayerShape) -> torch.device:
+        """The CPU for what is on the host, the model's for the rest; on the meta device nothing lives anywhere."""
+        return torch.device("cpu") if self.on_host and layer.device.type != "meta" else layer.device
+
+    def nbytes(self, options: Any, layer: LayerShape, batch: int, capacity: int) -> int:
+        shape = torch.Size(self.shape(options, layer, batch, capacity))
+        return shape.numel() * self.dtype(options, layer).itemsize
+
+
+def always(dtype: torch.dtype) -> Callable[[Any, LayerShape], torch.dtype]:
+    """The dtype of a field that is the same for every model."""
+    return lambda options, layer: dtype

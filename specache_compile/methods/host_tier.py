@@ -1,0 +1,33 @@
+"""The host tier: every pair in 16 bits in host memory, where extends, crops and fetches find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specache_compile.errors import OptionError
+from specache_compile.options import MethodOptions, option
+
+from .field import Field, LayerShape
+
+
+def check_memory(name: str, value: Any) -> None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise OptionError(f"option {name}={value!r}: give a number of bytes, or None")
+
+
+@dataclass(frozen=True)
+class HostOptions(MethodOptions):
+    """Those of every method that has a host tier."""
+
+    host_memory: int | None = option(
+        None, check_memory, "bytes that a cache's host tier may have; not given: half of what is free", type=int
+    )
+
+
+def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """[B, H, C, K|V, d]: a pair is one contiguous read."""
+    return (batch, layer.heads, capacity, 2, layer.head_dim)
+
+
+HOST = Field("host", "host", whole_cache, on_host=True)

@@ -1,0 +1,108 @@
+"""The low-bit tier and the recent window before it: what KIVI keeps, and SpeCache beside its slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specache_compile.errors import OptionError
+from specache_compile.kernels.quantisers import QUANTISERS
+from specache_compile.kernels.quantize import packed_width, value_group
+from specache_compile.options import choice, one_of, option, whole
+
+from .field import Cropped, Field, LayerShape, LayerState
+from .host_tier import HostOptions
+
+BITS = (1, 2, 4, 8, 16)
+GROUP_SIZES = (32, 64, 128)
+
+
+def check_min_context(name: str, value: Any) -> None:
+    if value != "auto" and (type(value) is not int or value < 0):
+        raise OptionError(f"option {name}={value!r}: give a number of tokens, 0 or more, or 'auto'")
+
+
+def check_quantiser(name: str, value: Any) -> None:
+    one_of(name, value, tuple(QUANTISERS))
+
+
+def number_or_auto(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+@dataclass(frozen=True)
+class LowBitOptions(HostOptions):
+    """Those of the methods with a low-bit tier; the defaults are SpeCache's.
+
+    R is at least one: a token is selected for fetching while it is in the window, where the newest is not yet.
+    """
+
+    bits: int = choice(2, BITS, "of the low-bit tier; 16 keeps it unquantised")
+    group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
+    residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
+    zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
+    min_context: int | str = option(
+        "auto", check_min_context,
+        "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it is longer. "
+        'auto: the measured break-even of a GPU, 0 where there is none', type=number_or_auto, metavar="N",
+    )  # fmt: skip
+
+    @property
+    def window(self) -> int:
+        """W = R + g: the most tokens that the recent tier holds."""
+        return self.residual_length + self.group_size
+
+    @property
+    def in_16_bits(self) -> LowBitOptions:
+        """What holds below `min_context`: every pair on the device in 16 bits."""
+        return replace(self, bits=16)
+
+    def low_bit_length(self, length: int) -> int:
+        """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""
+        return self.group_size * max(0, (length - self.residual_length) // self.group_size)
+
+
+def is_quantised(options: LowBitOptions) -> bool:
+    return options.bits < 16
+
+
+def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    width = packed_width(layer.head_dim, options.bits) if is_quantised(options) else layer.head_dim
+    return (batch, layer.heads, capacity, 2, width)
+
+
+def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
+    return torch.uint8 if is_quantised(options) else layer.dtype
+
+
+def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """Scale and zero of each channel over a group of tokens."""
+    groups = capacity // options.group_size if is_quantised(options) else 0
+    return (batch, layer.heads, groups, 2, layer.head_dim)
+
+
+def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """Scale and zero of each token over a group of channels."""
+    tokens = capacity if is_quantised(options) else 0
+    return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
+
+
+def recent_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """A ring: token t at t mod W."""
+    return (batch, layer.heads, options.window, 2, layer.head_dim)
+
+
+def refill_recent(state: LayerState, cropped: Cropped) -> None:
+    """After a crop into the low-bit tier the window is older tokens', which the host tier has."""
+    if cropped.low_bit < cropped.low_bit_before:
+        recent, tokens = state["recent"], torch.arange(cropped.low_bit, cropped.length)
+        recent[:, :, (tokens % recent.shape[2]).to(recent.device)] = state["host"][:, :, tokens].to(recent.device)
+
+
+CODES = Field("codes", "low-bit", codes_shape, codes_dtype)
+KEY_PARAMS = Field("key_params", "low-bit", key_params_shape)
+VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape)
+RECENT = Field("recent", "recent", recent_shape, on_crop=refill_recent)
+LOW_BIT = (CODES, KEY_PARAMS, VALUE_PARAMS)

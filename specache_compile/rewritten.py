@@ -1,0 +1,159 @@
+"""The rewritten forms of a captured graph: one for each phase, capacity and set of options, made when it is needed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from specache_compile.kernels.cursor import new_cursor
+from specache_compile.lowering import cuda_graphs
+from specache_compile.lowering.lower import lower, within_tracing
+from specache_compile.lowering.progress import compiling, tell
+from specache_compile.passes.context import Context, Input, Part
+from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
+
+from .captured import Captured
+from .errors import SpecacheWarning
+from .methods import METHODS
+from .runtime.state import fields_of
+from .runtime.variant import Variant, selects
+
+_graph_numbers = itertools.count()
+# Called with each graph that was rewritten, and for what: `entry.py` puts the dump here.
+observers: list[Callable[[Rewrites, Variant], object]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A rewritten graph and its callable. inputs: where each comes from at run time. held_outputs: output positions
+    that are to be held tensors → site and part. guesses: its last output is the next guess. capture: a CUDA graph is
+    to be made of it."""
+
+    variant: Variant
+    run: Callable[..., Any]
+    graph_module: GraphModule
+    inputs: tuple[Input, ...]
+    held_outputs: Mapping[int, tuple[int, Part]]
+    guesses: bool
+    lanes: int
+    capture: bool
+    trace: Trace
+
+    @property
+    def needs_guess(self) -> bool:
+        """Whether it takes the speculative token as an input."""
+        return Input("guess") in self.inputs
+
+
+class Rewrites:
+    """The rewritten forms that one captured graph has so far."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.name = f"graph{next(_graph_numbers)}"
+        self.made: dict[Variant, Rewritten] = {}
+
+    def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
+        """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
+        if variant not in self.made:
+            make = functools.partial(rewrite, self.captured, variant, self.name)
+            with compiling(f"{self.name}, {variant.phase}"):
+                self.made[variant] = within_tracing(self.captured.fake_mode, make, late=not ahead)
+            for observe in observers:
+                observe(self, variant)
+        return self.made[variant]
+
+    @property
+    def modules(self) -> dict[str, GraphModule]:
+        """The newest graph of each phase."""
+        return {variant.phase.name: made.graph_module for variant, made in self.made.items()}
+
+    @property
+    def traces(self) -> list[Trace]:
+        return [made.trace for made in self.made.values()]
+
+
+def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
+    """Run the passes over a copy of the captured graph, and lower the result; for any batch where Dynamo's is free."""
+    fakes = StateFakes(captured, variant)
+    context = context_of(captured, variant, fakes)
+    graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
+    tell("passes")
+    passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
+    graph_module, trace = run_pipeline(graph_module, context, passes, name)
+    patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
+    how = captured.options.lowering
+    how = "op by op" if how == "inductor" and variant.phase.once else how
+    run = lower(graph_module, [fakes.of(i) for i in context.inputs], how, patches, captured.mode)
+    return Rewritten(
+        variant, run, graph_module, tuple(context.inputs), context.held_outputs, context.guesses, context.lanes,
+        is_to_capture(captured.mode, graph_module, context), trace,
+    )  # fmt: skip
+
+
+class StateFakes:
+    """Fakes of what a session will bind, in the fake mode of Dynamo's, with its batch symbol."""
+
+    def __init__(self, captured: Captured, variant: Variant) -> None:
+        batch, layers = captured.batch, captured.layers
+        device, capacity, options = layers[0].device, variant.capacity, variant.options
+        self.arguments = captured.fakes
+        with captured.fake_mode:
+            self.state = [
+                {
+                    field.name: torch.empty(
+                        field.shape(options, layer, batch, capacity),
+                        dtype=field.dtype(options, layer), device=field.device(layer),
+                    )
+                    for field in fields_of(options, layer)
+                }
+                for layer in layers
+            ]  # fmt: skip
+            self.cursor = new_cursor(device)
+            self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
+            self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
+
+    def of(self, source: Input) -> Any:
+        """The fake of one graph input."""
+        if source.source == "argument":
+            return self.arguments[source.argument]
+        if source.source == "state":
+            return self.state[source.site][source.field]
+        return getattr(self, source.source)
+
+
+def context_of(captured: Captured, variant: Variant, fakes: StateFakes) -> Context:
+    options, placeholders = variant.options, captured.placeholders
+    return Context(
+        phase=variant.phase,
+        selects=selects(options),
+        speculate=options.speculate,
+        hit_rate=options.hit_rate,
+        recipe=functools.partial(METHODS[options.method].recipe, options),
+        state=fakes.state,
+        cursor=fakes.cursor,
+        padding=fakes.padding,
+        masks=captured.masks,
+        exact_attentions=frozenset(options.exact_layers),
+        held=frozenset(placeholders[i].name for i in captured.held),
+        inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
+    )
+
+
+def is_to_capture(mode: str | None, graph_module: GraphModule, context: Context) -> bool:
+    """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
+    asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(context.cursor.device)
+    if not (asked and context.phase.one_token and context.phase.stores):
+        return False
+    reason = cuda_graphs.reason_not_to_capture(graph_module, context)
+    if reason is not None:
+        warnings.warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2)
+    return reason is None

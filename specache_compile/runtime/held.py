@@ -1,0 +1,202 @@
+"""Held tensors: what Hugging Face's cache keeps in place of keys and values: shape and dtype, no storage.
+
+Length, crop, row selection, repeat and deepcopy work on them; the session replays those edits on its tiers when
+the cache is next used. Where no compiled graph runs, HF's update makes them plain; any other reading raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from specache_compile.errors import held_read, held_saved
+
+if TYPE_CHECKING:
+    from specache_compile.passes.context import Part
+
+    from .session import Session
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Keep the first `length` tokens."""
+
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Keep the batch rows `indices`, in that order."""
+
+    indices: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and (self.indices is other.indices or torch.equal(self.indices, other.indices))
+
+
+Edit = Crop | Rows
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Whose keys or values a held tensor stands for, as of which version, with which edits since."""
+
+    session: Session
+    version: int
+    site: int
+    part: Part
+    edits: tuple[Edit, ...] = field(default=())
+
+
+class HeldTensor(Tensor):
+    """Keys or values [B, H, n, d] of one layer, without storage. `anchor` carries dtype and device."""
+
+    anchor: Tensor
+    handle: Handle | None
+
+    @staticmethod
+    def __new__(cls, anchor: Tensor, shape: Any, handle: Handle | None = None) -> HeldTensor:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=anchor.dtype, device=anchor.device)
+
+    def __init__(self, anchor: Tensor, shape: Any, handle: Handle | None = None) -> None:
+        self.anchor = anchor
+        self.handle = handle
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["anchor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> HeldTensor:
+        return HeldTensor(inner["anchor"], size)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"HeldTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
+        if self.handle is None:
+            raise held_read("copy.deepcopy")
+        key = id(self.handle.session), self.handle.version
+        forks = memo.setdefault(id(HeldTensor), {})
+        if key not in forks:
+            forks[key] = self.handle.session.fork(self.handle)
+        fork: Session = forks[key]
+        return HeldTensor(self.anchor, self.shape, replace(self.handle, session=fork, version=fork.version))
+
+    def __copy__(self) -> HeldTensor:
+        return HeldTensor(self.anchor, self.shape, self.handle)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise held_saved()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise held_read("numpy()")
+
+    def tolist(self) -> Any:
+        raise held_read("tolist()")
+
+    def __getitem__(self, index: Any) -> HeldTensor:
+        """Crop and row selection. Not through ATen: its slice would make a view, which Dynamo traces with its base."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(part is Ellipsis for part in parts):
+            parts = (*parts, Ellipsis)
+        where = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        missing = 4 - (len(parts) - 1)
+        result = self
+        for dim, part in enumerate((*parts[:where], *[slice(None)] * missing, *parts[where + 1 :])):
+            result = take(result, dim, part)
+        return result
+
+    def repeat_interleave(self, repeats: Any, dim: int | None = None, **kwargs: Any) -> HeldTensor:
+        """Each batch row `repeats` times. Not through ATen, which takes it apart into expands and views."""
+        return select_rows(self, dim, torch.arange(self.shape[0], device=self.device).repeat_interleave(repeats))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Replay shape edits as handles; give `cat` its shape under Dynamo, its value outside; refuse all else."""
+        kwargs = kwargs or {}
+        if func is aten.cat.default:
+            return (traced_cat if is_being_traced(args[0]) else uncompiled_cat)(*args, **kwargs)
+        rule = EDITS.get(func)
+        if rule is None or not isinstance(args[0], HeldTensor):
+            raise held_read(f"{func}")
+        return rule(*args, **kwargs)
+
+
+def is_being_traced(parts: list[Tensor]) -> bool:
+    return any(isinstance(p.anchor if isinstance(p, HeldTensor) else p, FakeTensor) for p in parts)
+
+
+def traced_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """The shape of HF's cache update while Dynamo captures it; the rewritten graph has no such node."""
+    plain = next(part for part in parts if not isinstance(part, HeldTensor))
+    shape = list(plain.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return plain.new_empty(shape)
+
+
+def uncompiled_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """HF's cache update where no compiled graph runs it: from here on this layer's keys, or values, are plain."""
+    held, *new = parts
+    if not isinstance(held, HeldTensor) or held.handle is None or dim not in (2, -2):
+        raise held_read("a cat that is not an update of the cache")
+    return torch.cat([held.handle.session.give_up(held.handle), *new], dim)
+
+
+def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:
+    if held.handle is None:
+        raise held_read("an edit inside the compiled model")
+    result = HeldTensor(held.anchor, shape, replace(held.handle, edits=(*held.handle.edits, edit)))
+    torch._dynamo.maybe_mark_dynamic(result, (0, 2))
+    return result
+
+
+def keep(held: HeldTensor, *args: Any, **kwargs: Any) -> HeldTensor:
+    return held
+
+
+def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
+    """One dimension's part of an index. Rows: whatever a plain tensor takes there (its errors too); tokens: a crop."""
+    if isinstance(part, slice) and part.indices(held.shape[dim]) == (0, held.shape[dim], 1):
+        return held
+    if dim == 2 and isinstance(part, slice):
+        return crop(held, *part.indices(held.shape[2]))
+    if dim != 0:
+        raise held_read("indexing other than by batch rows and a crop")
+    rows = torch.arange(held.shape[0])
+    return select_rows(held, 0, rows[part.cpu() if isinstance(part, Tensor) else part, ...])
+
+
+def crop(held: HeldTensor, start: int, stop: int, step: int) -> HeldTensor:
+    if (start, step) != (0, 1):
+        raise held_read("a slice that does not start at the first token")
+    return edited(held, (*held.shape[:2], stop, held.shape[3]), Crop(stop))
+
+
+def select_rows(held: HeldTensor, dim: int | None, rows: Tensor) -> HeldTensor:
+    """The batch rows of these numbers [B']."""
+    if dim != 0 or rows.dim() != 1:
+        raise held_read("indexing other than by batch rows and a crop")
+    return edited(held, (rows.numel(), *held.shape[1:]), Rows(rows))
+
+
+def to_same(held: HeldTensor, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> HeldTensor:
+    if dtype not in (None, held.dtype) or (device is not None and torch.device(device).type != held.device.type):
+        raise held_read(f"a move or cast of the cache (dtype={dtype}, device={device}; specache offloads by itself)")
+    return held
+
+
+EDITS: dict[Any, Callable[..., HeldTensor]] = {
+    aten.detach.default: keep,
+    aten.alias.default: keep,
+    aten.index_select.default: select_rows,
+    aten._to_copy.default: to_same,
+}

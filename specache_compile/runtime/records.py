@@ -1,0 +1,81 @@
+"""What is remembered of each compiled model: its graphs, and what its last generation did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.copy_stream import StreamCopies
+from specache_compile.passes.phase import PHASES
+
+if TYPE_CHECKING:
+    from .step import CompiledGraph
+
+
+@dataclass
+class Statistics:
+    """Counts of one session, kept after it has gone: steps by phase, seconds, copies (in the queue), bytes by tier."""
+
+    queue: CopyQueue | StreamCopies
+    tallies: list[Tensor] = field(default_factory=list)
+    fetched: list[Tensor] = field(default_factory=list)
+    bytes_to_host: int = 0
+    steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys((phase.name for phase in PHASES), 0))
+    seconds: float = 0.0
+    python_seconds: float = 0.0
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    full_cache_bytes: int = 0
+
+    def count(self, phase: str, total: float, inside: float) -> None:
+        """One step of `phase` that took `total` seconds, `inside` of them in lowered graphs."""
+        self.steps[phase] += 1
+        self.seconds += total
+        self.python_seconds += total - inside
+
+
+@dataclass
+class ModelRecord:
+    """The captured graphs of one model, and the statistics of its newest session."""
+
+    graphs: list[CompiledGraph] = field(default_factory=list)
+    latest: Statistics | None = None
+
+    def note(self, graph: CompiledGraph, statistics: Statistics) -> None:
+        if graph not in self.graphs:
+            self.graphs.append(graph)
+        self.latest = statistics
+
+
+# Keyed by a parameter of the model: the one thing that both a captured graph's arguments and the model name.
+_records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def record_of(arguments: Sequence[Any]) -> ModelRecord:
+    """The record of the model that these arguments of a graph belong to; a new one on first sight. A graph serves every
+    model of one class and shape, as Dynamo has it: each call may be another's."""
+    parameters = (argument for argument in arguments if isinstance(argument, torch.nn.Parameter))
+    known = next((_records[parameter] for parameter in parameters if parameter in _records), None)
+    if known is not None:
+        return known
+    record = ModelRecord()
+    for argument in arguments:
+        if isinstance(argument, torch.nn.Parameter):
+            _records[argument] = record
+    return record
+
+
+def find_record(model: torch.nn.Module) -> ModelRecord | None:
+    """The record of a compiled model, or None where it has not run yet."""
+    return next((_records[p] for p in model.parameters() if p in _records), None)
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Drop what is remembered of a model, its compiled graphs with it: before it is compiled with other options."""
+    for parameter in model.parameters():
+        _records.pop(parameter, None)

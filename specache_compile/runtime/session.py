@@ -1,0 +1,351 @@
+"""The state behind one Hugging Face cache: its tiers, its length, its copies in flight, its next guess."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.errors import (
+    SpecacheWarning,
+    copy_failed,
+    evicted,
+    evicted_half_way,
+    no_host_memory,
+    stale_cache,
+    went_uncompiled,
+)
+from specache_compile.kernels import copy_stream
+from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
+from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
+from specache_compile.kernels.host_memory import allowance
+from specache_compile.lowering.cuda_graphs import RecordedSteps
+from specache_compile.methods.field import Cropped, LayerShape, LayerState
+from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.options import MethodOptions
+from specache_compile.passes.context import Input, Part
+from specache_compile.passes.phase import Phase
+
+from .break_even import min_context
+from .held import Crop, Edit, Handle, HeldTensor
+from .records import Statistics
+from .state import (
+    allocate,
+    bucket,
+    bytes_by_tier,
+    copied,
+    fields_of,
+    full_cache_bytes,
+    host_bytes,
+    moved_over,
+)
+from .variant import Variant
+
+
+def options_at(options: MethodOptions, device: torch.device, prompt: int, tokens: int) -> MethodOptions:
+    """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt`: with the budget that it
+    gives; the 16-bit ones, where the tokens are too few to gain."""
+    fixed = options.for_prompt(prompt)
+    return fixed.in_16_bits if tokens < min_context(fixed, device) else fixed
+
+
+class Session:
+    """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
+
+    `guess` [B, 1] is the speculative token; `slots_ready`: the slots were chosen for the next decode step. `asked` are
+    the options that the cache was made under, `options` those in force (`options_at`), `pending_options` those that it
+    has yet to move over to. `padding` bool [B, 1, 1, C], where a step brought one. State is never made under the
+    caller's inference mode: the copy queue's worker writes to it outside of that.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int) -> None:
+        self.asked = options
+        self.options = options_at(options, layers[0].device, prompt, prompt)
+        fixed = options.for_prompt(prompt)
+        self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
+        self.layers = layers
+        self.batch = batch
+        self.length = 0
+        self.version = 0
+        # The edited view that the tiers were last brought to, while no step has followed: it may be used again.
+        self.view: tuple[int, tuple[Edit, ...]] | None = None
+        self.guess: Tensor | None = None
+        self.padding: Tensor | None = None
+        # Whether the last step had a padding mask; whether a person has been told that other options are in force.
+        self.padded = False
+        self.told_of_options = False
+        self.slots_ready = False
+        # A step has raised half way that had evicted pairs already.
+        self.half_evicted = False
+        # A person was told that this cache goes on uncompiled.
+        self.told_uncompiled = False
+        self.capacity = 0
+        self.allocated = 0
+        self.state: list[LayerState] = []
+        self.queue = self.new_queue()
+        self.recorded = RecordedSteps()
+        self.deferred = self.new_deferred()
+        self.capturable = True
+        self.statistics = Statistics(self.queue)
+        self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
+        self.cursor = new_cursor(layers[0].device)
+        self.cursor[QUEUE] = self.queue.number
+
+    def new_queue(self) -> CopyQueue | copy_stream.StreamCopies:
+        device = self.layers[0].device
+        return copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
+
+    def new_deferred(self) -> Deferred:
+        """What its replays leave undone; it holds the session weakly, which must die with its cache."""
+        own = weakref.ref(self)
+
+        def fetches() -> list[Fetch]:
+            session = own()
+            return [] if session is None else deferrable(session.state, session.cursor)
+
+        return Deferred(fetches)
+
+    def begin(self, tokens: int, padding: Tensor | None) -> None:
+        """Before a graph runs that adds `tokens` to the cache: room for them, the cursor and the padding."""
+        after = self.length + tokens
+        self.move_over(after)
+        self.capacity_for(after)
+        self.reserve()
+        self.point(tokens)
+        self.see(padding, after)
+
+    def finish(self, tokens: int, slots_ready: bool) -> None:
+        """After it: `tokens` more are cached, and views of the cache taken before are stale."""
+        self.slots_ready = slots_ready
+        self.advance(tokens)
+
+    def variant(self, phase: Phase) -> Variant:
+        """What a graph of this phase must be rewritten for, to run on this session."""
+        return Variant(phase, self.options, self.capacity)
+
+    @torch.inference_mode(False)
+    def move_over(self, tokens: int) -> None:
+        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain; layer by layer.
+
+        Stopped half way, it goes on from there with the next step.
+        """
+        pending = self.pending_options
+        if pending is None or tokens < min_context(pending, self.layers[0].device):
+            return
+        assert isinstance(pending, LowBitOptions)
+        self.drain()
+        for number, layer in enumerate(self.layers):
+            self.state[number] = moved_over(self.state[number], pending, layer, self.batch, self.length, self.padding)
+        self.options, self.pending_options = pending, None
+        self.slots_ready, self.guess = False, None
+        self.note_memory()
+
+    def capacity_for(self, tokens: int) -> None:
+        """Raise the capacity to the bucket of `tokens`; `reserve` makes the tensors follow."""
+        self.capacity = max(self.capacity, bucket(tokens))
+
+    @torch.inference_mode(False)
+    def reserve(self) -> None:
+        """Make the growing tensors as large as the capacity says; what they hold stays.
+
+        Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
+        where the host tier would outgrow its budget.
+        """
+        before = self.allocated
+        if before == self.capacity:
+            return
+        held = sum(host.nbytes for host in self.fields("host"))
+        needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
+        allowed = allowance(held, self.options.host_memory)
+        if needed > allowed:
+            wanted, self.capacity = self.capacity, before
+            raise no_host_memory(needed, allowed, wanted, self.batch, self.options.host_memory)
+        self.drain()
+        for number, layer in enumerate(self.layers):
+            if not before:
+                self.state.append(allocate(self.options, layer, self.batch, self.capacity))
+            else:
+                self.state[number] = allocate(self.options, layer, self.batch, self.capacity, self.state[number])
+        self.allocated = self.capacity
+        self.note_memory()
+
+    def fields(self, name: str) -> list[Tensor]:
+        """One state tensor of each layer that has it."""
+        return [layer[name] for layer in self.state if name in layer]
+
+    def note_memory(self) -> None:
+        """After the state's tensors have changed: drop what was recorded over the old ones, and let the statistics know
+        the tiers' sizes, which may be asked for when the session is gone."""
+        self.recorded.clear()
+        # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
+        self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
+        self.statistics.tallies = self.fields("tally")
+        self.statistics.fetched = self.fields("fetched")
+        self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
+
+    def drain(self) -> None:
+        """Wait for all copies, those that a recorded step has left to the next one among them; SpecacheError where one
+        has failed."""
+        self.deferred.make()
+        self.queue.settle()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """SpecacheError where a copy of this session is known to have failed."""
+        if self.queue.error is not None:
+            raise copy_failed(self.queue.error) from self.queue.error
+
+    def point(self, tokens: int) -> None:
+        """Write the cursor for a graph that adds `tokens` to the cache."""
+        low_bit, next_low_bit = (self.options.low_bit_length(n) for n in (self.length, self.length + tokens))
+        for place, value in ((LENGTH, self.length), (LOW_BIT, low_bit), (NEXT_LOW_BIT, next_low_bit)):
+            self.cursor[place].fill_(value)  # an assignment would copy it from host memory, and stop the host
+        if self.cursor.is_cuda:
+            publish(self.cursor, self.length)
+
+    @torch.inference_mode(False)
+    def see(self, padding: Tensor | None, tokens: int) -> None:
+        """Take over which of the first `tokens` tokens are there, from an attention mask [B, ≥ tokens]; outside of the
+        graph, so that a recorded step finds it where it was. None: all are, those too that were no candidates when the
+        slots were chosen."""
+        if padding is None:
+            self.slots_ready = self.slots_ready and not self.padded
+            self.padded = False
+            return
+        self.padded = True
+        shape = (self.batch, 1, 1, self.capacity)
+        if self.padding is None or self.padding.shape != shape:
+            self.padding = torch.zeros(shape, dtype=torch.bool, device=self.layers[0].device)
+        self.padding[:, 0, 0, :tokens].copy_(padding[:, :tokens])
+
+    def advance(self, tokens: int) -> None:
+        """`tokens` more are cached; views of the cache taken before are stale from here on."""
+        self.length += tokens
+        self.version += 1
+        self.view = None
+        offloaded = [layer for layer, state in zip(self.layers, self.state, strict=True) if "host" in state]
+        self.statistics.bytes_to_host += full_cache_bytes(offloaded, self.batch, tokens)
+        self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.batch, self.length)
+        if self.cursor.is_cuda and tokens > copy_stream.WRITE_THROUGH:
+            copy_stream.release_staging()
+
+    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
+        """The values of a rewritten graph's inputs: the caller's arguments, and this session's state."""
+        values: list[Any] = []
+        for source in inputs:
+            if source.source == "argument":
+                values.append(arguments[source.argument])
+            elif source.source == "state":
+                values.append(self.state[source.site][source.field])
+            else:
+                values.append(getattr(self, source.source))  # the cursor, the padding, the guess
+        return values
+
+    @torch.inference_mode(False)
+    def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
+        """Bring the tiers to the view (`version`, `edits`) of the cache that is now being used."""
+        self.check_copies()
+        if self.half_evicted:
+            raise evicted_half_way(self.options.method)
+        if self.view is not None and self.view == (version, edits):
+            return
+        if version != self.version:
+            raise stale_cache()
+        for edit in edits:
+            self.drain()
+            if isinstance(edit, Crop):
+                self.crop(edit.length)
+            else:
+                self.select(edit.indices)
+            self.version += 1
+        self.view = (version, edits) if edits else None
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens, each field as it says."""
+        low_bit, low_bit_before = (self.options.low_bit_length(n) for n in (length, self.length))
+        for layer, state in zip(self.layers, self.state, strict=True):
+            for field in fields_of(self.options, layer):
+                if field.on_crop is not None:
+                    field.on_crop(state, Cropped(length, low_bit, low_bit_before))
+        self.length = length
+        self.slots_ready, self.guess = False, None
+
+    def select(self, indices: Tensor) -> None:
+        """Keep the batch rows `indices`, in that order: reorder, repeat and select are all this."""
+        if indices.numel() == self.batch and torch.equal(indices.cpu(), torch.arange(self.batch)):
+            return
+        for number, layer in enumerate(self.layers):
+            self.state[number] = copied(self.state[number], self.options, layer, indices)
+        if self.guess is not None:
+            self.guess = self.guess.index_select(0, indices.to(self.guess.device))
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, indices.to(self.padding.device))
+        self.batch = indices.numel()
+        self.note_memory()
+
+    @torch.inference_mode(False)
+    def fork(self, handle: Handle) -> Session:
+        """A second session with copies of all tiers, for the view of the cache that `handle` has."""
+        if handle.version != self.version:
+            raise stale_cache()
+        self.drain()
+        other = copy.copy(self)
+        other.state = [copied(s, self.options, layer) for s, layer in zip(self.state, self.layers, strict=True)]
+        for count in (*other.fields("fetched"), *other.fields("tally")):
+            count.zero_()
+        other.queue = self.new_queue()
+        other.recorded, other.deferred, other.told_uncompiled = RecordedSteps(), other.new_deferred(), False
+        other.padding = None if self.padding is None else self.padding.clone()
+        other.statistics = Statistics(other.queue)
+        other.note_memory()
+        other.cursor = self.cursor.clone()
+        other.cursor[QUEUE] = other.queue.number
+        return other
+
+    def held(self, site: int, part: Part) -> HeldTensor:
+        """What goes into HF's cache for one site's keys or values: shape [B, H, n, d], no storage."""
+        shape = self.layers[site]
+        held = HeldTensor(
+            self.anchors[site],
+            (self.batch, shape.heads, self.length, shape.head_dim),
+            Handle(self, self.version, site, part),
+        )
+        torch._dynamo.maybe_mark_dynamic(held, (0, 2))
+        return held
+
+    def plain(self, site: int, part: Part) -> Tensor:
+        """A plain copy of one site's keys or values [B, H, n, d], from the host tier, bit for bit."""
+        self.drain()
+        whole = self.state[site].get("host", self.state[site].get("full_cache"))
+        if whole is None:
+            raise evicted(self.options.method)
+        return whole[:, :, : self.length, int(part == "values")].to(self.layers[site].device, copy=True)
+
+    def give_up(self, handle: Handle) -> Tensor:
+        """The plain copy that a call without a compiled graph goes on with, of the view that `handle` has; the first
+        one warns."""
+        self.replay(handle.version, handle.edits)
+        plain = self.plain(handle.site, handle.part)
+        if not self.told_uncompiled:
+            self.told_uncompiled = True
+            size = full_cache_bytes(self.layers, self.batch, self.length)
+            warnings.warn(went_uncompiled(size, self.length, self.batch), SpecacheWarning, stacklevel=2)
+        return plain
+
+    def abandon_step(self) -> None:
+        """After a step that raised: wait out its copies and empty the slots, so that it can be taken again. Under
+        eviction it cannot: some layers have dropped pairs for it, and counted its attention."""
+        self.half_evicted = bool(self.fields("kept"))
+        self.queue.settle()
+        copy_stream.release_staging()
+        self.deferred.drop()
+        for slot_index in self.fields("slot_index"):
+            slot_index.fill_(-1)
+        self.slots_ready, self.guess = False, None

@@ -1,0 +1,164 @@
+"""Where the KV pairs live: the state tensors of each layer, made from the method's fields, and their bytes.
+
+Everything here is a function of the options, the number of tokens and the layer's shape, so that what `explain`
+predicts and what a session allocates are the same sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels import copy_stream
+from specache_compile.kernels.host_memory import host_empty
+from specache_compile.kernels.tiers import store_low_bit
+from specache_compile.methods import METHODS
+from specache_compile.methods.field import Field, LayerShape, LayerState
+from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.options import MethodOptions
+
+# The tier of fields whose bytes count to none.
+MEASURE = "measure"
+SMALLEST_BUCKET = 256
+# Tokens quantised at a time where a 16-bit cache moves over: a multiple of every group size.
+MOVED = 2048
+
+
+def bucket(length: int) -> int:
+    """Tokens to allocate for `length` tokens: steps of an eighth of the power of two below, at least 256.
+
+    At most an eighth is spare beyond 2,048 tokens, and a generation meets a handful of buckets.
+    """
+    power = 1 << max(length, 1).bit_length() - 1
+    step = max(SMALLEST_BUCKET, power // 8)
+    return -(-max(length, 1) // step) * step
+
+
+def fields_of(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
+    """The state tensors of a layer, as the method has them."""
+    return METHODS[options.method].fields_of(options, layer)
+
+
+def allocate(
+    options: MethodOptions, layer: LayerShape, batch: int, capacity: int, old: LayerState | None = None
+) -> LayerState:
+    """A layer's state tensors for a `capacity` from `bucket`: empty; or with what `old`, of a smaller one, holds.
+
+    What does not grow is `old`'s own; beyond the cached tokens the host tier holds anything.
+    """
+    state = {}
+    for field in fields_of(options, layer):
+        shape, dtype = field.shape(options, layer, batch, capacity), field.dtype(options, layer)
+        if old is not None and old[field.name].shape == shape:
+            state[field.name] = old[field.name]
+            continue
+        state[field.name] = empty(field, shape, dtype, layer)
+        if old is not None:
+            state[field.name][:, :, : old[field.name].shape[2]] = old[field.name]
+    if old is None:
+        adopt(state, layer)
+    return state
+
+
+def moved_over(
+    state: LayerState, options: LowBitOptions, layer: LayerShape, batch: int, length: int, padding: Tensor | None
+) -> LayerState:
+    """A layer's 16-bit state (`in_16_bits`) with `length` tokens, as `options` have it.
+
+    padding: as for `append`. Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a
+    time; slots are empty. A state that has moved already stays.
+    """
+    codes = state["codes"]
+    fields = fields_of(options, layer)
+    shapes = {field: field.shape(options, layer, batch, codes.shape[2]) for field in fields}
+    if all(state[field.name].shape == shape for field, shape in shapes.items()):
+        return state
+    new = {
+        field.name: state[field.name]
+        if state[field.name].shape == shape and field.tier != "low-bit"
+        else empty(field, shape, field.dtype(options, layer), layer)
+        for field, shape in shapes.items()
+    }
+    low_bit = options.low_bit_length(length)
+    for start in range(0, low_bit, MOVED):
+        pairs = codes[:, :, start : min(start + MOVED, low_bit)]
+        store_low_bit(pairs, padding, start, new["codes"], new["key_params"], new["value_params"], options.zero_point)
+    adopt(new, layer)
+    return new
+
+
+def empty(field: Field, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
+    """A tensor where a field lives, with nothing in its places; on the host, with anything."""
+    if field.on_host:
+        return host_empty(shape, dtype, layer.device)
+    return torch.full(shape, field.empty, dtype=dtype, device=layer.device)
+
+
+def copied(state: LayerState, options: MethodOptions, layer: LayerShape, rows: Tensor | None = None) -> LayerState:
+    """A second set of state tensors with the same content, or with the batch rows `rows` of it."""
+    twin = {}
+    for field in fields_of(options, layer):
+        tensor = state[field.name]
+        if rows is None or not field.by_row:
+            twin[field.name] = empty(field, tuple(tensor.shape), tensor.dtype, layer).copy_(tensor)
+        else:
+            twin[field.name] = empty(field, (rows.numel(), *tensor.shape[1:]), tensor.dtype, layer)
+            torch.index_select(tensor, 0, rows.to(tensor.device), out=twin[field.name])
+    adopt(twin, layer)
+    return twin
+
+
+def adopt(state: LayerState, layer: LayerShape) -> None:
+    """On CUDA, make the copy stream's use of a layer's slots known."""
+    if layer.device.type == "cuda" and "slots" in state:
+        copy_stream.adopt(state)
+
+
+def host_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, capacity: int) -> int:
+    """Bytes of the host tier."""
+    return sum(
+        field.nbytes(options, layer, batch, capacity)
+        for layer in layers
+        for field in fields_of(options, layer)
+        if field.on_host
+    )
+
+
+def tier_totals(sizes: Iterable[tuple[Field, int]]) -> dict[str, int]:
+    """Bytes of each tier from those of its fields; the host's is always there."""
+    total = {"host": 0}
+    for field, size in sizes:
+        if field.tier != MEASURE:
+            total[field.tier] = total.get(field.tier, 0) + size
+    return total
+
+
+def bytes_by_tier(options: MethodOptions, layers: Sequence[LayerShape], state: Sequence[LayerState]) -> dict[str, int]:
+    """Bytes of each tier, summed over layers, from the tensors themselves."""
+    return tier_totals(
+        (field, tensors[field.name].nbytes)
+        for layer, tensors in zip(layers, state, strict=True)
+        for field in fields_of(options, layer)
+    )
+
+
+def predicted_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> dict[str, int]:
+    """Bytes of each tier for `length` tokens, without allocating anything."""
+    options = options.for_prompt(length)
+    return tier_totals(
+        (field, field.nbytes(options, layer, batch, bucket(length)))
+        for layer in layers
+        for field in fields_of(options, layer)
+    )
+
+
+def full_cache_bytes(layers: Sequence[LayerShape], batch: int, length: int) -> int:
+    """Bytes of the same tokens in HF's own cache, in the model's dtype."""
+    return sum(2 * batch * layer.heads * length * layer.head_dim * layer.dtype.itemsize for layer in layers)
+
+
+def paper_kv_ratio(bits: int, group_size: int, length: int, window: int = 128) -> float:
+    """Device KV size against 16 bits as the paper counts it: (B + 32/g)/16 + (R + k)/L (Table 1, KV Cache Size)."""
+    return (bits + 32 / group_size) / 16 + window / length

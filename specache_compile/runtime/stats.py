@@ -1,0 +1,87 @@
+"""`stats(model)`: what the last generation of a compiled model did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specache_compile.errors import SpecacheError
+
+from .records import find_record
+
+
+@dataclass(frozen=True)
+class HitRate:
+    """What slots, recent tier and new pair covered of the output token's true attention, averaged over KV heads.
+
+    mass: the share of the attention mass. top_k: the share of the k tokens outside the recent tier that it wanted most.
+    """
+
+    mass: float
+    top_k: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The newest cache of a model: steps by phase, copies, waiting, memory. Bytes are bytes, times are seconds.
+
+    bytes_to_device are those of the pairs that were prefetched; what an extend and the methods `offload` and `kcache`
+    read of the host tier within a step is not counted.
+    kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
+    `seconds` were spent finding and binding the session. seconds_waited: that a step stood still for a copy; None on
+    CUDA, where the host does not know. `compiles` counts all graphs of the model so far.
+    hit_rate is None unless the option hit_rate was set.
+    """
+
+    prefills: int
+    extends: int
+    pre_decodes: int
+    decodes: int
+    compiles: int
+    seconds: float
+    python_seconds: float
+    seconds_waited: float | None
+    bytes_to_device: int
+    bytes_to_host: int
+    bytes_by_tier: dict[str, int]
+    device_bytes: int
+    host_bytes: int
+    kv_ratio: float
+    hit_rate: HitRate | None
+
+    def __str__(self) -> str:
+        rows = [f"{name:16} {value}" for name, value in vars(self).items()]
+        return "\n".join(rows)
+
+
+def stats(model: torch.nn.Module) -> Stats:
+    """Statistics of the model's newest cache; SpecacheError where the backend has rewritten nothing of it yet."""
+    record = find_record(model)
+    if record is None or record.latest is None:
+        raise SpecacheError(
+            "this model has run no graph that specache rewrote: compile it with backend='specache' and generate first"
+        )
+    latest = record.latest
+    latest.queue.settle()
+    tier = latest.bytes_by_tier
+    device = sum(size for name, size in tier.items() if name != "host")
+    tally = torch.stack([t.cpu() for t in latest.tallies]).sum(0) if latest.tallies else torch.zeros(3)
+    mass, recall, count = tally.tolist()
+    return Stats(
+        prefills=latest.steps["prefill"],
+        extends=latest.steps["extend"],
+        pre_decodes=latest.steps["pre-decode"],
+        decodes=latest.steps["decode"],
+        compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
+        seconds=latest.seconds,
+        python_seconds=latest.python_seconds,
+        seconds_waited=latest.queue.waited,
+        bytes_to_device=sum(int(count) for count in latest.fetched),
+        bytes_to_host=latest.bytes_to_host,
+        bytes_by_tier=dict(tier),
+        device_bytes=device,
+        host_bytes=tier.get("host", 0),
+        kv_ratio=device / max(1, latest.full_cache_bytes),
+        hit_rate=HitRate(mass / count, recall / count) if count else None,
+    )

@@ -1,0 +1,146 @@
+"""One call of a captured graph: find the session, begin the step, run the rewritten graph, finish the step."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches
+from specache_compile.lowering import cuda_graphs
+from specache_compile.options import MethodOptions, own_options
+
+from .held import Handle
+from .records import record_of
+from .session import Session
+from .variant import phases
+
+if TYPE_CHECKING:
+    from specache_compile.captured import Captured  # noqa: TID251  (types alone)
+    from specache_compile.rewritten import Rewrites, Rewritten  # noqa: TID251
+
+
+class CompiledGraph:
+    """What Dynamo calls in place of a captured graph: takes its arguments; returns what it would, held tensors in
+    place of the cache."""
+
+    def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
+        self.captured, self.rewrites = captured, rewrites
+        # Graphs whose steps are no longer captured, since an input of theirs moves in every one.
+        self.uncaptured: set[Rewritten] = set()
+
+    @property
+    def phase(self) -> str:
+        return self.captured.phase.name
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        start = time.perf_counter()
+        session = self.session_for(arguments)
+        try:
+            outputs, inside = self.step(session, arguments)
+        except BaseException as error:
+            session.abandon_step()
+            if session.queue.error is not None and isinstance(error, Exception):
+                raise copy_failed(session.queue.error) from error
+            raise
+        session.statistics.count(self.phase, time.perf_counter() - start, inside)
+        return outputs
+
+    def session_for(self, arguments: Sequence[Any]) -> Session:
+        """The session behind the held arguments, brought to the view that they are; a new one in a prefill."""
+        captured = self.captured
+        if not captured.phase.has_past:
+            batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
+            session = Session(captured.options, captured.layers, batch, tokens)
+        else:
+            handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
+            session = agreed_session(handles)
+            if session.asked != captured.options and not session.told_of_options:
+                session.told_of_options = warn_of_other_options(session.asked, captured.options)
+        record_of(arguments).note(self, session.statistics)
+        return session
+
+    def step(self, session: Session, arguments: Sequence[Any]) -> tuple[list[Any], float]:
+        """Run this graph's phase, after a pre-decode where the slots were not chosen for this step.
+
+        Returns the outputs, and the seconds spent inside the lowered graphs.
+        """
+        captured = self.captured
+        tokens = captured.symbols.value(captured.tokens, arguments)
+        session.begin(tokens, None if captured.padding is None else arguments[captured.padding])
+        *before, phase = phases(captured.phase, session.options)
+        rewritten, inside = self.rewrites.get(session.variant(phase)), 0.0
+        guess_is_missing = session.guess is None and rewritten.needs_guess
+        for first in before if guess_is_missing or not session.slots_ready else ():
+            _, inside = self.run(session, self.rewrites.get(session.variant(first)), arguments)
+            session.statistics.steps[first.name] += 1
+        outputs, seconds = self.run(session, rewritten, arguments)
+        session.finish(tokens, slots_ready=bool(before))
+        for position, (site, part) in rewritten.held_outputs.items():
+            outputs[position] = session.held(site, part)
+        return outputs, inside + seconds
+
+    def run(self, session: Session, rewritten: Rewritten, arguments: Sequence[Any]) -> tuple[list[Any], float]:
+        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs, and seconds."""
+        inputs = session.bind(rewritten.inputs, arguments)
+        start = time.perf_counter()
+        if rewritten.capture and session.capturable and rewritten not in self.uncaptured:
+            stays = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
+            give_up = functools.partial(self.stop_capturing, rewritten)
+            device = session.cursor.device
+            outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred)
+        else:
+            session.deferred.make()
+            outputs = list(rewritten.run(*inputs))
+        seconds = time.perf_counter() - start
+        session.guess = outputs.pop() if rewritten.guesses else None
+        return outputs, seconds
+
+    def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
+        """From here on a graph's steps run as they are, since the input at `position` moves in every one."""
+        self.uncaptured.add(rewritten)
+        source = rewritten.inputs[position]
+        placeholders = self.captured.placeholders
+        name = placeholders[source.argument].name if source.source == "argument" else source.source
+        warnings.warn(
+            f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
+            "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
+            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied",
+            SpecacheWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_other_options(made_under: MethodOptions, compiled_with: MethodOptions) -> bool:
+    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else. Returns
+    whether there was something to say."""
+    # How a model is lowered is the model's own, whichever cache comes to it.
+    names = ["method", *(name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))]
+    differences = ", ".join(
+        f"{name} {getattr(made_under, name)!r} (the model's: {getattr(compiled_with, name)!r})"
+        for name in names
+        if hasattr(compiled_with, name) and getattr(made_under, name) != getattr(compiled_with, name)
+    )
+    if differences:
+        warnings.warn(
+            "this cache was made with other options than the model is compiled with, and goes on with its own: "
+            f"{differences}",
+            SpecacheWarning,
+            stacklevel=2,
+        )
+    return bool(differences)
+
+
+def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
+    """The one session that all layers' keys and values belong to, in the same version and with the same edits."""
+    first = handles[0][1]
+    for site, handle in handles:
+        if handle is None or first is None or handle.session is not first.session or handle.site != site:
+            raise mixed_caches()
+        if handle.version != first.version or handle.edits != first.edits:
+            raise mixed_caches()
+    assert first is not None
+    first.session.replay(first.version, first.edits)
+    return first.session

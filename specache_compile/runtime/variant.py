@@ -1,0 +1,27 @@
+"""What a captured graph is rewritten for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specache_compile.options import MethodOptions
+from specache_compile.passes.phase import Phase
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A phase, a session's options, and how many tokens its state has room for."""
+
+    phase: Phase
+    options: MethodOptions
+    capacity: int
+
+
+def selects(options: MethodOptions) -> bool:
+    """Whether a decode step selects pairs for the next one."""
+    return bool(options.top_k) and "prefetch" not in options.disable_passes
+
+
+def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
+    """The phases that a captured graph of this one is rewritten for."""
+    return (phase.before, phase) if phase.before is not None and selects(options) else (phase,)

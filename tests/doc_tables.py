@@ -1,0 +1,357 @@
+"""The tables of README.md and docs/*.md: each stands between two markers and is made here from the code, or from the
+results in benchmarks/results.
+
+    <!-- table: NAME -->
+    ...
+    <!-- end: NAME -->
+
+python tests/doc_tables.py --check     exit status 1 if one of them is another
+python tests/doc_tables.py --write     put them there
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+
+from families import FAMILIES
+from specache_compile.errors import OptionError
+from specache_compile.evaluation.cell_tables import task_table
+from specache_compile.evaluation.diagnostics import DIAGNOSTICS
+from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.tasks import TASKS
+from specache_compile.explaining.devices import DEVICES
+from specache_compile.kernels.ops import OPS
+from specache_compile.kernels.policies import POLICIES
+from specache_compile.methods import METHODS, declared_fields, declared_options, parse_options
+from specache_compile.methods.field import LayerShape
+from specache_compile.passes.pipeline import PIPELINE
+from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n(?P<text>.*?)<!-- end: (?P=name) -->", re.DOTALL)
+MARKER = re.compile(r"<!-- (?:table|end): \S+ -->")
+# What the device's share of the cache is computed for: 32,768 tokens of a Llama-3-8B's shape, in 16 bits.
+SHAPE = [LayerShape(8, 128, torch.bfloat16, torch.device("meta"), number) for number in range(32)]
+TOKENS = 32_768
+# Of a diagnostic's curves, and of their x, those that its table shows; the others are in its CSV.
+CURVES = {"coverage": ("all layers",)}
+MOST_COLUMNS = 10
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
+    """A Markdown table; its last `right` columns are numbers. Nothing is padded, so that a change is one line."""
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    rule = ["---"] * (len(headers) - right) + ["--:"] * right
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (list(headers), rule, *cells))
+
+
+def fenced(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def load(path: str) -> Any:
+    return json.loads((RESULTS / path).read_text())
+
+
+def told(thing: Any) -> str:
+    """The first paragraph of a docstring, as one line without its full stop."""
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).removesuffix(".")
+
+
+def named(methods: Sequence[str]) -> str:
+    """Methods in words: all of them, or their names, the eviction policies under one."""
+    if len(methods) == len(METHODS):
+        return "all"
+    policies = set(POLICIES) <= set(methods)
+    names = [f"`{name}`" for name in methods if not (policies and name in POLICIES)]
+    return ", ".join([*names, *(["the eviction policies"] if policies else [])])
+
+
+def families() -> str:
+    """What a family's tiny test model has rewritten and exact, its lanes in decode, remarks."""
+    headers = ("family", "attentions rewritten", "lanes", "")
+    return markdown(headers, [
+        (
+            family.name, f"{family.rewritten} of {family.rewritten + family.exact}",
+            {2: "two", 1: "one"}[family.lanes] if family.rewritten else "–", family.note,
+        )
+        for family in FAMILIES
+    ])  # fmt: skip
+
+
+def versions() -> str:
+    """The oldest and the newest versions that the tests run on, as they are pinned."""
+
+    def pinned(name: str) -> dict[str, str]:
+        lines = (ROOT / name).read_text().splitlines()
+        requirements = [Requirement(line) for line in lines if re.match(r"\w", line)]
+        return {one.name: str(one.specifier).removeprefix("==") for one in requirements}
+
+    oldest, newest = pinned("constraints-oldest.txt"), pinned("constraints.txt")
+    names = ("torch", "transformers", "triton")
+    return markdown(
+        ("", "`make test`", "`make test-oldest`"), [(n, newest.get(n, "–"), oldest.get(n, "–")) for n in names]
+    )
+
+
+def default_of(declared: Any) -> Any:
+    return declared.default if not callable(declared.default_factory) else declared.default_factory()
+
+
+def accepted(name: str, declared: Any) -> str:
+    """What an option accepts, in the words of the error that refuses other values."""
+    for refused in (-1, "?"):
+        try:
+            declared.metadata["check"](name, refused)
+        except OptionError as error:
+            return str(error).split(": ", 1)[1].removeprefix("accepted are ").removeprefix("give ")
+    return ""
+
+
+def options() -> str:
+    """Each option: its default (and that of methods with another), what it accepts, who takes it, its help."""
+    rows = [("`method`", "`'specache'`", ", ".join(map(repr, METHODS)), "all", "what is kept where: methods.md")]
+    for name, takers in declared_options().items():
+        by_default: dict[str, list[str]] = {}
+        for method, declared in takers.items():
+            by_default.setdefault(repr(default_of(declared)), []).append(method)
+        first = repr(default_of(takers.get("specache", next(iter(takers.values())))))
+        others = [f"{named(methods)}: `{value}`" for value, methods in by_default.items() if value != first]
+        declared = next(iter(takers.values()))
+        rows.append(
+            (
+                f"`{name}`", "; ".join([f"`{first}`", *others]), accepted(name, declared), named(list(takers)),
+                declared.metadata["help"],
+            )
+        )  # fmt: skip
+    return markdown(("option", "default", "accepted", "taken by", ""), rows)
+
+
+def methods() -> str:
+    """Each method: its tiers on the device and on the host, the device's share of the cache as computed, and what its
+    file says of it."""
+    rows = []
+    for name, method in METHODS.items():
+        tiers = predicted_bytes(parse_options({"method": name}), SHAPE, 1, TOKENS)
+        used = [tier for tier, size in tiers.items() if size]
+        device = [tier for tier in used if tier != "host"]
+        share = sum(tiers[tier] for tier in device) / full_cache_bytes(SHAPE, 1, TOKENS)
+        source = POLICIES.get(name, method.options)
+        rows.append(
+            (
+                f"`{name}`", told(sys.modules[source.__module__]), ", ".join(device) or "–",
+                "host" if "host" in used else "–", f"{share:.3f}",
+            )
+        )  # fmt: skip
+    return markdown(("method", "", "tiers on the device", "on the host", "device KV"), rows, right=1)
+
+
+def summary() -> str:
+    """Of the demo's rows those that make its point."""
+    shown = ("full cache", "2-bit, no fetching (KIVI)", "1-bit, no fetching (KIVI)", "1-bit SpeCache, k = 16",
+             "2-bit SpeCache, k = 64")  # fmt: skip
+    rows = {row["method"]: row for row in load("needles.json")["rows"]}
+    lengths = list(rows[shown[0]]["accuracy"])
+    return markdown(
+        ("", *(f"{int(n):,} tokens" for n in lengths), "device KV"),
+        [
+            (
+                name, *(f"{mean(rows[name]['accuracy'][n]):.0%}" for n in lengths), f"{rows[name]['kv_ratio']:.3f}",
+            )
+            for name in shown
+        ],
+        right=len(lengths) + 1,
+    )  # fmt: skip
+
+
+def mean(shares: Sequence[float]) -> float:
+    return sum(shares) / len(shares)
+
+
+def demo() -> str:
+    """What `make demo` prints."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from demo import Row as DemoRow
+    from demo import table
+
+    rows = [{name: row[name] for name in DemoRow.__dataclass_fields__} for row in load("needles.json")["rows"]]
+    for row in rows:
+        row["accuracy"] = {int(length): shares for length, shares in row["accuracy"].items()}
+    return fenced(table([DemoRow(**row) for row in rows]))
+
+
+def bench() -> str:
+    """What `make bench` prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from cpu_decode import table
+
+    return fenced(table(load("cpu_decode.json")["rows"]))
+
+
+def cold_start() -> str:
+    """What benchmarks/cold_start.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from cold_start import table
+
+    return fenced(table(load("cold_start.json")["rows"]))
+
+
+def quality(folder: str, task: str) -> str:
+    """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
+    rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
+    return fenced(task_table([row for row in rows if row.task == task]))
+
+
+def diagnostic(name: str) -> str:
+    """The points of a diagnostic: a line a curve, a column an x."""
+    found = load(f"diagnostics/{name}.json")
+    at = {(point["curve"], point["x"]): point["y"] for point in found["points"]}
+    curves = [curve for curve in dict.fromkeys(curve for curve, _ in at) if curve in CURVES.get(name, (curve,))]
+    every = sorted({x for curve, x in at if curve in curves})
+    columns = every if len(every) <= MOST_COLUMNS else [x for x in every if x in {2**i for i in range(MOST_COLUMNS)}]
+    rows = [(curve, *(f"{at[curve, x]:.2f}" if (curve, x) in at else "" for x in columns)) for curve in curves]
+    return markdown((DIAGNOSTICS[name].x, *(f"{x:g}" for x in columns)), rows, right=len(columns))
+
+
+def diagnostics() -> str:
+    """The diagnostics that there are."""
+    return markdown(
+        ("diagnostic", "", "runs of the model"),
+        [(f"`{name}`", one.what, str(one.runs)) for name, one in DIAGNOSTICS.items()],
+        right=1,
+    )
+
+
+def tasks() -> str:
+    """The tasks of `specache eval`, as their files say."""
+    return markdown(("task", ""), [(f"`{name}`", told(sys.modules[cells.__module__])) for name, cells in TASKS.items()])
+
+
+def devices() -> str:
+    """The devices that `explain` knows, from their data sheets."""
+    headers = ("device", "memory, GB/s", "PCIe one way, GB/s", "dense 16-bit TFLOP/s", "VRAM, GiB")
+    rows = [
+        (d.name, f"{d.hbm_gbps:g}", f"{d.pcie_gbps:g}", f"{d.tflops:g}", f"{d.vram_gib:g}") for d in DEVICES.values()
+    ]
+    return markdown(headers, rows, right=4)
+
+
+def passes() -> str:
+    """The pipeline in its order."""
+    return markdown(("pass", ""), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
+
+
+def ops() -> str:
+    """The ops, with what the passes and the lowering go by."""
+    marks = {"copies": "copy stream", "is_work": "work", "is_wait": "wait", "reads_host": "reads the host tier"}
+    return markdown(
+        ("op", "", "marks"),
+        [
+            (
+                f"`{op.name}`", told(op.run),
+                ", ".join(
+                    [
+                        *(word for mark, word in marks.items() if getattr(op, mark)),
+                        *([] if op.capturable else ["not in a CUDA graph"]),
+                        *([] if op.cuda else ["CPU only"]),
+                    ]
+                ),
+            )
+            for op in OPS
+        ],
+    )  # fmt: skip
+
+
+def fields() -> str:
+    """The state tensors of a layer."""
+    rows = [
+        (
+            f"`{name}`", field.tier, "host" if field.on_host else "device",
+            named([method for method, declared in METHODS.items() if field in declared.fields]),
+        )
+        for name, field in declared_fields().items()
+    ]  # fmt: skip
+    return markdown(("state tensor", "tier", "lives on", "methods"), rows)
+
+
+QUALITY = (
+    ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
+    ("keys", "multikey"), ("keys", "shared_context"), ("text", "perplexity"), ("text", "fidelity"),
+)  # fmt: skip
+GENERATORS: dict[str, Callable[[], str]] = {
+    **{
+        made.__name__: made
+        for made in (
+            families, versions, options, methods, summary, demo, bench, cold_start, diagnostics, tasks, devices, passes,
+            ops, fields,
+        )
+    },
+    **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
+    **{f"diagnostic-{name}": partial(diagnostic, name) for name in DIAGNOSTICS},
+}  # fmt: skip
+
+
+def renewed(text: str) -> str:
+    """A page with each of its tables made anew; ValueError for a marker that is alone, or of a table that nobody
+    makes."""
+    found = list(TABLE.finditer(text))
+    markers = [f"<!-- {side}: {table['name']} -->" for table in found for side in ("table", "end")]
+    if MARKER.findall(text) != markers:
+        raise ValueError("a marker is alone, or within another table")
+    for table in found:
+        if table["name"] not in GENERATORS:
+            raise ValueError(f"nobody makes table {table['name']!r}; there are {', '.join(sorted(GENERATORS))}")
+    return TABLE.sub(lambda table: between(table["name"], GENERATORS[table["name"]]()), text)
+
+
+def between(name: str, table: str) -> str:
+    return f"<!-- table: {name} -->\n{table}\n<!-- end: {name} -->"
+
+
+def differing(old: str, new: str) -> list[str]:
+    """The names of the tables that differ between two versions of a page."""
+    return [a["name"] for a, b in zip(TABLE.finditer(old), TABLE.finditer(new), strict=True) if a["text"] != b["text"]]
+
+
+def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true")
+    action.add_argument("--write", action="store_true")
+    args = parser.parse_args(arguments)
+    status, used = 0, set()
+    for page in pages:
+        text = page.read_text()
+        try:
+            wanted = renewed(text)
+        except ValueError as error:
+            print(f"{page.name}: {error}", file=sys.stderr)
+            return 2
+        used |= {table["name"] for table in TABLE.finditer(text)}
+        if args.write and wanted != text:
+            page.write_text(wanted)
+        elif wanted != text:
+            names = ", ".join(differing(text, wanted))
+            print(f"{page.name}: out of date: {names}: python tests/doc_tables.py --write", file=sys.stderr)
+            status = 1
+    if args.check and (idle := sorted(set(GENERATORS) - used)) and tuple(pages) == PAGES:
+        print(f"no page has table {', '.join(idle)}", file=sys.stderr)
+        status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The shipped model and the programs around it, as a person runs them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
+
+from needle import sample  # noqa: E402
+from quality import TABLES, arguments  # noqa: E402
+from specache_compile.cli import parser  # noqa: E402
+from specache_compile.evaluation.settings import parse_setting  # noqa: E402
+from specache_compile.evaluation.tasks import TASKS  # noqa: E402
+from specache_compile.evaluation.tasks.haystack import library_source  # noqa: E402
+from specache_compile.evaluation.tasks.needle import KEY_DIGITS  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "needle-llama", dtype=torch.bfloat16).eval()
+
+
+def recalled(model: Any, length: int, count: int, **options: Any) -> float:
+    """Share of pass keys found, needles at evenly spread depths."""
+    runner = model
+    if options:
+        torch._dynamo.reset()
+        runner = copy.deepcopy(model)
+        runner.compile(backend="specache", options={"lowering": "eager", **options})
+    source, rng = library_source(held_out=True), random.Random(5)
+    asked = [sample(source, length - KEY_DIGITS, i / (count - 1), rng) for i in range(count)]
+    ids = torch.tensor([list(one.prompt) for one in asked])
+    out = runner.generate(ids, max_new_tokens=KEY_DIGITS, do_sample=False)
+    right = [bytes(row[-KEY_DIGITS:].tolist()) == one.answer for row, one in zip(out, asked, strict=True)]
+    return sum(right) / count
+
+
+def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
+    """The paper's claim: within 2 points of the full cache, where plain 1-bit KIVI loses a fifth of the keys."""
+
+    def overall(**options: Any) -> float:
+        return sum(recalled(model, length, 20, **options) for length in (256, 2048)) / 2
+
+    full = overall()
+    assert full >= 0.99
+    assert overall(bits=1, top_k=0) < full - 0.2
+    assert overall(bits=1, top_k=64) >= full - 0.02
+
+
+def test_the_speculative_guess_does_as_well_as_the_output_tokens_own_choice(model: Any) -> None:
+    one_lane = recalled(model, 1024, 15, bits=1, top_k=64, speculate=False)
+    assert recalled(model, 1024, 15, bits=1, top_k=64) >= one_lane - 0.07
+
+
+def test_training_and_evaluation_texts_do_not_overlap() -> None:
+    assert len(library_source(held_out=False)) > 5_000_000
+    assert len(library_source(held_out=True)) > 300_000
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_sample_has_its_needle_and_its_length(depth: float) -> None:
+    one = sample(library_source(held_out=True), 300, depth, random.Random(0))
+    assert len(one.prompt) == 300
+    assert b"The pass key is " + one.answer + b". Remember it." in one.prompt
+    assert one.prompt.endswith(b"\nWhat is the pass key? The pass key is ")
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=True
+    )
+
+
+def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None:
+    out = run(
+        str(ROOT / "examples" / "demo.py"),
+        "--quick",
+        "--repeats",
+        "1",
+        "--lowering",
+        "eager",
+        "--out",
+        "demo",
+        cwd=tmp_path,
+    ).stdout
+    for method in ("full cache", "1-bit, no fetching (KIVI)", "1-bit SpeCache, k = 64"):
+        assert method in out
+    assert (tmp_path / "demo" / "needles.png").stat().st_size > 10_000
+    report = json.loads((tmp_path / "demo" / "needles.json").read_text())
+    assert report["provenance"]["torch"] == torch.__version__
+    assert report["rows"][0]["overall"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("script", "samples", "steps"), [("needle", "--samples", 5), ("text", "--rows", 4), ("keys", "--samples", 4)]
+)
+def test_a_training_script_trains_saves_and_resumes(tmp_path: Path, script: str, samples: str, steps: int) -> None:
+    path = str(ROOT / "examples" / f"train_{script}.py")
+    arguments = (path, "--out", "model", "--work", "work", "--scale", "0.0001", samples, "2")
+    run(*arguments, cwd=tmp_path)
+    state = torch.load(tmp_path / "work" / "training.pt", weights_only=True)
+    assert state["step"] == steps
+    if script == "needle":  # nothing left to do but to evaluate and save again
+        run(*arguments, cwd=tmp_path)
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_the_text_model_is_as_good_as_it_says_on_text_that_it_never_saw() -> None:
+    from train_text import bits_per_byte
+
+    folder = ROOT / "examples" / "text-llama"
+    told = json.loads((folder / "training.json").read_text())["held_out_bits_per_byte"]["512"]
+    text_model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert bits_per_byte(text_model, library_source(held_out=True), 512, 24) == pytest.approx(told, abs=0.3)
+
+
+def test_checkpoints_are_small() -> None:
+    assert sum(path.stat().st_size for path in (ROOT / "examples").rglob("*.safetensors")) < 20e6
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_quality_table_is_a_command_that_parses(name: str) -> None:
+    args = parser().parse_args(arguments(name))
+    assert (ROOT / args.model / "config.json").exists()
+    assert set(args.tasks) <= set(TASKS)
+    assert args.methods[0] == "uncompiled"
+    assert [str(parse_setting(method)) for method in args.methods]
+
+
+def test_the_benchmark_measures_every_method(tmp_path: Path) -> None:
+    run(
+        str(ROOT / "benchmarks" / "cpu_decode.py"),
+        *("--contexts", "300", "--layers", "1", "--steps", "3", "--warm-up", "1", "--out", "bench.json"),
+        *("--methods", "uncompiled", "specache 1-bit"),
+        cwd=tmp_path,
+    )
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert [row["method"] for row in report["rows"]] == ["uncompiled", "specache 1-bit"]
+    assert all(row["ms"] > 0 for row in report["rows"])

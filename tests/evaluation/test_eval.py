@@ -1,0 +1,236 @@
+"""`specache eval`, as a person types it: its results, its errors, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import specache_compile as sc
+from conftest import greedy, prompt, tiny_llama
+from specache_compile.cli import main
+from specache_compile.errors import OptionError
+from specache_compile.evaluation import command
+from specache_compile.evaluation.cell_tables import table
+from specache_compile.evaluation.rows import Row, append_row, read_rows
+from specache_compile.evaluation.settings import parse_setting, running
+
+MODEL = str(Path(__file__).parents[2] / "examples" / "needle-llama")
+QUICK = ("--lengths", "200", "300", "--samples", "3", "--no-plots")
+
+
+def evaluate(out: Path, *more: str) -> int:
+    return main(["eval", MODEL, "--out", str(out), *(more or QUICK)])
+
+
+def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--tasks", "needle", "fidelity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
+    assert evaluate(tmp_path, *arguments, "--samples", "3", "--seed", "5") == 0
+    captured = capsys.readouterr()
+    assert re.search(r"^uncompiled +100\.0% +1\.000$", captured.out, re.MULTILINE)
+    assert re.search(r"^kivi:bits=1 .* 0\.\d+$", captured.out, re.MULTILINE)
+    line = (tmp_path / "table.txt").read_text().splitlines()[-1]
+    for part in ("specache eval", "--seed 5", "torch 2.", "commit", "weights", "seed 5"):
+        assert part in line
+    with (tmp_path / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["task"], row["method"]) for row in rows] == [
+        ("needle", "uncompiled"), ("fidelity", "uncompiled"), ("needle", "kivi:bits=1"), ("fidelity", "kivi:bits=1"),
+    ]  # fmt: skip
+    assert all(row["seed"] == "5" and row["provenance"] == line for row in rows)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["provenance"] == [line]
+    assert [row["score"] for row in results["rows"]] == [float(row["score"]) for row in rows]
+    for picture in ("needle-depth", "needle-kv", "fidelity-position", "fidelity-kv"):
+        assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
+
+
+def test_longbench_and_ruler_files_run_under_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files of the datasets' form around pass keys, which the shipped model can answer."""
+    filler = "def nothing():\n    return None\n" * 12
+    needle, question = "\nThe pass key is 40712. Remember it.\n", "\nWhat is the pass key? The pass key is "
+    record = {"input": question, "context": filler + needle + filler, "answers": ["40712"], "all_classes": None}
+    (tmp_path / "lcc.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"lcc": "{context}{input}"}))
+    (tmp_path / "dataset2maxlen.json").write_text(json.dumps({"lcc": 5}))
+    (tmp_path / "niah_single_1").mkdir()
+    line = {"index": 0, "input": filler + needle + filler + question, "outputs": ["40712"], "length": 800}
+    (tmp_path / "niah_single_1" / "validation.jsonl").write_text(json.dumps(line) + "\n")
+    methods = ("--methods", "uncompiled", "specache:bits=1")
+    assert evaluate(tmp_path / "out", "--tasks", "longbench", "ruler", "--data", str(tmp_path), *methods) == 0
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [(row["task"], row["cell"]) for row in rows] == [("longbench", "lcc"), ("ruler", "niah_single_1")] * 2
+    assert all(row["score"] == 1.0 for row in rows)
+    # Other contents of a file are another row.
+    (tmp_path / "lcc.jsonl").write_text(json.dumps({**record, "answers": ["other"]}) + "\n")
+    assert evaluate(tmp_path / "out", "--tasks", "longbench", "--data", str(tmp_path), "--methods", "uncompiled") == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"][0]["score"] < 0.5
+
+
+class Interrupted:
+    """`measure`, which a person interrupts before its n-th row."""
+
+    def __init__(self, original: Any, before: int) -> None:
+        self.original, self.before, self.calls = original, before, 0
+
+    def __call__(self, *arguments: Any) -> Row:
+        self.calls += 1
+        if self.calls == self.before:
+            raise KeyboardInterrupt
+        row: Row = self.original(*arguments)
+        return row
+
+
+def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = command.measure
+    monkeypatch.setattr(command, "measure", Interrupted(original, before=4))
+    assert evaluate(tmp_path) == 130
+    captured = capsys.readouterr()
+    assert "the same command goes on from here" in captured.err
+    assert "uncompiled" in captured.out  # the finished rows are shown
+    kept = read_rows(tmp_path / "rows.jsonl")
+    assert len(kept) == 3
+
+    again = Interrupted(original, before=0)
+    monkeypatch.setattr(command, "measure", again)
+    assert evaluate(tmp_path) == 0
+    assert again.calls == 6 - 3
+    every = read_rows(tmp_path / "rows.jsonl")
+    assert {key: every[key] for key in kept} == kept
+    assert evaluate(tmp_path) == 0
+    assert again.calls == 3
+    # Other settings of the same evaluation are other rows.
+    assert evaluate(tmp_path, *QUICK, "--methods", "uncompiled", "--seed", "1") == 0
+    assert again.calls == 5
+
+
+def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:
+    row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
+    path = tmp_path / "rows.jsonl"
+    append_row(path, row)
+    with path.open("a") as file:
+        file.write('{"key": "b", "task": "nee')
+    assert list(read_rows(path)) == ["a"]
+    append_row(path, replace(row, key="c"))
+    assert list(read_rows(path)) == ["a", "c"]
+
+
+def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
+    row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
+    rows = [
+        row,
+        replace(row, cell="512", score=0.5),
+        replace(row, method="kivi", kv_ratio=0.25),
+        replace(row, task="perplexity", metric="perplexity", score=3.25),
+    ]
+    assert table(rows).split("\n") == [
+        "needle: keys found       256    512    mean    device KV",
+        "--------------------  ------  -----  ------  -----------",
+        "uncompiled            100.0%  50.0%   75.0%        1.000",
+        "kivi                  100.0%         100.0%        0.250",
+        "",
+        "perplexity: perplexity      256    device KV",
+        "------------------------  -----  -----------",
+        "uncompiled                3.250        1.000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("uncompiled", None),
+        ("specache", {}),
+        ("specache:top_k=16,bits=1", {"bits": 1, "top_k": 16}),
+        ("specache:exact_layers=[0]", {"exact_layers": (0,)}),
+        ("specache:speculate=false,zero_point=minimum", {"speculate": False, "zero_point": "minimum"}),
+    ],
+)
+def test_a_setting_is_a_name_and_options(text: str, options: dict[str, Any] | None) -> None:
+    given = parse_setting(text).options
+    assert (given if given is None else {k: v for k, v in given.items() if k != "method"}) == options
+
+
+def test_a_model_under_a_setting_is_afterwards_as_it_was() -> None:
+    model = tiny_llama()
+    ids = prompt(200)
+    plain = greedy(model, ids, 8)
+    for bits in (1, 2):
+        with running(model, parse_setting(f"specache:bits={bits},top_k=1024"), "eager"):
+            assert torch.equal(greedy(model, ids, 8), plain)
+            assert sc.stats(model).decodes == 7
+        assert model._compiled_call_impl is None
+        with pytest.raises(sc.SpecacheError, match="has run no graph"):
+            sc.stats(model)
+
+
+def test_a_setting_has_one_spelling() -> None:
+    assert str(parse_setting("specache:top_k=16,bits=1")) == str(parse_setting("specache:bits=1,top_k=16"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["uncompiled:bits=1", "specache:bits", "specache:=1", "specache:bits=1,bits=2", "specache:bits=3", "specache:[]=1"],
+)
+def test_a_bad_setting_is_named(text: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(repr(text))):
+        parse_setting(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "lru"), "method 'lru': "),
+        (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
+        (("--tasks", "chess"), "unknown task 'chess': known are needle"),
+        (("--tasks", "longbench"), "give their folder with --data"),
+        (("--tasks", "longbench", "--data", "/no/such/folder"), "no folder /no/such/folder"),
+        (("--tasks", "ruler", "--data", "."), "no RULER file in ."),
+        (("--text", "/no/such/file"), "no text file /no/such/file"),
+        (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),
+        (("--lengths", "4000"), "needle 4000: 4,000 tokens, and the model's context is 2,304"),
+        (("--lengths", "0"), "--lengths 0"),
+        (("--lengths", "50"), "this prompt needs at least"),
+        (("--samples", "0"), "--samples 0"),
+        (("--text", __file__, "--lengths", "2200", "--tasks", "perplexity", "--batch-size", "0"), "--batch-size 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert evaluate(tmp_path / "out", *arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert message in error[-1]
+    assert error[-1].startswith("specache: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_beyond_the_context_is_refused_before_anything_runs() -> None:
+    from specache_compile.errors import SpecacheError
+    from specache_compile.evaluation.settings import Setting
+    from specache_compile.evaluation.tasks.task import Cell
+
+    cell = Cell("256", 256, lambda runner: pytest.fail("it ran"))
+    command.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 256),)), Setting("h2o", (("budget", 0.5),))])
+    with pytest.raises(SpecacheError, match="a budget of 257 tokens is more than the context of needle 256"):
+        command.check_cell("needle", cell, 2304, [Setting("h2o", (("budget", 257),))])
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "/no/such/model"]) == 2
+    assert "no checkpoint at /no/such/model" in capsys.readouterr().err
+
+
+def test_a_text_shorter_than_the_context_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    assert evaluate(tmp_path / "out", "--text", str(tmp_path / "short.txt"), "--tasks", "perplexity") == 2
+    assert "the text has 5 tokens" in capsys.readouterr().err

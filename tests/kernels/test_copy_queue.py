@@ -1,0 +1,317 @@
+"""The copy queue's promises: order, waiting, errors, and an end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from specache_compile.kernels import copy_queue
+from specache_compile.kernels.copy_queue import CopyQueue, queue_of, wait_for_offloads
+from specache_compile.kernels.cursor import QUEUE, new_cursor
+
+PATIENCE = 10.0  # seconds after which a test that hangs fails instead
+
+
+class CopyError(Exception):
+    """What a job in these tests raises."""
+
+
+@pytest.fixture
+def queue() -> Iterator[CopyQueue]:
+    queue = CopyQueue()
+    yield queue
+    queue.settle()
+
+
+@pytest.fixture
+def gate(queue: CopyQueue) -> Iterator[threading.Event]:
+    """Everything on the worker stands still until the gate is opened."""
+    opened = threading.Event()
+
+    def job() -> int:
+        assert opened.wait(PATIENCE)
+        return 0
+
+    queue.submit_offload(job)
+    yield opened
+    opened.set()
+
+
+def slots() -> Tensor:
+    return torch.zeros(4)
+
+
+def fails(message: str = "the copy failed") -> Callable[[], object]:
+    def job() -> int:
+        raise CopyError(message)
+
+    return job
+
+
+def notes(log: list[str], name: str) -> Callable[[], None]:
+    def job() -> None:
+        log.append(name)
+
+    return job
+
+
+def open_soon(gate: threading.Event, seconds: float = 0.05) -> None:
+    threading.Timer(seconds, gate.set).start()
+
+
+# Order and waiting
+
+
+def test_copies_run_in_the_order_in_which_they_were_handed_in(queue: CopyQueue, gate: threading.Event) -> None:
+    log: list[str] = []
+    guarded = [slots() for _ in range(3)]
+    for i in range(3):
+        queue.submit_offload(notes(log, f"offload {i}"))
+        queue.submit_prefetch(guarded[i], notes(log, f"prefetch {i}"))
+    assert log == []
+    gate.set()
+    queue.drain()
+    assert log == [f"{what} {i}" for i in range(3) for what in ("offload", "prefetch")]
+
+
+def test_order_holds_across_sessions(queue: CopyQueue, gate: threading.Event) -> None:
+    log: list[str] = []
+    other = CopyQueue()
+    queue.submit_offload(notes(log, "first"))
+    other.submit_offload(notes(log, "second"))
+    queue.submit_offload(notes(log, "third"))
+    gate.set()
+    queue.drain()
+    other.drain()
+    assert log == ["first", "second", "third"]
+
+
+def test_submitting_does_not_wait(queue: CopyQueue, gate: threading.Event) -> None:
+    queue.submit_prefetch(slots(), lambda: None)
+    queue.submit_offload(lambda: None)
+    assert not gate.is_set()
+
+
+def test_wait_for_returns_when_the_prefetch_into_these_slots_is_done(queue: CopyQueue, gate: threading.Event) -> None:
+    log: list[str] = []
+    mine = slots()
+    queue.submit_prefetch(mine, notes(log, "mine"))
+    open_soon(gate)
+    queue.wait_for(mine)
+    assert log == ["mine"]
+
+
+def test_wait_for_does_not_wait_for_what_comes_behind(queue: CopyQueue) -> None:
+    later = threading.Event()
+    mine, others = slots(), slots()
+    queue.submit_prefetch(mine, lambda: None)
+    queue.submit_prefetch(others, lambda: int(later.wait(PATIENCE)))
+    queue.wait_for(mine)
+    assert not later.is_set()
+    later.set()
+    queue.wait_for(others)
+
+
+def test_wait_for_slots_that_nothing_is_fetched_into_returns_at_once(queue: CopyQueue, gate: threading.Event) -> None:
+    queue.submit_prefetch(slots(), lambda: None)
+    queue.wait_for(torch.zeros(4))
+    assert not gate.is_set()
+
+
+def test_a_second_prefetch_into_the_same_slots_comes_behind_the_first(queue: CopyQueue) -> None:
+    log: list[str] = []
+    mine = slots()
+    queue.submit_prefetch(mine, notes(log, "first"))
+    queue.submit_prefetch(mine, notes(log, "second"))
+    queue.wait_for(mine)
+    assert log == ["first", "second"]
+
+
+@pytest.mark.parametrize("finish", [CopyQueue.drain, CopyQueue.settle, CopyQueue.wait_for_offloads])
+def test_finishing_waits_for_every_offload(
+    queue: CopyQueue, gate: threading.Event, finish: Callable[[CopyQueue], None]
+) -> None:
+    log: list[str] = []
+    for i in range(3):
+        queue.submit_offload(notes(log, str(i)))
+    open_soon(gate)
+    finish(queue)
+    assert log == ["0", "1", "2"]
+
+
+def test_drain_waits_for_prefetches_too(queue: CopyQueue, gate: threading.Event) -> None:
+    log: list[str] = []
+    queue.submit_prefetch(slots(), notes(log, "fetched"))
+    open_soon(gate)
+    queue.drain()
+    assert log == ["fetched"]
+
+
+def test_waited_is_the_time_that_a_wait_stood_still(queue: CopyQueue, gate: threading.Event) -> None:
+    mine = slots()
+    queue.submit_prefetch(mine, lambda: None)
+    assert queue.waited == 0
+    start = time.perf_counter()
+    open_soon(gate)
+    queue.wait_for(mine)
+    assert 0.02 < queue.waited <= time.perf_counter() - start
+
+
+# Errors
+
+
+def test_wait_for_raises_what_the_prefetch_raised(queue: CopyQueue) -> None:
+    mine = slots()
+    queue.submit_prefetch(mine, fails())
+    with pytest.raises(CopyError, match="the copy failed"):
+        queue.wait_for(mine)
+    assert isinstance(queue.error, CopyError)
+
+
+def test_the_next_prefetch_into_the_same_slots_raises_what_nobody_waited_for(queue: CopyQueue) -> None:
+    mine = slots()
+    queue.submit_prefetch(mine, fails())
+    with pytest.raises(CopyError):
+        queue.submit_prefetch(mine, lambda: None)
+    assert isinstance(queue.error, CopyError)
+
+
+def test_the_next_offload_raises_what_an_ended_one_raised(queue: CopyQueue) -> None:
+    queue.submit_offload(fails())
+    ended = threading.Event()
+    copy_queue._worker.submit(ended.set)
+    assert ended.wait(PATIENCE)
+    with pytest.raises(CopyError):
+        queue.submit_offload(lambda: None)
+    assert isinstance(queue.error, CopyError)
+
+
+@pytest.mark.parametrize("submit", ["offload", "prefetch"])
+def test_drain_raises_after_all_copies_have_ended(queue: CopyQueue, gate: threading.Event, submit: str) -> None:
+    log: list[str] = []
+    if submit == "offload":
+        queue.submit_offload(fails())
+    else:
+        queue.submit_prefetch(slots(), fails())
+    queue.submit_offload(notes(log, "offload"))
+    queue.submit_prefetch(slots(), notes(log, "prefetch"))
+    open_soon(gate)
+    with pytest.raises(CopyError):
+        queue.drain()
+    assert log == ["offload", "prefetch"]
+
+
+def test_the_first_error_stays(queue: CopyQueue) -> None:
+    mine, others = slots(), slots()
+    queue.submit_prefetch(mine, fails("first"))
+    queue.submit_prefetch(others, fails("second"))
+    with pytest.raises(CopyError, match="first"):
+        queue.wait_for(mine)
+    with pytest.raises(CopyError, match="second"):
+        queue.wait_for(others)
+    for _ in range(2):
+        with pytest.raises(CopyError, match="first"):
+            queue.drain()
+    assert str(queue.error) == "first"
+
+
+@pytest.mark.parametrize("error", [CopyError("x"), MemoryError(), KeyboardInterrupt(), SystemExit()])
+def test_settle_never_raises_and_keeps_the_error(queue: CopyQueue, error: BaseException) -> None:
+    def job() -> int:
+        raise error
+
+    queue.submit_prefetch(slots(), job)
+    queue.submit_offload(job)
+    queue.settle()
+    queue.settle()
+    assert queue.error is error
+
+
+def test_an_error_in_one_session_is_no_error_in_another(queue: CopyQueue) -> None:
+    other = CopyQueue()
+    queue.submit_offload(fails())
+    log: list[str] = []
+    other.submit_offload(notes(log, "copied"))
+    other.drain()
+    queue.settle()
+    assert (other.error, log) == (None, ["copied"])
+
+
+def test_the_worker_lives_on_after_an_error(queue: CopyQueue) -> None:
+    log: list[str] = []
+    queue.submit_offload(fails())
+    queue.settle()
+    queue.submit_offload(notes(log, "still running"))
+    queue.settle()
+    assert log == ["still running"]
+
+
+def test_a_fault_put_into_run_job_reaches_every_copy(queue: CopyQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_queue, "run_job", lambda job: fails("injected")())
+    queue.submit_offload(lambda: None)
+    with pytest.raises(CopyError, match="injected"):
+        queue.wait_for_offloads()
+
+
+# Finding the queue, and its end
+
+
+def cursor_of(number: int) -> Tensor:
+    cursor = new_cursor(torch.device("cpu"))
+    cursor[QUEUE] = number
+    return cursor
+
+
+def test_the_cursor_names_the_queue_and_zero_names_none(queue: CopyQueue) -> None:
+    other = CopyQueue()
+    assert queue_of(cursor_of(queue.number)) is queue
+    assert queue_of(cursor_of(other.number)) is other
+    assert queue_of(cursor_of(0)) is None
+
+
+def test_wait_for_offloads_without_a_queue_returns_at_once() -> None:
+    wait_for_offloads(cursor_of(0))
+
+
+@pytest.mark.parametrize("job", [lambda: 1, fails()])
+def test_a_dropped_queue_is_freed_with_what_its_copies_held(job: Callable[[], object]) -> None:
+    """Also after an error, whose traceback holds the job's frame, and with copies that nobody waited for."""
+
+    def use_a_queue() -> tuple[weakref.ref[CopyQueue], weakref.ref[Tensor], int]:
+        queue, big = CopyQueue(), torch.zeros(8)
+
+        def touch() -> int:
+            big.add_(1)
+            return job()
+
+        queue.submit_prefetch(slots(), touch)
+        queue.submit_offload(touch)
+        queue.settle()
+        return weakref.ref(queue), weakref.ref(big), queue.number
+
+    queue, memory, number = use_a_queue()
+    gc.collect()
+    assert queue() is None
+    assert memory() is None
+    with pytest.raises(KeyError):
+        queue_of(cursor_of(number))
+
+
+def test_copies_of_a_dropped_queue_still_end() -> None:
+    queue = CopyQueue()
+    opened, done = threading.Event(), threading.Event()
+    queue.submit_offload(lambda: int(opened.wait(PATIENCE)))
+    queue.submit_offload(lambda: done.set() or 0)
+    dead = weakref.ref(queue)
+    del queue
+    gc.collect()
+    assert dead() is None
+    opened.set()
+    assert done.wait(PATIENCE)

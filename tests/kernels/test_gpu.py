@@ -1,0 +1,295 @@
+"""The same promises on a CUDA device: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
+from specache_compile.kernels import copy_stream, host_memory, triton_copy
+from specache_compile.lowering import cuda_graphs
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import FIELDS
+from specache_compile.runtime.records import find_record
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
+def test_greedy_tokens_equal_the_uncompiled_models(llama: LlamaForCausalLM, lowering: str, speculate: bool) -> None:
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": lowering, "speculate": speculate})
+    ids = prompt(75, 2).cuda()
+    assert torch.equal(greedy(twin, ids, 120), greedy(model, ids, 120))
+
+
+def test_the_host_tier_is_pinned_and_the_rest_is_on_the_device(llama: LlamaForCausalLM) -> None:
+    twin = llama.cuda()
+    twin.compile(backend="specache", options=LOSSLESS)
+    with torch.no_grad():
+        cache = twin(prompt(100).cuda(), use_cache=True).past_key_values
+    for layer in cache.layers[0].keys.handle.session.state:
+        assert layer["host"].is_pinned()
+        assert all(tensor.is_cuda for name, tensor in layer.items() if name != "host")
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_turns_crops_and_forks(llama: LlamaForCausalLM, mode: str | None) -> None:
+    """Captured, the last layer's fetch is left to the next replay, and made before anything else that needs it."""
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
+
+    def run(m: LlamaForCausalLM) -> torch.Tensor:
+        with torch.no_grad():
+            cache = m(prompt(130).cuda(), use_cache=True).past_key_values
+            decode(m, cache, 5)
+            fork = copy.deepcopy(cache)
+            decode(m, cache, 5)
+            m(prompt(20).cuda(), past_key_values=cache)
+            decode(m, cache, 5)
+            cache.crop(-30)
+            decode(m, cache, 5)
+            return torch.stack([m(prompt(1).cuda(), past_key_values=c).logits for c in (cache, fork)])
+
+    torch.testing.assert_close(run(twin), run(model), atol=1e-3, rtol=1e-3)
+
+
+def test_device_memory_for_kv_is_what_explain_predicted(llama: LlamaForCausalLM) -> None:
+    twin = llama.cuda()
+    twin.compile(backend="specache", options=LOSSLESS)
+    greedy(twin, prompt(600).cuda(), 3)
+    predicted = sc.explain(llama, 602, 1, LOSSLESS).device_bytes
+    assert sc.stats(twin).device_bytes == pytest.approx(predicted, rel=0.02)
+    assert find_record(twin) is not None
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Within it, whatever stops the host for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+def decode(model: LlamaForCausalLM, cache: Any, steps: int) -> None:
+    """Decode steps that leave all their results on the device."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    places = torch.arange(cache.get_seq_length(), cache.get_seq_length() + steps, device="cuda").view(steps, 1, 1)
+    for place in places:
+        out = model(token, past_key_values=cache, position_ids=place, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
+    llama: LlamaForCausalLM, lowering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures, record = [], cuda_graphs.record
+    monkeypatch.setattr(cuda_graphs, "record", lambda *given: captures.append(1) or record(*given))
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": lowering, "mode": "reduce-overhead"})
+    ids = prompt(200).cuda()
+    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(model, ids, 320))
+    assert len(captures) == 3  # 256, 512 and 768 tokens
+
+
+def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None:
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={"bits": 16, "top_k": 0, "mode": "reduce-overhead", "min_context": 0})
+    ids = prompt(100).cuda()
+    assert torch.equal(greedy_unmasked(twin, ids, 50), greedy_unmasked(model, ids, 50))
+
+
+def test_a_step_is_run_as_it_is_once_a_large_argument_moves_every_time(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 4)  # each step's token is larger, and all are kept
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+    ids = prompt(100).cuda()
+    expected = greedy_unmasked(model, ids, 30)
+    with pytest.warns(UserWarning, match="lies elsewhere in every step"):
+        assert torch.equal(greedy_unmasked(twin, ids, 30), expected)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode: str | None) -> None:
+    twin = llama.cuda()
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "inductor", "mode": mode})
+    with torch.no_grad():
+        cache = twin(prompt(100).cuda(), use_cache=True).past_key_values
+    decode(twin, cache, 5)
+    with no_synchronisation():
+        decode(twin, cache, 20)
+
+
+def hold_up_gathers(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
+    """Each gather waits so many cycles on its stream; ten million are some 5 ms."""
+    gather = triton_copy.gather
+
+    def late(*given: Any) -> None:
+        torch.cuda._sleep(cycles)
+        gather(*given)
+
+    monkeypatch.setattr(triton_copy, "gather", late)
+
+
+def test_a_late_copy_changes_no_token(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fetch is held up by some 5 ms on its stream: a step that did not wait would read stale slots."""
+    hold_up_gathers(monkeypatch, 10_000_000)
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    ids = prompt(90, 2).cuda()
+    assert torch.equal(greedy(twin, ids, 30), greedy(model, ids, 30))
+
+
+def test_a_late_copy_in_a_captured_step_changes_no_token(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delays are part of the graph: deferred fetches end long after the first layer, and are waited for."""
+    hold_up_gathers(monkeypatch, 10_000_000)
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+    ids = prompt(90, 2).cuda()
+    assert torch.equal(greedy_unmasked(twin, ids, 30), greedy_unmasked(model, ids, 30))
+
+
+def test_without_its_waits_a_late_copy_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: with waits that do not wait, the same delay changes what a step reads."""
+    hold_up_gathers(monkeypatch, 100_000_000)
+    monkeypatch.setattr(copy_stream, "wait", lambda *given: None)
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    ids = prompt(90, 2).cuda()
+    assert not torch.equal(greedy(twin, ids, 30), greedy(model, ids, 30))
+
+
+def test_a_trace_shows_copies_beside_compute() -> None:
+    """Wide layers, so that there is compute to hide behind: a fetch runs while a kernel of another stream does."""
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4}
+    model = tiny_llama(num_hidden_layers=4, **wide).cuda()
+    model.compile(backend="specache", options={**LOSSLESS, "top_k": 64})
+    with torch.no_grad():
+        cache = model(prompt(2000, 8).cuda(), use_cache=True).past_key_values
+        token = prompt(1, 8).cuda()
+        for _ in range(3):
+            model(token, past_key_values=cache)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(3):
+                model(token, past_key_values=cache)
+            torch.cuda.synchronize()
+    kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    fetches = [e.time_range for e in kernels if "fetch_missing" in e.name]
+    others = [e.time_range for e in kernels if "fetch_missing" not in e.name]
+    assert fetches
+    assert any(f.start < o.end and o.start < f.end for f in fetches for o in others)
+
+
+def test_peak_memory_of_a_cache_is_what_explain_predicted() -> None:
+    model = tiny_llama(num_hidden_layers=8).cuda()
+    with torch.no_grad():
+        model(prompt(6000, 4).cuda())  # cuBLAS takes its workspace, for good, at its first product
+        model.compile(backend="specache", options=LOSSLESS)
+        before = torch.cuda.memory_allocated()
+        cache = model(prompt(6000, 4).cuda(), use_cache=True).past_key_values
+        copy_stream.release_staging()
+        gc.collect()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+    predicted = sc.explain(model, 6000, 4, LOSSLESS).device_bytes
+    assert held == pytest.approx(predicted, rel=0.02)
+    del cache
+
+
+def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
+    twin = llama.cuda()
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": "reduce-overhead"})
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    for _ in range(3):
+        greedy_unmasked(twin, prompt(60).cuda(), 8)
+    before, peak = allocated(), host_memory._pool.peak
+    for _ in range(100):
+        greedy_unmasked(twin, prompt(60).cuda(), 8)
+    assert allocated() - before < 1 << 16
+    assert host_memory._pool.lent + host_memory._pool.idle_bytes() <= host_memory._pool.peak == peak
+    sc.release_host_memory()
+    assert host_memory._pool.idle_bytes() == 0
+
+
+def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> None:
+    """And what it holds of the older cache is never read."""
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    places = []
+    for seed in range(3):
+        ids = prompt(100, 2, seed).cuda()
+        assert torch.equal(greedy(twin, ids, 60), greedy(model, ids, 60))
+        gc.collect()
+        host_memory._pool.idle_bytes()  # takes in what has died
+        places.append(sorted(memory.blocks for memory in host_memory._pool.idle))
+    assert places[0] == places[1] == places[2] != []
+
+
+def test_indices_beyond_two_to_the_31_elements() -> None:
+    """The last of 16 rows attends to 70,000 tokens as it does alone: its pairs lie beyond 2^31 elements."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = LayerShape(8, 128, torch.bfloat16, torch.device("cuda"))
+    options = sc.Options(bits=16, top_k=0)
+    length = 70_000
+    state = {
+        field.name: torch.zeros(
+            field.shape(options, shape, 16, 70_144), dtype=field.dtype(options, shape), device="cuda"
+        )
+        for field in FIELDS
+        if not field.on_host
+    }
+    assert state["codes"].numel() > 2**31
+    state["codes"][-1].normal_(generator=generator)
+    state["recent"][-1].normal_(generator=generator)
+    low_bit = options.low_bit_length(length)
+    cursor = torch.tensor([length, low_bit, low_bit, 0], device="cuda")
+    q, k, v = (torch.randn(16, h, 2, 128, device="cuda", generator=generator).bfloat16() for h in (32, 8, 8))
+
+    def attend(rows: slice) -> torch.Tensor:
+        tiers = [state[f][rows] for f in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
+        out, _ = torch.ops.specache.decode_attention(q[rows], k[rows], v[rows], None, None, cursor, *tiers, 0.088, None)
+        return out[-1]
+
+    torch.testing.assert_close(attend(slice(None)), attend(slice(15, None)), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_model_on_a_device_that_is_not_current(llama: LlamaForCausalLM, mode: str | None) -> None:
+    model = llama.to("cuda:1")
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**LOSSLESS, "mode": mode})
+    ids = prompt(75, 2).to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(greedy_unmasked(twin, ids, 60), greedy_unmasked(model, ids, 60))

@@ -1,0 +1,238 @@
+"""Memory of the host tier: how much of it there is, and where it comes from."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from conftest import prompt
+from specache_compile.kernels import cgroup, host_memory
+from specache_compile.runtime import state as tiers
+
+MANY = 1 << 62
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of /sys/fs/cgroup, and in it one in place of /proc/self/cgroup."""
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "membership")
+    return tmp_path
+
+
+def limit(folder: Path, files: cgroup.Files, most: int | str, used: int, cache: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / files.limit).write_text(f"{most}\n")
+    (folder / files.usage).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{files.cache} {cache}\n")
+
+
+@pytest.mark.parametrize(
+    ("files", "mount", "membership"),
+    [
+        (cgroup.VERSION_2, "", "0::/pod/box\n"),
+        (cgroup.VERSION_2, "unified", "5:cpu:/\n0::/pod/box\n"),
+        (cgroup.VERSION_1, "memory", "5:cpu:/\n4:memory,hugetlb:/pod/box\n0::/\n"),
+    ],
+    ids=["version 2", "both, 2 has memory", "version 1"],
+)
+def test_the_nearest_limit_of_all_groups_around_counts(
+    system: Path, files: cgroup.Files, mount: str, membership: str
+) -> None:
+    (system / "membership").write_text(membership)
+    limit(system / mount / "pod/box", files, 1000, 300, 50)
+    assert cgroup.remaining_memory() == 750  # pages of files can be had back
+    limit(system / mount / "pod", files, 2000, 1500, 0)
+    assert cgroup.remaining_memory() == 500
+    limit(system / mount / "pod", files, 2000, 2300, 0)
+    assert cgroup.remaining_memory() == 0
+
+
+def test_a_container_that_sees_its_own_group_as_the_root(system: Path) -> None:
+    (system / "membership").write_text("4:memory:/docker/0123\n")
+    limit(system / "memory", cgroup.VERSION_1, 900, 100, 0)
+    assert cgroup.remaining_memory() == 800
+
+
+def test_no_limit_is_none(system: Path) -> None:
+    assert cgroup.remaining_memory() is None  # no Linux
+    (system / "membership").write_text("0::/box\n")
+    assert cgroup.remaining_memory() is None  # no memory controller
+    limit(system / "box", cgroup.VERSION_2, "max", 100, 0)
+    assert cgroup.remaining_memory() is None
+
+
+def test_what_version_1_writes_for_no_limit_is_more_than_any_machine_has(system: Path) -> None:
+    (system / "membership").write_text("4:memory:/\n")
+    limit(system / "memory", cgroup.VERSION_1, 9223372036854771712, 100, 0)
+    left = cgroup.remaining_memory()
+    assert left is not None
+    assert left > MANY
+
+
+# Pinning, with a stand-in for CUDA
+
+
+class Driver:
+    """Notes what it is asked for, and which device is current then."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.current: object = "no device"
+
+    def note(self, name: str) -> Callable[..., int]:
+        return lambda *given: self.calls.append((name, self.current)) or 0
+
+    @contextmanager
+    def device(self, wanted: object) -> Iterator[None]:
+        before, self.current = self.current, wanted
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    driver = Driver()
+    runtime = SimpleNamespace(
+        cudaHostRegister=driver.note("register"), cudaHostUnregister=driver.note("unregister")
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", driver.device)
+    monkeypatch.setattr(torch.cuda, "synchronize", driver.note("synchronize"))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(host_memory, "_pool", host_memory.Pool())
+    yield driver
+    host_memory.release_host_memory()
+
+
+CUDA, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
+
+
+def kinds(driver: Driver) -> list[str]:
+    made, driver.calls = [name for name, _ in driver.calls], []
+    return made
+
+
+def test_memory_is_registered_and_freed_with_its_device_current(driver: Driver) -> None:
+    tensor = host_memory.host_empty((1000,), torch.float32, OTHER)
+    assert driver.calls == [("register", OTHER)]
+    del tensor
+    host_memory.release_host_memory()
+    assert driver.calls[1:] == [("synchronize", OTHER), ("unregister", OTHER)]
+
+
+def test_a_dead_tensors_memory_is_used_again_once_its_copies_have_ended(driver: Driver) -> None:
+    tensor = host_memory.host_empty((2, 500), torch.float32, CUDA)
+    place = tensor.data_ptr()
+    part = tensor[1]
+    del tensor
+    assert host_memory.host_empty((1000,), torch.float32, CUDA).data_ptr() != place, "a view is still there"
+    del part
+    kinds(driver)
+    again = [host_memory.host_empty((2000,), torch.float16, OTHER) for _ in range(2)]
+    assert place in [tensor.data_ptr() for tensor in again]
+    assert kinds(driver) == ["synchronize", "synchronize"]
+    assert host_memory._pool.lent == host_memory._pool.peak == 8000
+    assert host_memory._pool.idle_bytes() == 0
+
+
+@pytest.mark.parametrize(("size", "fits"), [(4096, True), (3700, True), (3600, False), (4097, False)])
+def test_memory_of_about_the_right_size_is_used_again(driver: Driver, size: int, fits: bool) -> None:
+    del_me = [host_memory.host_empty((4096,), torch.uint8, CUDA)]
+    del_me.clear()
+    kinds(driver)
+    tensor = host_memory.host_empty((size,), torch.uint8, CUDA)
+    assert tensor.shape == (size,)
+    assert ("register" not in kinds(driver)) == fits
+
+
+def test_idle_and_lent_memory_together_are_what_was_once_lent_at_most(driver: Driver) -> None:
+    """The peak is ten sixths of what the second cache needs: four sixths of the first one's memory may stay."""
+    pool = host_memory._pool
+    cache = [host_memory.host_empty((1 << 20,), torch.uint8, CUDA) for _ in range(10)]
+    cache.clear()
+    assert pool.idle_bytes() == 10 << 20
+    cache = [host_memory.host_empty((1 << 19,), torch.uint8, CUDA) for _ in range(12)]
+    assert (pool.lent, pool.idle_bytes(), pool.peak) == (6 << 20, 4 << 20, 10 << 20)
+    cache.clear()
+    cache = [host_memory.host_empty((1 << 21,), torch.uint8, CUDA) for _ in range(12)]
+    assert pool.idle_bytes() == 0, "what grew beyond the peak leaves no room"
+    cache.clear()
+    host_memory.release_host_memory()
+    assert (pool.lent, pool.idle_bytes(), pool.peak) == (0, 0, 0)
+
+
+def test_idle_memory_is_free_for_the_budget_and_makes_room_where_little_is(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = host_memory._pool
+    cache = [host_memory.host_empty((1000,), torch.uint8, CUDA) for _ in range(8)]
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 10_000 - pool.lent - sum(map(len, pool.idle)))
+    assert host_memory.allowance(8000, None) == 5000
+    cache.clear()
+    assert host_memory.allowance(0, None) == 5000
+    cache.append(host_memory.host_empty((2000,), torch.uint8, CUDA))
+    assert pool.idle_bytes() == 2000, "half of the 4,000 that are free then"
+
+
+def test_idle_memory_makes_room_where_the_driver_pins_no_more(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = host_memory._pool
+    cache = [host_memory.host_empty((1000,), torch.uint8, CUDA) for _ in range(8)]
+    cache.clear()
+    made, pinned_map = [], host_memory.pinned_map
+
+    def refusing(size: int, device: torch.device) -> host_memory.PinnedMap | None:
+        made.append(len(pool.idle))
+        return None if pool.idle else pinned_map(size, device)
+
+    monkeypatch.setattr(host_memory, "pinned_map", refusing)
+    cache.append(host_memory.host_empty((2000,), torch.uint8, CUDA))
+    assert made == [6, 0]
+    assert pool.lent == 2000
+
+
+def test_memory_that_cannot_be_pinned_is_ordinary_and_stays_out_of_the_pool(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    with pytest.warns(UserWarning, match="could not pin"):
+        tensor = host_memory.host_empty((1000,), torch.float32, CUDA)
+    assert kinds(driver) == ["register", "synchronize", "unregister"]
+    del tensor
+    assert (host_memory._pool.lent, host_memory._pool.idle_bytes()) == (0, 0)
+
+
+@pytest.mark.parametrize("method", ["specache", "kivi", "offload", "kcache"])  # those with a host tier
+def test_nothing_is_read_of_the_host_tier_that_was_not_written(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Memory that is used again holds an older cache, or bits that are no numbers in this one's dtype."""
+    options = {"method": method, "lowering": "eager"}
+    options |= {"group_size": 32, "residual_length": 32} if method in ("specache", "kivi") else {}
+    options |= {"hit_rate": True} if method == "specache" else {}
+
+    def run(filling: float) -> torch.Tensor:
+        torch._dynamo.reset()
+        monkeypatch.setattr(tiers, "host_empty", lambda shape, dtype, device: torch.full(shape, filling, dtype=dtype))
+        twin = copy.deepcopy(llama)
+        twin.compile(backend="specache", options=options)
+        with torch.no_grad():
+            cache = twin(prompt(90, 2), use_cache=True).past_key_values
+            logits = []
+            for tokens in (1, 20, 1, 1, 200, 1, 1):  # the longest extend grows the bucket
+                logits.append(twin(prompt(tokens, 2, tokens), past_key_values=cache).logits[:, -1])
+            if method in ("specache", "kivi", "offload", "kcache"):
+                cache.crop(-40)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            logits += [twin(prompt(1, 2, token), past_key_values=cache).logits[:, -1] for token in range(3)]
+        return torch.stack(logits)
+
+    assert torch.equal(run(math.nan), run(0.0))

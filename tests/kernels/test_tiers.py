@@ -1,0 +1,320 @@
+"""The ops that move pairs between tiers, against plain Python models of what each tier must hold."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
+from specache_compile.kernels.quantize import quantize_keys, quantize_values, value_group
+from specache_compile.kernels.tiers import refill
+
+BATCH, HEADS, HEAD_DIM, CAPACITY = 2, 2, 16, 1024
+ROWS = (BATCH, HEADS)
+ops = torch.ops.specache
+
+
+def random_pairs(tokens: int, seed: int, head_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*ROWS, tokens, 2, head_dim, generator=generator).to(dtype)
+
+
+# append and offload
+
+
+@dataclass
+class Cache:
+    """The tiers that a cache is stored in, and the pairs that were ever put in, in order."""
+
+    bits: int
+    group: int
+    residual: int
+    head_dim: int = HEAD_DIM
+    dtype: torch.dtype = torch.float32
+    zero_point: str = "midpoint"
+    originals: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        d, quantized = self.head_dim, self.bits < 16
+        self.size = value_group(d, self.group)
+        self.window = self.residual + self.group
+        self.cursor = new_cursor(torch.device("cpu"))
+        self.recent = torch.full((*ROWS, self.window, 2, d), math.nan, dtype=self.dtype)
+        self.host = torch.full((*ROWS, CAPACITY, 2, d), math.nan, dtype=self.dtype)
+        self.codes = torch.full_like(self.host, math.nan)
+        if quantized:
+            self.codes = torch.full((*ROWS, CAPACITY, 2, d * self.bits // 8), 255, dtype=torch.uint8)
+        groups, tokens = (CAPACITY // self.group, CAPACITY) if quantized else (0, 0)
+        self.key_params = torch.full((*ROWS, groups, 2, d), math.nan, dtype=self.dtype)
+        self.value_params = torch.full((*ROWS, tokens, 2, d // self.size), math.nan, dtype=self.dtype)
+
+    @property
+    def length(self) -> int:
+        return sum(pairs.shape[2] for pairs in self.originals)
+
+    def low_bit(self, length: int) -> int:
+        return self.group * max(0, (length - self.residual) // self.group)
+
+    def put(self, tokens: int) -> None:
+        """Append and offload random pairs, the cursor pointing where a session would have it."""
+        pairs = random_pairs(tokens, self.length, self.head_dim, self.dtype)
+        self.cursor[LENGTH] = self.length
+        self.cursor[LOW_BIT] = self.low_bit(self.length)
+        self.cursor[NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
+        k, v = pairs.unbind(3)
+        ops.append(
+            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.zero_point
+        )  # fmt: skip
+        ops.offload(k, v, None, self.cursor, self.host)
+        self.originals.append(pairs)
+
+    def check(self) -> None:
+        n, low_bit = self.length, self.low_bit(self.length)
+        truth = torch.cat(self.originals, 2)
+        assert torch.equal(self.host[:, :, :n], truth)
+        assert self.host[:, :, n:].isnan().all()
+        newest = torch.arange(low_bit, n)
+        assert torch.equal(self.recent[:, :, newest % self.window], truth[:, :, newest])
+        if self.bits == 16:
+            assert torch.equal(self.codes[:, :, :low_bit], truth[:, :, :low_bit])
+            assert self.codes[:, :, low_bit:].isnan().all()
+            return
+        keys, values = truth[:, :, :low_bit].unbind(3)
+        key_codes, key_params = quantize_keys(keys, self.group, self.bits, self.zero_point)
+        value_codes, value_params = quantize_values(values, self.size, self.bits, self.zero_point)
+        assert torch.equal(self.codes[:, :, :low_bit], torch.stack([key_codes, value_codes], 3))
+        assert (self.codes[:, :, low_bit:] == 255).all()
+        groups = low_bit // self.group
+        assert torch.equal(self.key_params[:, :, :groups], key_params)
+        assert torch.equal(self.value_params[:, :, :low_bit], value_params)
+        assert self.key_params[:, :, groups:].isnan().all()
+        assert self.value_params[:, :, low_bit:].isnan().all()
+
+
+@pytest.mark.parametrize("residual", [0, 20, 32, 100])
+@pytest.mark.parametrize(("bits", "group"), [(1, 32), (2, 64), (4, 32), (8, 128), (16, 32)])
+def test_after_any_appends_each_tier_holds_what_it_should(bits: int, group: int, residual: int) -> None:
+    sizes = random.Random(f"{bits} {residual}")
+    cache = Cache(bits, group, residual)
+    for _ in range(15):
+        tokens = sizes.choice([1, 1, 2, sizes.randint(3, 40), sizes.randint(41, 150)])
+        if cache.length + tokens <= CAPACITY:
+            cache.put(tokens)
+            cache.check()
+
+
+@pytest.mark.parametrize("first", [1, 100])
+def test_token_by_token_over_several_groups(first: int) -> None:
+    cache = Cache(bits=2, group=32, residual=32)
+    cache.put(first)
+    for _ in range(70):
+        cache.put(1)
+        cache.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [80, 128])
+@pytest.mark.parametrize("zero_point", ["midpoint", "minimum"])
+def test_half_precision_and_other_heads(zero_point: str, head_dim: int, dtype: torch.dtype) -> None:
+    cache = Cache(bits=1, group=64, residual=64, head_dim=head_dim, dtype=dtype, zero_point=zero_point)
+    for tokens in (150, 1, 1, 90):
+        cache.put(tokens)
+        cache.check()
+
+
+# select_topk
+
+
+@pytest.mark.parametrize("k", [0, 1, 16, 64, 100])
+@pytest.mark.parametrize("candidates", [0, 1, 30, 64])
+def test_the_candidates_of_largest_score_are_wanted(candidates: int, k: int) -> None:
+    torch.manual_seed(candidates)
+    scores = torch.full((*ROWS, 64), -1.0)
+    for row in scores.flatten(0, 1):
+        row[torch.randperm(64)[:candidates]] = torch.rand(candidates)
+    wanted = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_topk(scores, wanted)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
+        best = sorted((t for t in range(64) if row[t] >= 0), key=lambda t: -row[t])[:k]
+        assert chosen == best + [-1] * (k - len(best))
+
+
+def test_a_score_of_zero_is_a_candidate() -> None:
+    scores = torch.tensor([[[0.0, -1.0, 0.0]]])
+    wanted = torch.zeros(1, 1, 3, dtype=torch.int32)
+    ops.select_topk(scores, wanted)
+    assert sorted(wanted.flatten().tolist()) == [-1, 0, 2]
+
+
+# prefetch
+
+
+class Slots:
+    """Slots, and a model of them in plain Python: for each row and head, which token lies at which place."""
+
+    def __init__(self, k: int, dtype: torch.dtype = torch.float32) -> None:
+        self.k = k
+        self.host = random_pairs(CAPACITY, 1, dtype=dtype)
+        self.slots = torch.full((*ROWS, k, 2, HEAD_DIM), math.nan, dtype=dtype)
+        self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
+        self.wanted = torch.full((*ROWS, k), -1, dtype=torch.int32)
+        self.fetched = torch.zeros(1, dtype=torch.int64)
+        self.pair_bytes = 2 * HEAD_DIM * dtype.itemsize
+
+    def held(self, b: int, h: int) -> dict[int, int]:
+        """Token → place."""
+        return {token: place for place, token in enumerate(self.slot_index[b, h].tolist()) if token >= 0}
+
+    def refill(self) -> None:
+        refill(self.wanted, self.host, self.slots, self.slot_index, self.fetched)
+
+    def fetch(self, wishes: list[list[list[int]]]) -> None:
+        """Refill with the wishes, and check everything that a refill promises."""
+        missing = 0
+        before = [[self.held(b, h) for h in range(HEADS)] for b in range(BATCH)]
+        for b in range(BATCH):
+            for h in range(HEADS):
+                wish = wishes[b][h]
+                self.wanted[b, h] = torch.tensor(wish + [-1] * (self.k - len(wish)))
+                missing += len(set(wish) - set(before[b][h]))
+        already = self.fetched.item()
+        self.refill()
+        assert self.fetched.item() - already == missing * self.pair_bytes
+        for b in range(BATCH):
+            for h in range(HEADS):
+                wish, now = wishes[b][h], self.held(b, h)
+                assert set(now) == set(wish)
+                assert (self.slot_index[b, h] >= 0).sum() == len(wish), "an index stands in two slots"
+                for token, place in now.items():
+                    assert torch.equal(self.slots[b, h, place], self.host[b, h, token])
+                    assert before[b][h].get(token, place) == place, "a pair that stays has moved"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 8, 32])
+@pytest.mark.parametrize("candidates", [5, 40, CAPACITY])
+def test_slots_hold_the_wanted_pairs_and_only_the_missing_ones_travel(
+    candidates: int, k: int, dtype: torch.dtype
+) -> None:
+    wishes = random.Random(f"{candidates} {k}")
+    slots = Slots(k, dtype)
+    for _ in range(8):
+        slots.fetch(
+            [
+                [wishes.sample(range(candidates), wishes.randint(0, min(k, candidates))) for _ in range(HEADS)]
+                for _ in range(BATCH)
+            ]
+        )
+
+
+def test_the_same_wish_again_moves_nothing_in_any_order() -> None:
+    slots = Slots(8)
+    slots.fetch([[[4, 9, 1, 7]] * HEADS] * BATCH)
+    slots.host.fill_(math.nan)
+    slots.wanted[..., :4] = torch.tensor([7, 1, 9, 4])
+    before = slots.fetched.item()
+    slots.refill()
+    assert slots.fetched.item() == before
+    assert slots.slots[slots.slot_index >= 0].isfinite().all()
+
+
+def test_heads_fetch_apart() -> None:
+    """One head wants nothing and another everything: what a head keeps or lacks is its own matter."""
+    slots = Slots(6)
+    slots.fetch([[[], [1, 2, 3, 4, 5, 6]], [[3], [9, 8]]])
+    slots.fetch([[[1, 2, 3, 4, 5, 6], []], [[3, 9], [8]]])
+
+
+def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> None:
+    slots = Slots(4)
+    slots.wanted[...] = torch.tensor([3, 1, -1, 8])
+    ops.prefetch(slots.wanted, torch.tensor([20, 0, 0, 0]), slots.host, slots.slots, slots.slot_index, slots.fetched)
+    assert set(slots.held(1, 1)) == {1, 3, 8}
+
+
+# On the copy queue
+
+
+class Gate:
+    """Holds up the worker thread until it is opened."""
+
+    def __init__(self, queue: CopyQueue) -> None:
+        self.opened = threading.Event()
+        queue.submit_offload(self.job)
+
+    def job(self) -> int:
+        assert self.opened.wait(10)
+        return 0
+
+
+@pytest.fixture
+def queue() -> Iterator[CopyQueue]:
+    queue = CopyQueue()
+    yield queue
+    queue.settle()
+
+
+def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> None:
+    cursor = torch.tensor([20, 0, 0, queue.number])
+    slots = Slots(4)
+    slots.wanted[...] = torch.tensor([3, 1, -1, 8])
+    gate = Gate(queue)
+    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    assert (slots.slot_index == -1).all(), "the op must not wait for the copy"
+    gate.opened.set()
+    ops.wait(slots.wanted, cursor, slots.slots, slots.slot_index)
+    assert set(slots.held(0, 0)) == {1, 3, 8}
+    assert slots.fetched.item() == BATCH * HEADS * 3 * slots.pair_bytes
+
+
+def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue) -> None:
+    cursor = torch.tensor([8, 0, 0, queue.number])
+    slots = Slots(4)
+    new = random_pairs(1, 5)
+    slots.wanted[...] = torch.tensor([8, 0, -1, -1])
+    gate = Gate(queue)
+    ops.offload(*new.unbind(3), None, cursor, slots.host)
+    ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
+    gate.opened.set()
+    ops.wait(slots.wanted, cursor, slots.slots, slots.slot_index)
+    assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[8]], new[0, 1, 0])
+
+
+def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
+    """Inductor reuses k and v, and the next step moves the cursor, before the copy has run."""
+    cursor = torch.tensor([8, 0, 0, queue.number])
+    host = torch.zeros(*ROWS, 16, 2, HEAD_DIM)
+    new = random_pairs(2, 5)
+    k, v = (x.clone() for x in new.unbind(3))
+    gate = Gate(queue)
+    ops.offload(k, v, None, cursor, host)
+    k.fill_(math.nan)
+    v.fill_(math.nan)
+    cursor[LENGTH] = 0
+    gate.opened.set()
+    queue.wait_for_offloads()
+    assert torch.equal(host[:, :, 8:10], new)
+    assert (host[:, :, :8] == 0).all()
+    assert (host[:, :, 10:] == 0).all()
+
+
+def test_an_extend_reads_the_host_tier_only_after_the_offloads(queue: CopyQueue) -> None:
+    host = torch.full((*ROWS, 16, 2, HEAD_DIM), math.nan)
+    host[:, :, :8] = random_pairs(8, 3)
+    new, q = random_pairs(1, 5), random_pairs(1, 6)[:, :, :, 0]
+    cursor = torch.tensor([8, 0, 0, queue.number])
+    threading.Timer(0.05, Gate(queue).opened.set).start()
+    ops.offload(*new.unbind(3), None, cursor, host)
+    cursor[LENGTH] = 9
+    out = ops.extend_attention(q, q, q, None, None, cursor, host, 0.25, None)
+    cursor[QUEUE] = 0
+    assert torch.equal(out, ops.extend_attention(q, q, q, None, None, cursor, host, 0.25, None))
+    assert out.isfinite().all()

@@ -1,0 +1,398 @@
+"""Each Triton kernel against the PyTorch code that defines its op: on a GPU where there is one, else interpreted.
+
+The interpreter multiplies bfloat16 as integers and truncates where it converts to it: float32 and float16 here,
+bfloat16 on a GPU alone. `compile_kernels.py` compiles every kernel for sm_80 and sm_90, in all three.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_extend
+from specache_compile.kernels import triton_low_bit as low_bit
+from specache_compile.kernels import triton_select as select
+from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.quantize import pack
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.runtime.state import allocate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# A GPU's exponential is not exact to the last bit, and its sums run in another order.
+TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cuda" else 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+BATCH = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's shape and options, how many tokens it holds, and what its site has besides."""
+
+    bits: int = 2
+    group: int = 32
+    head_dim: int = 64
+    heads: int = 2
+    queries: int = 2
+    lanes: int = 2
+    length: int = 150
+    top_k: int = 8
+    dtype: torch.dtype = torch.float32
+    mask: str = ""
+    softcap: float | None = None
+    sinks: bool = False
+    zero_point: str = "midpoint"
+
+    def __str__(self) -> str:
+        changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
+        return ", ".join(changed) or "plain"
+
+    @property
+    def options(self) -> SpecacheOptions:
+        return SpecacheOptions(
+            bits=self.bits, group_size=self.group, residual_length=32, top_k=self.top_k, zero_point=self.zero_point
+        )
+
+
+CASES = [
+    Case(),
+    *(Case(bits=bits) for bits in (1, 4, 8, 16)),
+    Case(bits=1, zero_point="minimum"),
+    *(Case(group=group, length=300) for group in (64, 128)),
+    *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
+    Case(bits=1, head_dim=80),
+    Case(bits=1, head_dim=72),  # an odd number of bytes a plane
+    *(Case(bits=bits, head_dim=96) for bits in (1, 4)),  # planes and value groups that straddle one another
+    Case(bits=4, head_dim=128, group=32),
+    Case(heads=1, queries=1),
+    Case(heads=1, queries=12),
+    Case(lanes=1),
+    Case(length=20),
+    Case(length=65),
+    Case(top_k=0),
+    Case(top_k=400),
+    Case(dtype=torch.float16, bits=1, head_dim=128),
+    Case(dtype=torch.float16, mask="bool"),
+    *(Case(dtype=torch.float16, bits=bits) for bits in (4, 8)),
+    Case(mask="bool"),
+    Case(mask="additive", softcap=5.0),
+    Case(mask="additive", sinks=True, bits=1),
+    Case(mask="padding", sinks=True),
+    *(
+        [
+            *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
+            Case(dtype=torch.bfloat16, bits=1, head_dim=128),
+        ]
+        if DEVICE.type == "cuda"
+        else []
+    ),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+class Layer:
+    """A layer's state, filled by a prefill and five steps, in the reference's way or in Triton's."""
+
+    def __init__(self, case: Case, append: Any) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(0)
+        shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
+        self.state = allocate(case.options, shape, BATCH, 256 if case.length < 250 else 512)
+        self.cursor = new_cursor(DEVICE)
+        self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator).to(
+            DEVICE, case.dtype
+        )
+        at = 0
+        for tokens in (case.length - 6, 1, 1, 1, 1, 2):
+            self.point(at, tokens)
+            k, v = self.pairs[:, :, at : at + tokens].unbind(3)
+            tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params"))
+            append(k, v, padding_of(case, len(self)), self.cursor, *tier, case.zero_point)
+            at += tokens
+        self.point(at, 1)
+
+    def __len__(self) -> int:
+        return self.state["codes"].shape[2]
+
+    def point(self, length: int, tokens: int) -> None:
+        self.cursor[LENGTH] = length
+        self.cursor[LOW_BIT] = self.case.options.low_bit_length(length)
+        self.cursor[NEXT_LOW_BIT] = self.case.options.low_bit_length(length + tokens)
+
+    def fill_slots(self) -> None:
+        """Random tokens of the low-bit tier; where there are fewer than k, NaN stands in what is left."""
+        low_bit, slots, index = int(self.cursor[LOW_BIT]), self.state["slots"], self.state["slot_index"]
+        slots.fill_(float("nan"))
+        for row in range(BATCH):
+            for head in range(self.case.heads):
+                tokens = torch.randperm(low_bit)[: self.case.top_k].to(DEVICE)
+                index[row, head, : len(tokens)] = tokens.int()
+                slots[row, head, : len(tokens)] = self.pairs[row, head, tokens]
+
+
+def padding_of(case: Case, capacity: int) -> Tensor | None:
+    """With a bool mask: [B, 1, 1, C], the first tokens and every fifth are not there; the first row has all."""
+    if case.mask != "bool":
+        return None
+    tokens = torch.arange(capacity, device=DEVICE)
+    there = (tokens >= 40 * torch.arange(BATCH, device=DEVICE).view(-1, 1, 1, 1)) & (tokens % 5 > 0)
+    there[0] = True
+    return there
+
+
+@every_case
+def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
+    ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
+    for field in ("recent", "codes", "key_params", "value_params"):
+        assert torch.equal(ours.state[field], reference.state[field]), field
+
+
+def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_codes() -> None:
+    def filled(append: Any) -> Layer:
+        layer = Layer(Case(length=6), append)
+        pairs = torch.randn(BATCH, 2, 90, 2, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        pairs[0, 0, 3, 0, 5], pairs[0, 0, 4, 1, 7], pairs[0, 1, 8, :, 9] = float("inf"), float("-inf"), float("nan")
+        pairs[1, 0] = 2.5
+        pairs[1, 1, :, :, 3] = float("nan")
+        layer.point(0, 90)
+        tier = (layer.state[name] for name in ("recent", "codes", "key_params", "value_params"))
+        append(*pairs.unbind(3), None, layer.cursor, *tier, "midpoint")
+        return layer
+
+    ours, reference = filled(triton_append.append), filled(tiers.append)
+    for field in ("codes", "key_params", "value_params"):
+        assert torch.equal(ours.state[field], reference.state[field]), field
+
+
+def mask_of(case: Case) -> Tensor | None:
+    tokens = case.length + 1
+    if case.mask == "bool":
+        seen = torch.rand(BATCH, 1, case.lanes, tokens) > 0.3
+        seen[..., -1] = True
+        return seen.to(DEVICE)
+    if case.mask == "padding":
+        return (torch.arange(tokens) >= torch.tensor([0, 70]).view(-1, 1, 1, 1)).to(DEVICE)
+    if case.mask == "additive":
+        bias = torch.randn(BATCH, case.heads * case.queries, 1, tokens).to(case.dtype)
+        bias[0, :, :, :20] = torch.finfo(case.dtype).min
+        return bias.to(DEVICE)
+    return None
+
+
+@every_case
+def test_decode_attention_and_its_scores(case: Case) -> None:
+    layer = Layer(case, tiers.append)
+    layer.fill_slots()
+    query_heads = case.heads * case.queries
+    # As vmap leaves them: the lanes are folded in from an axis that lies outside.
+    q = torch.randn(case.lanes, BATCH, query_heads, case.head_dim).to(DEVICE, case.dtype).movedim(0, 2)
+    k, v = torch.randn(2, case.lanes, BATCH, case.heads, case.head_dim).to(DEVICE, case.dtype).movedim(1, 3)
+    sinks = torch.randn(query_heads).to(DEVICE, case.dtype) if case.sinks else None
+    tier = [layer.state[n] for n in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
+    arguments = (q, k, v, mask_of(case), sinks, layer.cursor, *tier, case.head_dim**-0.5, case.softcap)
+    out, scores = triton_decode.decode_attention(*arguments)
+    expected, expected_scores = attention.decode_attention(*arguments)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
+    assert out.is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
+def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: float) -> None:
+    """What the low-bit kernel unpacks codes to, in the dtype that the interpreter cannot show as well."""
+    byte = torch.arange(256, dtype=torch.int16)
+    assert torch.equal(byte.view(dtype).double(), byte * unit)
+
+
+@triton.jit
+def unpack_example(
+    elements, channels, key_numbers, value_channels, value_numbers,
+    width: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, plane_width: tl.constexpr, shared: tl.constexpr,
+):  # fmt: skip
+    """What the low-bit kernel's helpers make of `group` tokens' keys, and of as many values, in their order."""
+    planes: tl.constexpr = 8 // bits
+    columns: tl.constexpr = planes * 2 * width
+    column, token = tl.arange(0, columns), tl.arange(0, group)
+    channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, WIDTH=width)
+    tl.store(channels + column, channel)
+    packed = low_bit.load_keys(elements, group, width, True)
+    numbers = low_bit.unpacked_keys(packed, planes, bits, tl.float32)
+    tl.store(key_numbers + token[:, None] * columns + column[None, :], numbers)
+    runs: tl.constexpr = planes // shared
+    rows: tl.constexpr = columns // runs
+    for part in tl.static_range(runs):
+        row = part * rows + tl.arange(0, rows)
+        channel, _, _ = low_bit.value_rows(
+            part, shared=shared, runs=runs, halves=2, plane_width=plane_width, SPAN=plane_width, PIECE=width
+        )
+        tl.store(value_channels + row, channel)
+        at = elements + width + token[None, :] * (2 * width) + tl.arange(0, width)[:, None]
+        numbers = low_bit.unpacked_values(tl.load(at), part * shared, shared, bits, tl.float32)
+        tl.store(value_numbers + row[:, None] * group + token[None, :], numbers)
+
+
+def test_the_low_bit_tiles_worked_example() -> None:
+    """The docstring's tables against `quantize.pack`, against its formulas, and against the kernel's own helpers."""
+    doc = low_bit.__doc__ or ""
+    shown = {
+        name: [int(number, 0) for number in numbers.split()]
+        for name, numbers in re.findall(r"^ {8}(\S+(?: \S+)*) {2,}((?: ?0x\w+| *\d+)+)$", doc, re.M)
+    }
+    d, bits, group, width = 16, 2, 4, 2
+    pairs = torch.randint(0, 4, (group, 2, d), dtype=torch.uint8)
+    pairs[0, 0] = torch.tensor(shown["codes"])
+    packed = pack(pairs, bits)
+    assert packed[0, 0].tolist() == shown["bytes"]
+    assert packed[0, 0].view(torch.int32).tolist() == shown["word"]
+
+    places = list(zip(shown["field"], shown["element"], strict=True))
+    assert [4 * (f % 4) + 2 * e + f // 4 for f, e in places] == shown["channel"]
+    fields = [(shown["word"][0] >> (f // 4 * 8) >> 16 * e) & (3 << f % 4 * 2) for f, e in places]
+    assert fields == shown["number"]
+
+    new = functools.partial(torch.empty, dtype=torch.int32, device=DEVICE)
+    channels, value_channels = new(d), new(d)
+    keys, values = new(group, d), new(d, group)
+    elements = packed.to(DEVICE).view(torch.int16)
+    unpack_example[(1,)](
+        elements, channels, keys, value_channels, values, width=width, bits=bits, group=group, plane_width=4, shared=2
+    )
+    assert channels.tolist() == shown["channel"]
+    assert value_channels.tolist() == shown["part's channel"]
+    assert keys[0].tolist() == shown["number"]
+    assert [channel // 8 for channel in value_channels.tolist()] == shown["part"]
+    times = 4 ** (torch.arange(d) // 4)
+    assert torch.equal(keys.cpu(), (pairs[:, 0] * times)[:, shown["channel"]].int())
+    assert torch.equal(values.cpu(), (pairs[:, 1] * times)[:, shown["part's channel"]].int().T)
+
+    codes, params = torch.empty(1, 4, 8, 2, width), torch.empty(1, 4, 2, 2, d)
+    start, scales = codes[0, 3, 4, 0, 0].storage_offset(), params[0, 3, 1, 0, 0].storage_offset()
+    assert f"= {start // (2 * width)}, so at element\n    {start // (2 * width)} · 2 · width = {start} of" in doc
+    assert f"= {scales // (2 * d)}, so at number {scales // (2 * d)} · 2 · d = {scales}," in doc
+
+
+def test_decode_attention_is_split_over_programs_and_merged() -> None:
+    """Two multiprocessors' worth of splits over one head's low-bit tier; shares that are empty add nothing."""
+    case = Case(heads=1, length=1000, top_k=16)
+    assert triton_decode.split_count(1, 1024 // case.group, torch.device("cpu")) > 4
+    layer = Layer(replace(case, length=500), tiers.append)
+    layer.fill_slots()
+    q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
+    tier = [layer.state[n][:1] for n in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
+    arguments = (q, k, v, None, None, layer.cursor, *tier, 0.125, None)
+    for out, expected in zip(
+        triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
+    ):
+        torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "mask"])
+@pytest.mark.parametrize("tokens", [1, 7, 80])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_extend, "HOST_BLOCK", 48)  # several blocks, the last one not full
+    length, heads, queries, d = 150, 2, 2, 80
+    host = torch.randn(BATCH, heads, 256, 2, d)
+    host[:, :, length:] = float("nan")
+    q = torch.randn(BATCH, heads * queries, tokens, d).to(DEVICE)
+    k, v = torch.randn(2, BATCH, heads, tokens, d).to(DEVICE)
+    mask = None if causal else torch.rand(BATCH, 1, tokens, length + tokens).to(DEVICE) > 0.3
+    sinks = None if causal else torch.randn(heads * queries).to(DEVICE)
+    cursor = torch.tensor([length, 0, 0, 0], device=DEVICE)
+    arguments = (q, k, v, mask, sinks, cursor, host, d**-0.5, softcap)
+    expected = attention.extend_attention(*arguments)
+    tolerance = TOLERANCE[torch.float32]
+    torch.testing.assert_close(triton_extend.extend_attention(*arguments), expected, atol=tolerance, rtol=tolerance)
+
+
+def chosen(scores: Tensor, k: int) -> list[list[int]]:
+    wanted = torch.full((*scores.shape[:2], k), 7, dtype=torch.int32, device=DEVICE)
+    select.select_topk(scores.to(DEVICE), wanted)
+    return [[token for token in row if token >= 0] for row in wanted.flatten(0, 1).tolist()]
+
+
+@pytest.mark.parametrize(("capacity", "k"), [(256, 8), (300, 64), (5000, 1), (5000, 64), (9000, 100), (256, 400)])
+def test_selection_is_exactly_the_largest(capacity: int, k: int) -> None:
+    scores = torch.rand(BATCH, 2, capacity).pow(20)
+    scores[:, :, capacity - 50 :] = -1.0
+    expected = scores.topk(min(k, capacity - 50)).indices.sort().values.flatten(0, 1).tolist()
+    assert chosen(scores, k) == expected
+
+
+def test_selection_breaks_ties_by_position_and_takes_no_token_that_is_hidden() -> None:
+    scores = torch.full((1, 1, 5000), -1.0)
+    scores[0, 0, 100:4900:7] = 0.25
+    scores[0, 0, 4898] = 0.5
+    assert chosen(scores, 4) == [[100, 107, 114, 4898]]
+    scores[scores > 0] = 0.0  # a share that is too small for float32 is a share all the same
+    assert chosen(scores, 2) == [[100, 107]]
+    assert chosen(torch.full((1, 1, 300), -1.0), 3) == [[]]
+
+
+@pytest.mark.parametrize("k", [1, 8, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(k: int, dtype: torch.dtype) -> None:
+    capacity, heads, d = 400, 2, 80
+    host = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    slots = torch.zeros(BATCH, heads, k, 2, d, dtype=dtype, device=DEVICE)
+    index = torch.full((BATCH, heads, k), -1, dtype=torch.int32, device=DEVICE)
+    fetched = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    travelled = 0
+    for step in range(6):
+        near = torch.Generator().manual_seed(step)
+        wishes = [
+            torch.randperm(min(capacity, 2 * k), generator=near)[: max(0, k - row * step)]
+            for row in range(BATCH * heads)
+        ]
+        wanted = torch.full((BATCH, heads, k), -1, dtype=torch.int32)
+        for row, wish in enumerate(wishes):
+            wanted[row // heads, row % heads, : len(wish)] = wish
+        before = index.tolist()
+        triton_copy.gather(wanted.to(DEVICE), host, slots, index, fetched)
+        for row, wish in enumerate(wishes):
+            b, h = row // heads, row % heads
+            now = {token: place for place, token in enumerate(index[b, h].tolist()) if token >= 0}
+            assert set(now) == set(wish.tolist())
+            assert (index[b, h] >= 0).sum() == len(wish)
+            had = {token: place for place, token in enumerate(before[b][h]) if token >= 0}
+            travelled += len(set(now) - set(had)) * 2 * d * dtype.itemsize
+            for token, place in now.items():
+                assert had.get(token, place) == place
+                assert torch.equal(slots[b, h, place].cpu(), host[b, h, token])
+    assert fetched.item() == travelled
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int) -> None:
+    host = torch.zeros(BATCH, 2, 100, 2, 80)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    k, v = torch.randn(2, BATCH, tokens, 2, 80).to(DEVICE).transpose(2, 3)
+    triton_copy.write_through(k, v, torch.tensor([30, 0, 0, 0], device=DEVICE), host)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    expected = torch.zeros(BATCH, 2, 100, 2, 80)
+    expected[:, :, 30 : 30 + tokens] = torch.stack([k, v], 3).cpu()
+    assert torch.equal(host, expected)
+
+
+def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
+    """Without a GPU, in a process of its own: what runs in the interpreter cannot be compiled in the same one."""
+    script = Path(__file__).parents[1] / "compile_kernels.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sm_90") == done.stdout.count("sm_80") > 20

@@ -1,0 +1,95 @@
+"""What Inductor makes of the rewritten graphs, read from the code that it generates and runs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.fx import GraphModule
+from transformers import LlamaForCausalLM
+
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt
+from generated_code import compiled_phases, launches, names, state_left_alone
+from specache_compile.runtime.records import find_record
+
+OPTIONS = {**LOSSLESS, "lowering": "inductor"}
+
+
+@pytest.fixture
+def code(llama: LlamaForCausalLM) -> dict[str, list[str]]:
+    """The body of each phase's generated wrapper, line by line; and the tokens must be right."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=OPTIONS)
+    tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 60))
+    assert torch.equal(tokens, greedy(llama, prompt(70), 60))
+    phases = compiled_phases(twin)
+    assert len(sources) == len(phases)
+    return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}
+
+
+def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
+    order = names(code["decode"])
+    layer = ["work", "work", "work", "offload", "wait", "decode_attention_fused", "select_topk", "prefetch", "append"]
+    rest = ["work"] * 4
+    assert order == [*layer, *rest, *layer, *rest, "work"]
+
+
+def test_work_stands_between_a_prefetch_and_its_wait(code: dict[str, list[str]]) -> None:
+    """From layer 0's prefetch to the end of the step, and on to layer 0's wait in the next one."""
+    order = names(code["decode"])
+    behind = order[order.index("prefetch") :].count("work") + order[: order.index("wait")].count("work")
+    assert behind == order.count("work")
+
+
+def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(llama: LlamaForCausalLM) -> None:
+    """It fetches and stores nothing."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=OPTIONS)
+    greedy_unmasked(twin, prompt(70), 2)
+    forms = [form for graph in find_record(twin).graphs for form in graph.rewrites.made.values()]
+    (run,) = [form.run for form in forms if form.variant.phase.once]
+    assert isinstance(run, GraphModule)
+    called = [str(node.target) for node in run.graph.nodes if "specache." in str(node.target)]
+    ops = ["wait", "decode_attention_fused", "select_topk", "prefetch"]
+    assert called == 2 * [f"specache.{op}.default" for op in ops]
+
+
+def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
+    # torch 2.11 makes a batched product of the rotary table's angles, later versions a multiplication.
+    order = names([line for line in code["prefill"] if "extern_kernels.bmm" not in line])
+    assert order[:5] == ["work", "work", "work", "offload", "append"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: str) -> None:
+    assert state_left_alone(code[phase]) > 8
+
+
+@pytest.mark.parametrize("settings", [{"speculate": False}, {"top_k": 0, "bits": 16}, {"bits": 4}])
+def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options={**OPTIONS, **settings})
+    mask = torch.ones(2, 80, dtype=torch.int64)
+    mask[1, :30] = 0
+    inputs = {"input_ids": prompt(80, 2), "attention_mask": mask}
+    expected = llama.generate(**inputs, max_new_tokens=40, do_sample=False)
+    assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
+
+
+def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
+    """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=OPTIONS)
+    ids = prompt(235)
+    expected = greedy(llama, ids, 40, prefill_chunk_size=70)
+    assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
+
+
+def test_bfloat16_runs_through_inductor(llama: LlamaForCausalLM) -> None:
+    half = copy.deepcopy(llama).bfloat16()
+    twin = copy.deepcopy(half)
+    twin.compile(backend="specache", options={**OPTIONS, "lowering": "inductor"})
+    agree = (greedy(twin, prompt(70), 30) == greedy(half, prompt(70), 30)).float().mean()
+    assert agree > 0.7

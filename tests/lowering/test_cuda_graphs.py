@@ -1,0 +1,453 @@
+"""What surrounds a captured step, on any machine: a stand-in for the CUDA graph runs the step when it is replayed.
+
+The capture itself is tested on a GPU (test_gpu.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from transformers import LlamaForCausalLM
+
+from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from specache_compile.kernels import copy_stream, deferred, triton_copy
+from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.deferred import Deferred, Fetch
+from specache_compile.lowering import cuda_graphs
+from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
+from specache_compile.passes.context import Context, Input
+from specache_compile.passes.phase import DECODE
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Recording notes the inputs' addresses by closure, as CUDA does; a replay writes the same outputs again.
+
+    The deferred fetches are made at a replay's start, and left out where the step would make them.
+    """
+    recorded: list[int] = []
+    left_out: set[int] = set()
+    submit = CopyQueue.submit_prefetch
+
+    def record(
+        step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch]
+    ) -> tuple[Callable[[], object], list[Any]]:
+        outputs: list[Any] = []
+
+        def replay() -> None:
+            for fetch in first:
+                torch.ops.specache.prefetch(*fetch)
+            left_out.update(fetch[3].data_ptr() for fetch in first)
+            made = list(step())
+            left_out.clear()
+            if not outputs:
+                outputs.extend(made)
+            for old, new in zip(outputs, made, strict=True):
+                if isinstance(old, Tensor):
+                    old.copy_(new)
+
+        recorded.append(len(first))
+        return replay, outputs
+
+    def submit_prefetch(queue: CopyQueue, slots: Tensor, job: Callable[[], None]) -> None:
+        if slots.data_ptr() not in left_out:
+            submit(queue, slots, job)
+
+    monkeypatch.setattr(CopyQueue, "submit_prefetch", submit_prefetch)
+    monkeypatch.setattr(cuda_graphs, "record", record)
+    return recorded
+
+
+def step(x: Tensor, weight: Tensor, state: Tensor) -> list[Tensor]:
+    state += 1
+    return [x * weight + state]
+
+
+def test_a_replay_reads_new_arguments_and_leaves_old_outputs_alone() -> None:
+    x, weight, state = torch.ones(3), torch.nn.Parameter(torch.full((3,), 2.0), requires_grad=False), torch.zeros(3)
+    captured = capture(step, [x, weight, state], [False, False, True], CPU)
+    first = captured([torch.ones(3), weight, state])[0]
+    second = captured([torch.full((3,), 5.0), weight, state])[0]
+    assert first.tolist() == [3.0] * 3
+    assert second.tolist() == [12.0] * 3
+
+
+def test_arguments_of_inference_mode_can_be_replayed_outside_of_it() -> None:
+    weight, state = torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.zeros(3)
+    with torch.inference_mode():
+        captured = capture(step, [torch.ones(3), weight, state], [False, False, True], CPU)
+    assert captured([torch.ones(3), weight, state])[0].tolist() == [2.0] * 3
+
+
+def test_a_parameter_that_moved_is_captured_anew(stand_in: list[int]) -> None:
+    steps, state = RecordedSteps(), torch.zeros(3)
+    for value in (2.0, 3.0):
+        weight = torch.nn.Parameter(torch.full((3,), value), requires_grad=False)
+        for _ in range(3):
+            out = steps.run(step, [torch.ones(3), weight, state], [False, False, True], CPU, pytest.fail, Deferred())[0]
+        assert out.tolist() == [value + float(state[0])] * 3
+    assert (len(stand_in), steps.replays) == (2, 5)
+
+
+def test_an_input_that_moves_in_every_step_is_given_up_on_after_two_recaptures(stand_in: list[int]) -> None:
+    steps, state, told = RecordedSteps(), torch.zeros(1 << 19), []
+    weight = torch.nn.Parameter(torch.ones(1 << 19), requires_grad=False)
+    for number in range(5):
+        x = torch.full((1 << 19,), float(number))  # 2 MiB, each elsewhere: the one before is still there
+        told.append((x, []))
+        out = steps.run(step, [x, weight, state], [False, False, True], CPU, told[-1][1].append, Deferred())[0]
+        assert out[0] == number + state[0]
+    assert [given_up for _, given_up in told] == [[], [], [], [], [0]]
+    assert len(stand_in) == 3
+    assert step not in steps.steps, "a graph that is not replayed again holds no memory"
+
+
+def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None:
+    steps, state, kept = RecordedSteps(), torch.zeros(1), []
+    for _ in range(6):
+        kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
+        for _ in range(2):
+            steps.run(step, [torch.ones(1), kept[-1], state], [False, False, True], CPU, pytest.fail, Deferred())
+    assert len(stand_in) == 6
+
+
+def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_it(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "COPIED_BYTES", 16)
+    llama = tiny_llama()
+    twin = compile_copy(llama, mode="reduce-overhead")
+    vectors, kept = llama.get_input_embeddings().weight.detach(), []
+
+    def run(model: LlamaForCausalLM) -> Tensor:
+        logits = []
+        with torch.no_grad():
+            cache = model(prompt(50), use_cache=True).past_key_values
+            for place in range(50, 60):
+                kept.append(vectors[place].clone().view(1, 1, -1))
+                given = {"inputs_embeds": kept[-1], "position_ids": torch.tensor([[place]])}
+                logits.append(model(**given, past_key_values=cache).logits)
+        return torch.cat(logits)
+
+    with pytest.warns(UserWarning, match="any more: input .*inputs_embeds.* lies elsewhere in every step") as warned:
+        generations = [run(twin), run(twin)]
+    assert len([w for w in warned if "any more" in str(w.message)]) == 1
+    assert len(stand_in) == 3, "one capture, two more, and none in the second generation"
+    torch.testing.assert_close(generations, [run(llama)] * 2, atol=1e-3, rtol=1e-3)
+
+
+def symbolic(length: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Fakes of new keys [B, H, 1, d] and of a mask [B, 1, 1, n], with symbols for B and n."""
+    mode, dynamic = FakeTensorMode(shape_env=ShapeEnv()), DimDynamic.DYNAMIC
+    static = DimDynamic.STATIC
+    keys, mask = torch.empty(batch, 2, 1, 8), torch.empty(batch, 1, 1, length)
+    return (
+        mode.from_tensor(keys, symbolic_context=StatelessSymbolicContext([dynamic, static, static, static])),
+        mode.from_tensor(mask, symbolic_context=StatelessSymbolicContext([static, static, static, dynamic])),
+    )
+
+
+@pytest.mark.parametrize(("read", "reason"), [("keys", None), ("mask", "input mask changes its size")])
+def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: str | None) -> None:
+    """A session has one batch size, whatever its graph takes."""
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in ("keys", "mask")}
+    graph.output((graph.call_function(torch.neg, (nodes[read],)),))
+    nodes["keys"].meta["val"], nodes["mask"].meta["val"] = symbolic(40, 3)
+    inputs = [Input("argument", argument=0), Input("argument", argument=1)]
+    settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
+    context = Context(DECODE, **settings, cursor=torch.empty(4), inputs=inputs)
+    context.sites.append(SimpleNamespace(k=nodes["keys"]))
+    told = reason_not_to_capture(torch.fx.GraphModule({}, graph), context)
+    assert told is None if reason is None else str(told).startswith(reason)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_steps_of_a_padded_batch_are_captured(
+    llama: LlamaForCausalLM, batch: int, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask grows outside of the graph, which reads the session's padding where it lies; across two buckets."""
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(llama, mode="reduce-overhead")
+    ids = prompt(230, batch)
+    mask = torch.ones_like(ids)
+    mask[0, :41] = 0
+    assert torch.equal(greedy(twin, ids, 60, attention_mask=mask), greedy(llama, ids, 60, attention_mask=mask))
+    assert len(stand_in) == 2
+
+
+def test_steps_of_calls_without_position_ids_are_captured(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(llama, mode="reduce-overhead")
+
+    def run(model: LlamaForCausalLM) -> Tensor:
+        with torch.no_grad():
+            out = model(prompt(50, 2), use_cache=True)
+            logits = []
+            for token in prompt(9, 2).split(1, 1):
+                out = model(token, past_key_values=out.past_key_values)
+                logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
+    assert len(stand_in) == 1
+
+
+@pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
+def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
+    llama: LlamaForCausalLM, speculate: bool, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 200 to 520 tokens there are three buckets: each is warmed up, captured once, and replayed."""
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = copy.deepcopy(llama)
+    options = {**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead", "speculate": speculate}
+    twin.compile(backend="specache", options=options)
+    ids = prompt(200)
+    assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(llama, ids, 320))
+    assert len(stand_in) == 3
+
+
+def test_a_forks_steps_are_its_own(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options={**LOSSLESS, "lowering": "eager", "mode": "reduce-overhead"})
+
+    def run(model: LlamaForCausalLM) -> Tensor:
+        with torch.no_grad():
+            cache = model(prompt(100), use_cache=True).past_key_values
+            for token in range(4):
+                decode(model, token, 100 + token, cache)
+            fork = copy.deepcopy(cache)
+            return torch.cat([decode(model, t, 104 + t, c) for t in range(4) for c in (cache, fork)])
+
+    def decode(model: LlamaForCausalLM, token: int, position: int, cache: Any) -> Tensor:
+        place = torch.tensor([[position]])
+        return model(torch.tensor([[token]]), past_key_values=cache, position_ids=place).logits
+
+    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
+    assert len(stand_in) == 2
+
+
+def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(llama, lowering="eager", mode="reduce-overhead")
+    with torch.no_grad():
+        cache = twin(prompt(40), use_cache=True).past_key_values
+        session = cache.layers[0].keys.handle.session
+        session.capturable = False
+        for place in range(40, 44):
+            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        assert not stand_in
+        session.capturable = True
+        for place in range(44, 46):
+            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        assert len(stand_in) == 1
+
+
+def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captured(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(llama, mode="reduce-overhead")
+    with torch.no_grad():
+        cache = twin(prompt(40, 2), use_cache=True).past_key_values
+        masks = [torch.ones(2, 1, 1, n, dtype=torch.bool) for n in (41, 42)]
+        twin(prompt(1, 2), past_key_values=cache, attention_mask=masks[0])
+        with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
+            twin(prompt(1, 2), past_key_values=cache, attention_mask=masks[1])
+
+
+def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
+    """Logits of steps on ids and on vectors, extends, crops, forks and bucket growth, in turn on one cache."""
+
+    def forward(cache: Any, tokens: int, given: dict[str, Tensor] | None = None) -> Any:
+        start = cache.get_seq_length() if cache else 0
+        given = given or {"input_ids": prompt(tokens, 1, start)}
+        place = torch.arange(start, start + tokens)[None]
+        return model(**given, past_key_values=cache, position_ids=place, use_cache=True)
+
+    def steps(cache: Any, count: int) -> Iterator[Tensor]:
+        for _ in range(count):
+            yield forward(cache, 1).logits
+
+    cache = forward(None, 200).past_key_values
+    yield from steps(cache, 6)
+    for _ in range(2):
+        yield forward(cache, 1, {"inputs_embeds": vectors[None, :1]}).logits
+        yield from steps(cache, 1)
+    fork = copy.deepcopy(cache)
+    yield from steps(cache, 4)
+    yield from steps(fork, 4)
+    yield forward(cache, 30).logits
+    yield from steps(cache, 5)
+    cache.crop(-20)
+    yield from steps(cache, 50)  # beyond 256
+
+
+@torch.no_grad()
+def test_what_is_captured_answers_bit_for_bit_as_what_is_not(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few slots, so that a fetch that is missing, or that is made too late, changes the logits."""
+    vectors = llama.get_input_embeddings().weight.detach()
+    expected = list(walk(compile_copy(llama, top_k=8), vectors))
+    assert not stand_in
+    torch._dynamo.reset()
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    answers = list(walk(compile_copy(llama, top_k=8, mode="reduce-overhead"), vectors))
+    assert stand_in == [1] * 4, "on ids, on vectors, of the fork, and of the next bucket"
+    assert [torch.equal(ours, theirs) for ours, theirs in zip(answers, expected, strict=True)] == [True] * len(expected)
+
+
+@torch.no_grad()
+def test_the_last_layers_fetch_is_left_to_the_next_replay(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(llama, top_k=8, mode="reduce-overhead")
+    cache = twin(prompt(200), use_cache=True).past_key_values
+    session = cache.layers[0].keys.handle.session
+
+    def pending() -> list[bool]:
+        session.queue.drain()
+        return [layer["wanted"].sort().values.ne(layer["slot_index"].sort().values).any() for layer in session.state]
+
+    for token in range(6):
+        twin(prompt(1, 1, token), past_key_values=cache, position_ids=torch.tensor([[200 + token]]))
+    assert pending() == [False, True]
+    session.drain()
+    assert pending() == [False, False]
+    for token in range(2):
+        twin(prompt(1, 1, token), past_key_values=cache, position_ids=torch.tensor([[206 + token]]))
+    session.abandon_step()
+    session.drain()
+    assert all((layer["slot_index"] == -1).all() for layer in session.state), "a step that failed is owed nothing"
+
+
+class Stream:
+    """Knows what has to end before what is launched on it next."""
+
+    def __init__(self) -> None:
+        self.behind: set[str] = set()
+
+    def wait_event(self, event: set[str]) -> None:
+        self.behind |= event
+
+    def wait_stream(self, other: Stream) -> None:
+        self.behind |= other.behind
+
+    def record_event(self) -> set[str]:
+        return set(self.behind)
+
+
+def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers captured on streams that only keep account: what each launch waits for."""
+    main, copies = Stream(), Stream()
+    current, launched = [main], {}
+
+    @contextmanager
+    def stream(other: Stream) -> Iterator[None]:
+        current.append(other)
+        yield
+        current.pop()
+
+    def launch(name: str) -> None:
+        assert name not in launched
+        launched[name] = set(current[-1].behind)
+        current[-1].behind.add(name)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(copy_stream, "stream_of", lambda device: copies)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest: launch(f"gather {int(wanted)}"))
+    cursor = torch.zeros(4)
+    layers = [(torch.tensor(number), cursor, *(torch.zeros(1) for _ in range(4))) for number in range(2)]
+    monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)
+    with deferred.made_first(layers[1:], copies.record_event):
+        for number, fetch in enumerate(layers):
+            copy_stream.wait(fetch[0], cursor, *fetch[3:5])
+            launch(f"attend {number}")
+            copy_stream.prefetch(*fetch)
+    copy_stream.join_capture(CPU)
+    assert list(launched) == ["gather 1", "attend 0", "gather 0", "attend 1"]
+    assert launched["attend 0"] == set()
+    assert launched["gather 0"] == {"gather 1", "attend 0"}
+    assert launched["attend 1"] == {"gather 1", "attend 0"}, "it waits for its own slots, and for no others"
+    assert main.behind == {"gather 0", "gather 1", "attend 0", "attend 1"}, "all is joined before the capture ends"
+    assert not deferred._made_first
+
+
+def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy stream is brought back first: CUDA ends no capture without it, and its error would hide the cause."""
+    joined: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
+    monkeypatch.setattr(copy_stream, "join_capture", joined.append)
+
+    def failing() -> list[Tensor]:
+        raise torch.OutOfMemoryError("the cause")
+
+    with pytest.raises(torch.OutOfMemoryError, match="the cause"):
+        record(failing, CPU, ())
+    assert joined == [CPU]
+
+
+def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own capture stream is of the device that captured first, whichever the model is on."""
+    told: list[Any] = []
+
+    @contextmanager
+    def noted(*given: Any, **settings: Any) -> Iterator[None]:
+        told.append(settings.get("stream", given[0]))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", noted)
+    monkeypatch.setattr(torch.cuda, "device", noted)
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(copy_stream, "join_capture", lambda device: None)
+    record(list, torch.device("cuda:1"), ())
+    assert told == [torch.device("cuda:1"), "stream of cuda:1"]
+
+
+def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:
+    """What a kernel got from a number in host memory is part of the capture: a replay would take the old one."""
+    graph = torch.fx.Graph()
+    x, factor = (graph.placeholder(name) for name in ("x", "factor"))
+    graph.output((graph.call_function(torch.mul, (x, factor)),))
+    x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
+    inputs = [Input("argument", argument=0), Input("argument", argument=1)]
+    settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
+    context = Context(DECODE, **settings, cursor=torch.empty(4, device="meta"), inputs=inputs)
+    step = torch.fx.GraphModule({}, graph)
+    assert "input factor is on cpu" in str(reason_not_to_capture(step, context))
+    factor.meta["val"] = torch.empty((), device="meta")
+    assert reason_not_to_capture(step, context) is None
+
+
+def test_nothing_is_captured_on_a_cpu(llama: LlamaForCausalLM, stand_in: list[int]) -> None:
+    twin = compile_copy(llama, lowering="eager")
+    greedy(twin, prompt(30), 5)
+    assert not stand_in

@@ -1,0 +1,327 @@
+"""Layers that are alike are compiled once, and the folded graph does what the whole graph does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import logging
+import operator
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
+from families import FAMILIES, Family
+from generated_code import compiled_phases, launches, names, state_left_alone
+from specache_compile.lowering import lower
+from specache_compile.lowering.fold_layers import fold_layers
+from specache_compile.passes.overlap import mutated_arguments
+from specache_compile.runtime.records import find_record
+
+BY_NAME = {family.name: family for family in FAMILIES}
+# Names, and how many kinds of layers each has.
+FOLDED = {
+    "gemma2": 2, "smollm3": 2, "glm4_moe": 1, "gpt_neox": 1, "opt": 1,
+    "gpt_oss": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
+    """The graphs that Inductor would get. In its place they run as they are, with what they were compiled for alone."""
+    made: list[GraphModule] = []
+
+    def compile_fx(part: GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
+        made.append(part)
+
+        def run(*values: Any) -> Any:
+            for value, fake in zip(values, inputs, strict=True):
+                assert layout(value, fake) == layout(fake, fake)
+            return Interpreter(part).run(*values)
+
+        return run
+
+    monkeypatch.setattr(lower, "compile_fx", compile_fx)
+    return made
+
+
+def layout(value: Any, fake: Any) -> Any:
+    """What compiled code asserts about an input: all but sizes that are symbols, and strides that tell nothing."""
+    if not isinstance(fake, Tensor):
+        return type(fake) is torch.SymInt or value
+    known = [dim for dim, size in enumerate(fake.shape) if isinstance(size, int)]
+    sizes = [value.shape[dim] for dim in known]
+    strides = [value.stride(dim) for dim in known if fake.shape[dim] > 1 and isinstance(fake.stride(dim), int)]
+    return value.dtype, value.device, value.dim(), sizes, strides
+
+
+def of_depth(family: Family, layers: int) -> Any:
+    """A model of the family with so many layers, of each kind in turn."""
+    settings = {**family.settings, "num_hidden_layers": layers}
+    for name in ("layer_types", "no_rope_layers"):
+        if name in settings:
+            settings[name] = settings[name] * (layers // 2)
+    return dataclasses.replace(family, settings=settings).model()
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    model.compile(backend="specache", options={**LOSSLESS, "lowering": "inductor", **options})
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
+    """Before the layers, each kind of them, and after them, in prefill and decode."""
+    model = compiled(of_depth(BY_NAME[name], 4))
+    plain = of_depth(BY_NAME[name], 4)
+    assert torch.equal(greedy(model, prompt(50), 60), greedy(plain, prompt(50), 60))
+    assert len(compiles) == 2 * (FOLDED[name] + 2)
+
+
+def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: list[GraphModule]) -> None:
+    counts = []
+    for layers in (4, 8):
+        torch._dynamo.reset()
+        plain = tiny_llama(num_hidden_layers=layers)
+        assert torch.equal(greedy(compiled(copy.deepcopy(plain)), prompt(70), 5), greedy(plain, prompt(70), 5))
+        counts.append(len(compiles))
+    assert counts == [6, 12]
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_few_layers_are_compiled_whole(layers: int, compiles: list[GraphModule]) -> None:
+    greedy(compiled(tiny_llama(num_hidden_layers=layers)), prompt(70), 3)
+    assert len(compiles) == 2
+
+
+def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
+    """Past a bucket while it runs, in chunks, for two batch sizes; each bucket compiles its regions anew."""
+    plain = tiny_llama(num_hidden_layers=4)
+    model = compiled(copy.deepcopy(plain))
+    mask = torch.ones(2, 240, dtype=torch.int64)
+    mask[1, :30] = 0
+    for inputs in ({"input_ids": prompt(240)}, {"input_ids": prompt(240, 2), "attention_mask": mask}):
+        asked = {**inputs, "max_new_tokens": 40, "do_sample": False}
+        assert torch.equal(model.generate(**asked), plain.generate(**asked))
+    assert len(compiles) % 3 == 0
+
+
+def test_the_ops_run_in_the_order_that_overlap_chose_on_their_own_layers_state(
+    compiles: list[GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode step's ops with what each writes, as they ran, beside those of the rewritten graph."""
+    ran: list[tuple[str, int]] = []
+    run_node = Interpreter.run_node
+
+    def note(self: Interpreter, node: Node) -> Any:
+        for written in mutated_arguments(node)[:1]:
+            if not isinstance(self.env[written], FakeTensor):
+                ran.append((node.target.name(), self.env[written].data_ptr()))
+        return run_node(self, node)
+
+    monkeypatch.setattr(Interpreter, "run_node", note)
+    model = compiled(tiny_llama(num_hidden_layers=6), top_k=8)
+    with torch.no_grad():
+        out = model(prompt(70))
+        for _ in range(2):
+            ran.clear()
+            out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+    graph = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
+    session = out.past_key_values.layers[0].keys.handle.session
+    state = {f"{field}_{layer}": value for layer, fields in enumerate(session.state) for field, value in fields.items()}
+    expected = [
+        (node.target.name(), state[mutated_arguments(node)[0].name].data_ptr())
+        for node in graph.rewrites.modules["decode"].graph.nodes
+        if mutated_arguments(node)
+    ]
+    assert len(expected) == 6 * 5
+    assert ran == expected
+
+
+@pytest.fixture(scope="module")
+def code() -> dict[str, list[list[str]]]:
+    """What the parts of a folded graph of four layers launch, phase by phase; and the tokens must be right."""
+    torch._dynamo.reset()
+    plain = tiny_llama(num_hidden_layers=4)
+    model = compiled(copy.deepcopy(plain))
+    tokens, sources = run_and_get_code(lambda: greedy_unmasked(model, prompt(70), 60))
+    assert torch.equal(tokens, greedy(plain, prompt(70), 60))
+    phases = compiled_phases(model)
+    assert len(sources) == 3 * len(phases)
+    bodies = [launches(source) for source in sources]
+    return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
+
+
+def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[str, list[list[str]]]) -> None:
+    before, layer, after = map(names, code["decode"])
+    attention = ["offload", "wait", "decode_attention_fused", "select_topk", "prefetch", "append"]
+    assert (before, layer, after) == ([], ["work"] * 3 + attention + ["work"] * 4, ["work"])
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[list[str]]], phase: str) -> None:
+    before, layer, after = map(state_left_alone, code[phase])
+    assert (before, after) == (0, 0)
+    assert layer > 4
+
+
+def layers_of(count: int, change: Any = None) -> tuple[GraphModule, list[Any], FakeTensorMode]:
+    """A graph of `count` layers h = relu(h + h @ w), with fakes for its inputs; `change` edits it."""
+    mode = FakeTensorMode()
+    graph = Graph()
+    hidden = graph.placeholder("x")
+    names = [f"l_self_modules_layers_modules_{i}_parameters_weight_" for i in range(count)]
+    weights = [graph.placeholder(name) for name in names]
+    for weight in weights:
+        product = graph.call_function(torch.matmul, (hidden, weight))
+        hidden = graph.call_function(torch.relu, (graph.call_function(torch.add, (hidden, product)),))
+    graph.output((hidden, None, 7))
+    if change is not None:
+        change(graph)
+    module = GraphModule({}, graph)
+    with mode, torch.set_grad_enabled(torch.is_grad_enabled()):  # a graph may switch it
+        inputs = [torch.empty(3, 4), *(torch.empty(4, 4) for _ in weights)]
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
+    return module, inputs, mode
+
+
+def test_a_folded_graph_returns_what_the_whole_graph_does() -> None:
+    module, inputs, _ = layers_of(6)
+    parts: list[GraphModule] = []
+    folded = fold_layers(module, inputs, lambda part, fakes: parts.append(part) or part)
+    assert folded is not None
+    assert len(parts) == 1
+    values = [torch.randn(value.shape) for value in inputs]
+    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
+
+
+def test_values_of_several_layers_stay_apart() -> None:
+    """Two alike layers hand on fakes that are alike; were they one object, a part that takes both would read one."""
+
+    def change(graph: Graph) -> None:
+        relus = graph.find_nodes(op="call_function", target=torch.relu)
+        output = next(iter(graph.find_nodes(op="output")))
+        with graph.inserting_before(output):
+            difference = graph.call_function(torch.sub, (relus[1], relus[3]))
+        output.args = ((difference,),)
+
+    module, inputs, _ = layers_of(6, change)
+    taken: list[list[Any]] = []
+    folded = fold_layers(module, inputs, lambda part, fakes: taken.append(fakes) or part)
+    assert folded is not None
+    assert all(len({id(fake) for fake in fakes}) == len(fakes) for fakes in taken)
+    values = [torch.randn(value.shape) for value in inputs]
+    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
+
+
+def in_place_across_a_border(graph: Graph) -> None:
+    relus = graph.find_nodes(op="call_function", target=torch.relu)
+    with graph.inserting_before(relus[2].next):
+        graph.call_function(operator.iadd, (relus[1], 1))
+
+
+def weights_that_come_back(graph: Graph) -> None:
+    products = graph.find_nodes(op="call_function", target=torch.matmul)
+    products[-1].args = (products[-1].args[0], products[0].args[1])
+
+
+def a_gradient_switch(graph: Graph) -> None:
+    with graph.inserting_before(graph.find_nodes(op="call_function", target=torch.relu)[2]):
+        graph.call_function(torch._C._set_grad_enabled, (False,))
+
+
+def autocast_over_layers(graph: Graph) -> None:
+    first, *_, last = graph.find_nodes(op="call_function", target=torch.relu)
+    with graph.inserting_before(first):
+        entered = graph.call_function(_enter_autocast, ("cpu", torch.bfloat16, True, None))
+    with graph.inserting_after(last):
+        graph.call_function(_exit_autocast, (entered,))
+
+
+def weights_of_two_layers_in_one_node(graph: Graph) -> None:
+    products = graph.find_nodes(op="call_function", target=torch.matmul)
+    with graph.inserting_before(products[1]):
+        both = graph.call_function(torch.add, (products[1].args[1], products[2].args[1]))
+    products[2].args = (products[2].args[0], both)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        in_place_across_a_border, weights_that_come_back, a_gradient_switch, autocast_over_layers,
+        weights_of_two_layers_in_one_node,
+    ],
+)  # fmt: skip
+def test_a_graph_whose_parts_are_not_independent_is_not_cut(change: Any) -> None:
+    module, inputs, _ = layers_of(6, change)
+    assert fold_layers(module, inputs, pytest.fail) is None
+    assert not torch.is_autocast_enabled("cpu"), "looking at a graph leaves no mode behind"
+
+
+def test_sizes_are_returned_and_used() -> None:
+    """A size that is an output, one made from it, and a tensor of so many numbers before the layers."""
+
+    def change(graph: Graph) -> None:
+        x = next(iter(graph.find_nodes(op="placeholder")))
+        first = next(iter(graph.find_nodes(op="call_function", target=torch.matmul)))
+        output = next(iter(graph.find_nodes(op="output")))
+        with graph.inserting_before(first):
+            size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+            more = graph.call_function(operator.add, (size, 1))
+            counted = graph.call_function(torch.arange, (size,))
+            moved = graph.call_function(torch.add, (x, size))
+        first.args = (moved, first.args[1])
+        output.args = ((more, size, counted, *output.args[0]),)
+
+    module, inputs, _ = layers_of(6, change)
+    folded = fold_layers(module, inputs, lambda part, fakes: part)
+    assert folded is not None
+    values = [torch.randn(value.shape) for value in inputs]
+    torch.testing.assert_close(list(folded(*values)), list(module(*values)), atol=0, rtol=0)
+
+
+def test_an_unlike_layer_is_compiled_with_its_unlike_neighbours() -> None:
+    def change(graph: Graph) -> None:
+        first, second, *_ = graph.find_nodes(op="call_function", target=torch.relu)
+        first.target, second.target = torch.sigmoid, torch.tanh
+
+    module, inputs, _ = layers_of(6, change)
+    parts: list[GraphModule] = []
+    assert fold_layers(module, inputs, lambda part, fakes: parts.append(part) or part) is not None
+    assert len(parts) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_progress_is_a_line_on_a_terminal_and_a_log_everywhere(
+    stream: io.StringIO, compiles: list[GraphModule], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with caplog.at_level(logging.INFO, "specache_compile.lowering.progress"):
+        greedy(compiled(tiny_llama(num_hidden_layers=4)), prompt(70), 2)
+    assert bool(stream.getvalue()) == stream.isatty()
+    if stream.isatty():
+        assert re.search(r"specache: compiling graph\d+, prefill.*part 2 of 3, for 4 of 6", stream.getvalue())
+    logged = [re.sub(r"graph\d+|[\d.]+ s", "", message) for message in caplog.messages]
+    assert logged[:5] == [
+        "compiling , prefill: passes",
+        "compiling , prefill: part 1 of 3, for 1 of 6",
+        "compiling , prefill: part 2 of 3, for 4 of 6",
+        "compiling , prefill: part 3 of 3, for 1 of 6",
+        "compiled , prefill in ",
+    ]

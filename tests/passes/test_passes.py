@@ -1,0 +1,388 @@
+"""Each pass on a hand-built graph of a few nodes: the text that comes out, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, context_for, decode_graph, text
+from specache_compile.lowering.lower import trust_indices
+from specache_compile.passes.clean_up import clean_up
+from specache_compile.passes.context import Context, Input, output_node
+from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.known_sizes import fill_in_sizes
+from specache_compile.passes.lane_rules import own_rules, product, rows_times
+from specache_compile.passes.overlap import critical_path, dependencies, is_copy, is_wait, overlap
+from specache_compile.passes.own_cache import own_cache
+from specache_compile.passes.phase import DECODE, PREFILL
+from specache_compile.passes.prefetch import prefetch
+from specache_compile.passes.rewrite_attention import rewrite_attention
+from specache_compile.passes.speculate import run_lanes
+from specache_compile.passes.store import store
+
+
+def products_graph(batch: int) -> GraphModule:
+    """A rotary table's product and its double, linear layers of both kinds, and a product of vectors."""
+    builder = GraphBuilder()
+    x, frequencies = builder.input("x", batch, 1, DIM), builder.input("frequencies", batch, 6, 1)
+    weight, bias = builder.input("weight", DIM, DIM), builder.input("bias", DIM)
+    angles = builder.call(torch.matmul, (batch, 6, DIM), frequencies, x)
+    both = builder.call(torch.cat, (batch, 6, 2 * DIM), (angles, angles), dim=-1)
+    hidden = builder.call(F.linear, (batch, 1, DIM), x, weight, bias)
+    rows = builder.call(torch.flatten, (batch, DIM), hidden, 0, 1)
+    out = builder.call(torch.addmm, (batch, DIM), bias, rows, weight)
+    return builder.finish(both, hidden, out, builder.call(torch.matmul, (DIM,), weight, bias))
+
+
+def run(graph_module: GraphModule, context: Context, *passes: Any) -> GraphModule:
+    for step in passes:
+        graph_module, _ = step(graph_module, context)
+        graph_module.graph.lint()
+    return graph_module
+
+
+class TestSnapshots(expecttest.TestCase):
+    def test_captured(self) -> None:
+        graph_module, _ = decode_graph()
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+cat = cat([past_k0, k0])
+cat_1 = cat([past_v0, v0])
+scaled_dot_product_attention = scaled_dot_product_attention(q0, cat, cat_1)
+matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
+return (matmul, cat, cat_1)
+""",
+        )
+
+    def test_own_cache(self) -> None:
+        graph_module, context = decode_graph()
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache)),
+            """\
+cat = cat([past_k0, k0])
+cat_1 = cat([past_v0, v0])
+scaled_dot_product_attention = scaled_dot_product_attention(q0, cat, cat_1)
+matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
+return (matmul, None, None)
+""",
+        )
+        assert context.held_outputs == {1: (0, "keys"), 2: (0, "values")}
+
+    def test_rewrite_attention(self) -> None:
+        graph_module, context = decode_graph()
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache, rewrite_attention)),
+            """\
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, recent_0, slots_0, slot_index_0, 0.25, None)
+getitem = getitem(decode_attention_default, 0)
+matmul = matmul(getitem, getitem)
+return (matmul, None, None)
+""",  # noqa: E501
+        )
+        assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 6
+
+    def test_own_rules(self) -> None:
+        graph_module = products_graph(batch=3)
+        assert own_rules(graph_module) == 4
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+matmul = product(frequencies, x)
+cat = cat((matmul, matmul), -1)
+linear = rows_times(x, weight, bias)
+flatten = flatten(linear, 0, 1)
+addmm = rows_times_transposed(flatten, weight, bias)
+matmul_1 = matmul(weight, bias)
+return (cat, linear, addmm, matmul_1)
+""",
+        )
+
+    def test_fill_in_sizes(self) -> None:
+        builder = GraphBuilder()
+        past, new = builder.input("past", 1, HEADS, PAST, DIM), builder.input("new", 1, HEADS, 1, DIM)
+        size = builder.call(torch.Tensor.size, (), past)
+        size.meta["example_value"] = torch.Size((1, HEADS, PAST, DIM))
+        length, total = builder.call(operator.getitem, (), size, 2), builder.graph.call_function(operator.add)
+        total.args = (length, 1)
+        length.meta["example_value"], total.meta["example_value"] = PAST, PAST + 1
+        positions = builder.call(torch.arange, (PAST + 1,), total)
+        graph_module = builder.finish(builder.call(torch.cat, (1, HEADS, PAST + 1, DIM), [past, new], -2), positions)
+        assert fill_in_sizes(graph_module) == 2
+        assert not size.users
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+size = size(past)
+arange = arange(41)
+cat = cat([past, new], -2)
+return (cat, arange)
+""",
+        )
+
+    def test_trust_indices(self) -> None:
+        """Made of sizes, of an input, of no tensor; and a table that is no padding."""
+        builder = GraphBuilder()
+        padding, ids = builder.input("padding", 3, PAST), builder.input("ids", 3)
+        ids.meta["example_value"] = ids.meta["example_value"].long()
+        table = builder.input("table", 3, PAST)
+        padding.meta["example_value"] = padding.meta["example_value"].bool()
+        row, column = builder.call(torch.arange, (3,), 3), builder.call(torch.arange, (3,), 3)
+        for made in (row, column):
+            made.meta["example_value"] = made.meta["example_value"].long()
+        looked_up = [
+            (padding, (row, column)),
+            (padding, (ids, column)),
+            (padding, (row, slice(None))),
+            (table, (row, column)),
+        ]
+        graph_module = builder.finish(*(builder.call(operator.getitem, (3,), *both) for both in looked_up))
+        trust_indices(graph_module)
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+arange = arange(3)
+arange_1 = arange(3)
+getitem = aten._unsafe_index.Tensor(padding, [arange, arange_1])
+getitem_1 = getitem(padding, (ids, arange_1))
+getitem_2 = getitem(padding, (arange, slice(None, None, None)))
+getitem_3 = getitem(table, (arange, arange_1))
+return (getitem, getitem_1, getitem_2, getitem_3)
+""",
+        )
+
+    def test_store(self) -> None:
+        graph_module, context = decode_graph()
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store)),
+            """\
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, recent_0, slots_0, slot_index_0, 0.25, None)
+getitem = getitem(decode_attention_default, 0)
+matmul = matmul(getitem, getitem)
+append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
+offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
+return (matmul, None, None)
+""",  # noqa: E501
+        )
+
+    def test_prefetch_and_overlap(self) -> None:
+        graph_module, context = decode_graph(layers=2)
+        passes = (find_attention, own_cache, rewrite_attention, store, prefetch)
+        graph_module = run(graph_module, context, *passes, overlap)
+        names = [n.name for n in graph_module.graph.nodes if n.op == "call_function" and "getitem" not in n.name]
+        self.assertExpectedInline(
+            "\n".join(names),
+            """\
+offload_default
+offload_default_1
+wait_default
+decode_attention_default
+select_topk_default
+prefetch_default
+append_default
+matmul
+wait_default_1
+decode_attention_default_1
+select_topk_default_1
+prefetch_default_1
+append_default_1
+matmul_1""",
+        )
+
+    def test_a_prefill_keeps_its_attention_and_stores(self) -> None:
+        builder = GraphBuilder()
+        out, keys, values = attention(builder, 0, 40, 0)
+        graph_module = builder.finish(out, keys, values)
+        context = context_for(builder, PREFILL)
+        self.assertExpectedInline(
+            text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store, clean_up)),
+            """\
+scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
+append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, midpoint)
+offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
+return (scaled_dot_product_attention, None, None)
+""",  # noqa: E501
+        )
+
+
+def refusal(update: str = "cat", held: bool = True, **changes: Any) -> str:
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST, update)
+    for name, value in changes.items():
+        out.kwargs = {**out.kwargs, name: value}
+    outputs = (out, keys, values)
+    graph_module = builder.finish(*outputs)
+    context = context_for(builder, DECODE)
+    if not held:
+        context.held = frozenset()
+    before = text(graph_module)
+    run(graph_module, context, find_attention)
+    assert text(graph_module) == before, "finding must not change the graph"
+    assert context.sites == []
+    return context.left_alone[0].reason
+
+
+def test_find_attention_refuses_what_it_cannot_carry_over() -> None:
+    assert "no concatenation" in refusal(update="add")
+    assert "uncompiled model" in refusal(held=False)
+    assert "dropout" in refusal(dropout_p=0.1)
+
+
+def test_find_attention_refuses_a_past_that_is_read_elsewhere() -> None:
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    past = keys.args[0][0]
+    other = builder.call(torch.neg, (BATCH, HEADS, PAST, DIM), past)
+    graph_module = builder.finish(out, keys, values, other)
+    context = context_for(builder, DECODE)
+    run(graph_module, context, find_attention)
+    assert "read elsewhere" in context.left_alone[0].reason
+
+
+def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
+    """Two lanes, or a pre-decode beside the decode, would write twice."""
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    table = builder.input("table", 3)
+    view = builder.graph.call_function(torch.ops.aten.view.default, (table, [3, 1]))
+    view.meta["example_value"] = table.meta["example_value"].view(3, 1)
+    builder.call(torch.Tensor.add_, (3, 1), view, 1)
+    context = context_for(builder, DECODE)
+    run(builder.finish(out, keys, values), context, find_attention)
+    assert context.sites == []
+    assert "writes to its inputs in place" in context.left_alone[0].reason
+
+
+def test_find_attention_leaves_a_sliding_window_alone() -> None:
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    kept = [builder.call(torch.narrow, (BATCH, HEADS, 8, DIM), pair, 2, PAST - 7, 8) for pair in (keys, values)]
+    graph_module = builder.finish(out, *kept)
+    context = context_for(builder, DECODE)
+    run(graph_module, context, find_attention)
+    assert "sliding window" in context.left_alone[0].reason
+
+
+@pytest.mark.parametrize("step", [own_cache, rewrite_attention, store, prefetch, overlap])
+def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
+    builder = GraphBuilder()
+    x = builder.input("x", 3)
+    graph_module = builder.finish(builder.call(torch.neg, (3,), x))
+    before = text(graph_module)
+    assert text(run(graph_module, context_for(builder, DECODE), step)) == before
+
+
+def rewritten(layers: int = 3) -> tuple[GraphModule, Context]:
+    graph_module, context = decode_graph(layers)
+    return run(graph_module, context, find_attention, own_cache, rewrite_attention, store, prefetch), context
+
+
+def test_lanes_of_a_batch_that_is_a_symbol() -> None:
+    """It stays one. vmap's own rules for products fail here on torch 2.11; its torch.matmul makes a number of it."""
+    graph_module = products_graph(batch=3)
+    x, guess = torch.randn(3, 1, DIM), torch.randn(3, 1, DIM)
+    rest = [torch.randn(3, 6, 1), torch.randn(DIM, DIM), torch.randn(DIM)]
+    expected = [torch.stack(pair) for pair in zip(graph_module(x, *rest), graph_module(guess, *rest), strict=True)]
+    own_rules(graph_module)
+    add_unused_lane(graph_module)
+
+    def two_lanes(x: torch.Tensor, guess: torch.Tensor, *rest: torch.Tensor) -> list[Any]:
+        return run_lanes(graph_module, [x, *rest], 0, guess)
+
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    symbolic = [fakes.from_tensor(tensor) for tensor in (x, guess, rest[0])]
+    static = [fakes.from_tensor(tensor, static_shapes=True) for tensor in rest[1:]]
+    batch = symbolic[0].shape[0]
+    with fakes:
+        widened = make_fx(two_lanes)(*symbolic, *static)
+    assert isinstance(batch, torch.SymInt)
+    assert batch.node.maybe_as_int() is None
+    torch.testing.assert_close(widened(x, guess, *rest), expected)
+    products = [str(node.target) for node in widened.graph.nodes if "mm" in str(node.target)]
+    assert sorted(products) == ["aten.addmm.default", "aten.addmm.default", "aten.bmm.default"]
+
+
+def add_unused_lane(graph_module: GraphModule) -> None:
+    """The input that positions would take."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    with graph_module.graph.inserting_after(placeholders[-1]):
+        graph_module.graph.placeholder("lane")
+    graph_module.recompile()
+
+
+@pytest.mark.parametrize(("x_dim", "weight_dim"), [(0, None), (1, None), (0, 0), (1, 0), (None, 0)])
+def test_products_under_vmap(x_dim: int | None, weight_dim: int | None) -> None:
+    """Lanes of the rows, of an expert's weights, or of both: as lane by lane."""
+    x, weight, bias = torch.randn(2, 2, 4, DIM), torch.randn(2, 6, DIM), torch.randn(2, 6)
+    matrices = torch.randn(5, 2, 6, DIM)  # one axis more than a lane of x
+    dims = (x_dim, weight_dim, weight_dim)
+
+    def both(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rows_times(x, weight, bias), product(x, weight.mT), product(x, matrices.mT)
+
+    given = [tensor if dim is not None else tensor[0] for tensor, dim in zip((x, weight, bias), dims, strict=True)]
+    lanes = [
+        both(*(tensor if dim is None else tensor.select(dim, lane) for tensor, dim in zip(given, dims, strict=True)))
+        for lane in range(2)
+    ]
+    expected = tuple(torch.stack(pair) for pair in zip(*lanes, strict=True))
+    torch.testing.assert_close(torch.vmap(both, dims)(*given), expected)
+
+
+def test_overlap_keeps_every_dependency() -> None:
+    graph_module, context = rewritten()
+    dag = dependencies(list(graph_module.graph.nodes))
+    run(graph_module, context, overlap)
+    place = {node: i for i, node in enumerate(graph_module.graph.nodes)}
+    assert all(place[a] < place[b] for a, b in dag.edges)
+
+
+def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> None:
+    graph_module, context = rewritten()
+    run(graph_module, context, overlap)
+    order = list(graph_module.graph.nodes)
+    for site in context.sites:
+        call = site.attention.args[0]
+        slots = call.args[10]
+        waits = [order.index(n) for n in order if is_wait(n) and n.args[2] is slots]
+        fetches = [
+            order.index(n) for n in order if n.target is torch.ops.specache.prefetch.default and n.args[3] is slots
+        ]
+        assert len(waits) == len(fetches) == 1
+        assert waits[0] < order.index(call) < fetches[0]
+
+
+def test_overlap_reports_the_work_that_hides_the_least_hidden_fetch() -> None:
+    graph_module, context = rewritten(layers=3)
+    _, report = overlap(graph_module, context)
+    # 3 attentions and 3 products; a fetch has all of a step but its own attention to hide behind.
+    assert report.counts["work behind the least hidden fetch"] == 5
+
+
+def test_the_critical_path_is_the_longest_chain_of_work() -> None:
+    graph_module, _ = rewritten(layers=1)
+    assert [node.name for node in critical_path(graph_module)] == ["decode_attention_default", "matmul"]
+
+
+def test_clean_up_drops_dead_nodes_and_inputs_but_nothing_that_writes() -> None:
+    builder = GraphBuilder()
+    x, unused = builder.input("x", 3), builder.input("unused", 3)
+    builder.call(torch.neg, (3,), unused)
+    graph_module = builder.finish(builder.call(torch.neg, (3,), x))
+    context = context_for(builder, DECODE)
+    run(graph_module, context, clean_up)
+    assert context.inputs == [Input("argument", argument=0)]
+    graph_module, context = rewritten(layers=1)
+    copies = [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)]
+    run(graph_module, context, clean_up)
+    assert [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)] == copies
+    assert output_node(graph_module).args[0][1:] == (None, None)

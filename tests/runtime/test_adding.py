@@ -1,0 +1,171 @@
+"""The recipes of CONTRIBUTING.md: each makes the thing in a few lines, and shows that it is in force."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from graphs import decode_graph, text
+from specache_compile.kernels import ops
+from specache_compile.kernels.costs import Cost
+from specache_compile.kernels.ops import Op, register
+from specache_compile.kernels.policies import POLICIES
+from specache_compile.kernels.policies.history import History
+from specache_compile.kernels.quantisers import QUANTISERS
+from specache_compile.methods import METHODS, Method, specache
+from specache_compile.methods.eviction import eviction
+from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
+from specache_compile.methods.offload import OffloadOptions
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.options import whole
+from specache_compile.passes.phase import Phase
+from specache_compile.passes.pipeline import run_pipeline
+from specache_compile.passes.recipe import Call, Recipe, Selector
+
+
+@pytest.fixture(scope="module", autouse=True)
+def an_op() -> None:
+    """An op is an entry: schema, code, shapes, and what the passes and the roofline should know of it."""
+
+    def select_oldest(scores: Tensor, wanted: Tensor) -> None:
+        """The first k candidates."""
+        order = (scores >= 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : wanted.shape[-1]]
+        wanted.fill_(-1)
+        wanted[..., : order.shape[-1]] = order.masked_fill(scores.gather(-1, order) < 0, -1)
+
+    def count(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, counted: Tensor) -> None:
+        counted += k.shape[2]
+
+    register(
+        Op(
+            "select_oldest(Tensor scores, Tensor(a!) wanted) -> ()", select_oldest, ops.fake_nothing, early=0,
+            cost=lambda arguments, load, site: Cost(hbm=7.0),
+        )
+    )  # fmt: skip
+    register(
+        Op(
+            "count(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) counted) -> ()",
+            count, ops.fake_nothing, early=4,
+        )
+    )  # fmt: skip
+
+
+def run(method: str, ids: Tensor, tokens: int, **options: object) -> tuple[LlamaForCausalLM, Tensor]:
+    twin = tiny_llama()
+    given = {"lowering": "eager", "method": method, **options}
+    twin.compile(backend="specache", options=given)
+    return twin, greedy(twin, ids, tokens)
+
+
+def state_after(method: str, **options: object) -> list[LayerState]:
+    """The state tensors of a cache of 100 tokens, and one step."""
+    twin = tiny_llama()
+    twin.compile(backend="specache", options={"lowering": "eager", "method": method, **options})
+    with torch.no_grad():
+        cache = twin(prompt(100), use_cache=True).past_key_values
+        twin(prompt(1), past_key_values=cache)
+    return cache.layers[0].keys.handle.session.state
+
+
+def test_a_quantiser_is_a_function_from_a_groups_ends_to_its_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels at an eighth and seven eighths of a group's range."""
+
+    def eighths(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+        return (high - low) * 0.75, low + (high - low) / 8
+
+    monkeypatch.setitem(QUANTISERS, "eighths", eighths)
+    (ours, *_), (paper, *_) = (
+        state_after("specache", bits=1, group_size=32, residual_length=32, zero_point=name)
+        for name in ("eighths", "midpoint")
+    )
+    scale, zero = ours["key_params"][:, :, :2].unbind(3)
+    paper_scale, paper_zero = paper["key_params"][:, :, :2].unbind(3)
+    low, spread = paper_zero - paper_scale / 2, 2 * paper_scale
+    torch.testing.assert_close(scale, 0.75 * spread)
+    torch.testing.assert_close(zero, low + spread / 8)
+
+
+def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipe(options: SpecacheOptions, site: int) -> Recipe:
+        return replace(specache.recipe(options, site), selector=Selector("select_oldest"))
+
+    monkeypatch.setitem(METHODS, "oldest", replace(specache.METHOD, name="oldest", recipe=recipe))
+    settings = {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 8}
+    for layer in state_after("oldest", **settings):
+        assert layer["slot_index"].sort(-1).values.tolist() == [[list(range(8))] * 2]
+    assert any("select_oldest" in row.op for row in sc.explain(tiny_llama(), 300, 1, {"method": "oldest"}).roofline())
+    ids = prompt(100)
+    lossless = {name: value for name, value in LOSSLESS.items() if name != "lowering"}
+    assert torch.equal(run("oldest", ids, 20, **lossless)[1], greedy(tiny_llama(), ids, 20))
+
+
+def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading that counts, from a number that is given, the tokens that it has seen; a crop counts too."""
+
+    @dataclass(frozen=True)
+    class CountingOptions(OffloadOptions):
+        method: str = "counting"
+        start: int = whole(0, 0, "where counting starts")
+
+    def cropped(state: LayerState, crop: Cropped) -> None:
+        state["counted"].fill_(crop.length)
+
+    def shape(options: CountingOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+        return (1,)
+
+    counted = Field("counted", "counts", shape, always(torch.int64), by_row=False, on_crop=cropped)
+    offload = METHODS["offload"]
+
+    def recipe(options: CountingOptions, site: int) -> Recipe:
+        found = offload.recipe(options, site)
+        return replace(found, stores=(*found.stores, Call("count", ("counted",))))
+
+    monkeypatch.setitem(METHODS, "counting", Method("counting", CountingOptions, (*offload.fields, counted), recipe))
+    assert [int(layer["counted"]) for layer in state_after("counting", start=3)] == [101, 101]
+    assert sc.explain(tiny_llama(), 300, 1, {"method": "counting"}).bytes_by_tier["counts"] == 2 * 8
+    with pytest.raises(sc.OptionError, match="start=-1: give a whole number, 0 or more"):
+        sc.explain(tiny_llama(), 300, 1, {"method": "counting", "start": -1})
+    with pytest.raises(sc.OptionError, match="option start: method 'offload' has none"):
+        sc.explain(tiny_llama(), 300, 1, {"method": "offload", "start": 1})
+    twin, ids = tiny_llama(), prompt(100)
+    twin.compile(backend="specache", options={"lowering": "eager", "method": "counting"})
+    with torch.no_grad():
+        cache = twin(ids, use_cache=True).past_key_values
+        cache.crop(-40)
+        twin(prompt(1), past_key_values=cache)
+    assert [int(layer["counted"]) for layer in cache.layers[0].keys.handle.session.state] == [61, 61]
+
+
+def test_a_policy_is_a_function_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the even tokens."""
+
+    def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
+        return (history.token % 2 == 0).float()
+
+    monkeypatch.setitem(POLICIES, "even", importance)
+    monkeypatch.setitem(METHODS, "even", eviction("even"))
+    for layer in state_after("even", budget=20):
+        assert layer["kept_token"].tolist() == [[[*range(62, 100, 2), 100]] * 2]
+
+
+def test_a_phase_is_a_declaration_that_recipes_name() -> None:
+    """A look at the next token that leaves no trace: one lane, nothing stored."""
+    graph_module, context = decode_graph()
+    recipe = context.recipe
+
+    def with_peek(site: int) -> Recipe:
+        found = recipe(site)
+        return replace(found, attend={**found.attend, "peek": found.attend["decode"]})
+
+    context.phase, context.recipe, context.selects = Phase("peek", one_token=True, stores=False), with_peek, False
+    rewritten, trace = run_pipeline(graph_module, context)
+    lines = text(rewritten)
+    assert trace.phase == "peek"
+    assert "decode_attention" in lines
+    assert not any(op in lines for op in ("append", "offload", "prefetch"))

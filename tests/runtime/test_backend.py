@@ -1,0 +1,286 @@
+"""Options, refusals, and what is left as Hugging Face wrote it: always right, always said."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, QuantizedCache
+
+import specache_compile as sc
+from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from specache_compile.methods import parse_options
+from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
+from specache_compile.runtime.records import find_record
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bitz": 2}, "unknown option 'bitz': accepted are method, .*bits, group_size"),
+        ({"bits": 3}, "bits=3: accepted are 1, 2, 4, 8, 16"),
+        ({"bits": True}, "bits=True: accepted are 1, 2, 4, 8, 16"),
+        ({"group_size": 48}, "group_size=48: accepted are 32, 64, 128"),
+        ({"top_k": -1}, "top_k=-1: give a whole number, 0"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"residual_length": "64"}, "residual_length='64'"),
+        ({"residual_length": 0}, "residual_length=0: give a whole number, 1 or more"),
+        ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum'"),
+        ({"lowering": "cuda"}, "lowering='cuda': accepted are 'inductor', 'eager'"),
+        ({"speculate": 1}, "speculate=1: accepted are True, False"),
+        ({"disable_passes": "overlap"}, "give a list of pass names"),
+    ],
+)
+def test_a_bad_option_is_named_with_what_is_accepted(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sc.OptionError, match=message.replace("(", r"\(")):
+        parse_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; the passes are find_attention"), ({"bits": 3}, "bits=3")],
+)
+def test_a_bad_option_reaches_the_person_through_torch_compile(
+    llama: LlamaForCausalLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(sc.OptionError, match=message):
+        greedy(compile_copy(llama, **options), prompt(5), 2)
+
+
+@pytest.mark.parametrize("name", PASS_NAMES)
+def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> None:
+    """Without an essential pass nothing is rewritten; without another the tokens are still right at 16 bits."""
+    twin = compile_copy(llama, bits=16, disable_passes=[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sc.SpecacheWarning)
+        assert torch.equal(greedy(twin, prompt(70), 40), greedy(llama, prompt(70), 40))
+    record = find_record(twin)
+    assert (record is None) == (name in ESSENTIAL)
+    if record is not None:
+        assert sc.stats(twin).pre_decodes == (name != "prefetch"), "where nothing is fetched there is nothing to choose"
+        traces = [trace for graph in record.graphs for trace in graph.rewrites.traces]
+        assert all(name not in {report.name for report in trace.reports} for trace in traces)
+
+
+def test_passes_are_dumped_before_and_after(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECACHE_DUMP", str(tmp_path))
+    greedy(compile_copy(llama), prompt(40), 3)
+    phases = {folder.name.split(".")[1]: sorted(p.name for p in folder.iterdir()) for folder in tmp_path.glob("*.*")}
+    assert set(phases) == {"prefill", "pre-decode", "decode"}
+    expected = ["00_captured.py", *(f"{i:02d}_{name}.py" for i, name in enumerate(PASS_NAMES, 1))]
+    assert all(files == expected for files in phases.values())
+    decode = next(folder for folder in tmp_path.iterdir() if folder.name.endswith(".decode"))
+    assert "scaled_dot_product_attention" in (decode / "00_captured.py").read_text()
+    assert "specache.decode_attention" in (decode / "03_rewrite_attention.py").read_text()
+
+
+def test_passes_leave_structured_traces_for_tlparse(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specache_compile.passes import pipeline
+
+    seen: list[tuple[str, str]] = []
+
+    def record(kind: str, metadata_fn: Any, payload_fn: Any) -> None:
+        seen.append((metadata_fn()["name"], payload_fn()))
+
+    monkeypatch.setattr(pipeline, "trace_structured", record)
+    greedy(compile_copy(llama), prompt(40), 3)
+    names = [name for name, _ in seen]
+    assert any(name.endswith("decode_03_rewrite_attention") for name in names)
+    assert all("def forward" in payload for _, payload in seen)
+
+
+def test_static_cache_is_left_alone_with_words(llama: LlamaForCausalLM) -> None:
+    ids = prompt(60)
+    with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
+        tokens = greedy(compile_copy(llama), ids, 20, cache_implementation="static")
+    assert torch.equal(tokens, greedy(llama, ids, 20))
+
+
+def test_quantised_cache_is_left_alone_with_words(llama: LlamaForCausalLM) -> None:
+    if "fp8" not in (QuantizedCache.__doc__ or ""):
+        pytest.skip("this transformers has no fp8 QuantizedCache, and quanto and hqq are not installed")
+
+    def run(model: LlamaForCausalLM) -> torch.Tensor:
+        return greedy(model, prompt(60), 20, past_key_values=QuantizedCache("fp8", model.config))
+
+    with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
+        tokens = run(compile_copy(llama))
+    assert torch.equal(tokens, run(llama))
+
+
+def test_moving_a_held_cache_off_the_device_is_refused_with_words(llama: LlamaForCausalLM) -> None:
+    """What HF's offloaded cache does; on a CPU it fails inside transformers before it gets here."""
+    with torch.no_grad():
+        cache = compile_copy(llama)(prompt(40), use_cache=True).past_key_values
+    with pytest.raises(sc.HeldTensorError, match="specache offloads by itself"):
+        cache.layers[0].keys.to("meta")
+
+
+def test_with_gradients_the_graph_is_left_alone_and_gradients_are_right(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama).train()
+    with pytest.warns(sc.SpecacheWarning, match=r"torch.no_grad\(\)"):
+        twin(prompt(50), labels=prompt(50)).loss.backward()
+    llama.train()(prompt(50), labels=prompt(50)).loss.backward()
+    torch.testing.assert_close(twin.lm_head.weight.grad, llama.lm_head.weight.grad)
+
+
+def test_a_held_cache_under_gradients_is_refused(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama)
+    with torch.no_grad():
+        cache = twin(prompt(50), use_cache=True).past_key_values
+    refused = pytest.raises(sc.SpecacheError, match=r"gradients are enabled.*torch.no_grad\(\)")
+    with pytest.warns(sc.SpecacheWarning), refused:
+        twin(prompt(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str) -> None:
+    """Not inside Dynamo's BackendCompilerFailed; afterwards the cache goes on as if it had not been asked."""
+    llama = tiny_llama(attn_implementation=attention)
+    twin = compile_copy(llama)
+    with torch.no_grad():
+        cache = twin(prompt(50), use_cache=True).past_key_values
+        errors = []
+        for _ in range(2):
+            with pytest.raises(sc.SpecacheError, match=r"held by the specache backend.*materialize") as raised:
+                twin(prompt(1), past_key_values=cache, output_attentions=True)
+            errors.append(raised.value)
+        assert errors[0] is not errors[1]
+        assert all(type(error) is sc.SpecacheError and error.__cause__ is error.__context__ is None for error in errors)
+        expected = llama(prompt(1), past_key_values=llama(prompt(50), use_cache=True).past_key_values).logits
+        torch.testing.assert_close(twin(prompt(1), past_key_values=cache).logits, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_no_grad_and_inference_mode(llama: LlamaForCausalLM, context: Any) -> None:
+    twin = compile_copy(llama)
+
+    def run(model: LlamaForCausalLM) -> torch.Tensor:
+        with context():
+            out = model(prompt(90), use_cache=True)
+            for _ in range(50):
+                out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+            return out.logits
+
+    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
+
+
+def test_custom_4d_masks_are_applied(llama: LlamaForCausalLM) -> None:
+    """In every phase: a hole in the context, given as an additive mask."""
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.zeros(1, 1, 60, 60).masked_fill(torch.ones(60, 60).triu(1).bool(), lowest)
+    mask[..., 20:, 5:9] = lowest
+    later = torch.zeros(1, 1, 1, 61)
+    later[..., 5:9] = lowest
+    extend = torch.zeros(1, 1, 3, 64).masked_fill(torch.ones(3, 64).triu(62).bool(), lowest)
+
+    def run(model: LlamaForCausalLM) -> list[torch.Tensor]:
+        with torch.no_grad():
+            one = model(prompt(60), attention_mask=mask, use_cache=True)
+            two = model(prompt(1), attention_mask=later, past_key_values=one.past_key_values)
+            three = model(prompt(3), attention_mask=extend, past_key_values=two.past_key_values)
+        return [one.logits, two.logits, three.logits]
+
+    torch.testing.assert_close(run(compile_copy(llama)), run(llama), atol=1e-3, rtol=1e-4)
+
+
+def test_without_token_ids_one_lane_runs_and_the_report_says_why(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama)
+    vectors = llama.get_input_embeddings().weight.detach()[prompt(61)]
+
+    def run(model: LlamaForCausalLM) -> torch.Tensor:
+        with torch.no_grad():
+            cache = model(inputs_embeds=vectors[:, :60], use_cache=True).past_key_values
+            return model(inputs_embeds=vectors[:, 60:], past_key_values=cache).logits
+
+    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
+    remarks = [r.remarks for g in find_record(twin).graphs for t in g.rewrites.traces for r in t.reports if r.remarks]
+    assert any("one lane: no token ids come in" in remark for (remark,) in remarks)
+
+
+def test_a_cache_that_an_uncompiled_model_filled_stays_plain(llama: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        cache = llama(prompt(60), use_cache=True).past_key_values
+        expected = llama(prompt(1), past_key_values=copy.deepcopy(cache)).logits
+        with pytest.warns(sc.SpecacheWarning, match="filled by an uncompiled model"):
+            logits = compile_copy(llama)(prompt(1), past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected)
+
+
+def test_two_models_with_different_options_in_one_process(llama: LlamaForCausalLM) -> None:
+    one, two = compile_copy(llama, bits=1, top_k=4), compile_copy(llama, bits=16, top_k=0)
+    for _ in range(2):
+        greedy(one, prompt(80), 5)
+        assert torch.equal(greedy(two, prompt(80), 40), greedy(llama, prompt(80), 40))
+    assert sc.stats(one).kv_ratio < sc.stats(two).kv_ratio
+
+
+def test_a_graph_that_serves_two_models_counts_for_each(llama: LlamaForCausalLM) -> None:
+    """Dynamo guards on a model's class and shapes: copies that are compiled alike share their graphs."""
+    one, two = compile_copy(llama), compile_copy(llama)
+    greedy(one, prompt(40), 3)
+    greedy(two, prompt(40), 6)
+    assert (sc.stats(one).decodes, sc.stats(two).decodes) == (2, 5)
+
+
+def test_stats_of_a_model_that_never_ran_says_what_to_do() -> None:
+    with pytest.raises(sc.SpecacheError, match="compile it with backend='specache'"):
+        sc.stats(tiny_llama())
+
+
+def test_stats_count_steps_and_bytes(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, top_k=16, hit_rate=True)
+    greedy(twin, prompt(200), 20)
+    stats = sc.stats(twin)
+    assert (stats.prefills, stats.pre_decodes, stats.decodes, stats.extends) == (1, 1, 19, 0)
+    pair = 2 * 2 * 16 * 4  # layers are counted one by one: K and V of 2 heads of 16 channels in float32
+    assert stats.bytes_to_host == 2 * (200 + 19) * pair
+    assert 0 < stats.bytes_to_device <= 2 * 20 * 16 * pair
+    assert 0 < stats.hit_rate.mass < 1
+    assert 0 < stats.hit_rate.top_k <= 1
+    assert "hit_rate" in str(stats)
+
+
+def test_hit_rate_is_one_when_everything_is_fetched(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, hit_rate=True)
+    greedy(twin, prompt(120), 10)
+    hit_rate = sc.stats(twin).hit_rate
+    assert hit_rate.mass == pytest.approx(1.0)
+    assert hit_rate.top_k == pytest.approx(1.0)
+
+
+def test_k_zero_is_plain_kivi_in_one_lane(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, top_k=0)
+    greedy(twin, prompt(80), 10)
+    stats = sc.stats(twin)
+    assert (stats.pre_decodes, stats.bytes_to_device) == (0, 0)
+    assert {g.phase for g in find_record(twin).graphs} == {"prefill", "decode"}
+    assert all(form.lanes == 1 for g in find_record(twin).graphs for form in g.rewrites.made.values())
+
+
+def test_use_cache_false_is_left_alone(llama: LlamaForCausalLM) -> None:
+    ids = prompt(40)
+    with pytest.warns(sc.SpecacheWarning):
+        tokens = greedy(compile_copy(llama), ids, 10, use_cache=False)
+    assert torch.equal(tokens, greedy(llama, ids, 10))
+
+
+def test_dynamic_false_is_accepted(llama: LlamaForCausalLM) -> None:
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=LOSSLESS, dynamic=False)
+    assert torch.equal(greedy(twin, prompt(60), 40), greedy(llama, prompt(60), 40))
+
+
+def test_a_cache_object_can_be_used_again_after_reset(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama)
+    cache = DynamicCache()
+    first = greedy(twin, prompt(60), 10, past_key_values=cache)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    again = greedy(twin, prompt(60), 10, past_key_values=DynamicCache())
+    assert torch.equal(first, again)

@@ -1,0 +1,229 @@
+"""What must work with `generate`: the compiled model gives the uncompiled model's tokens under lossless settings."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, pipeline
+
+import specache_compile as sc
+from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+
+pytestmark = pytest.mark.one_process
+
+
+def left_padded(lengths: list[int], seed: int = 3) -> dict[str, torch.Tensor]:
+    """Prompts of several lengths, padded on the left with token 0."""
+    longest = max(lengths)
+    ids = prompt(longest, len(lengths), seed)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, longest - length :] = 1
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}]
+)
+@pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
+def test_greedy_tokens_equal_for_200_tokens(llama: LlamaForCausalLM, settings: dict, speculate: bool) -> None:
+    ids = prompt(75)
+    twin = compile_copy(llama, **settings, speculate=speculate)
+    assert torch.equal(greedy(twin, ids, 200), greedy(llama, ids, 200))
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 96, 257, 300])
+def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, length: int) -> None:
+    ids = prompt(length)
+    assert torch.equal(greedy(compiled, ids, 80), greedy(llama, ids, 80))
+
+
+@pytest.mark.parametrize(("residual", "group"), [(1, 32), (7, 64), (128, 32), (64, 128)])
+def test_windows_of_any_size(llama: LlamaForCausalLM, residual: int, group: int) -> None:
+    twin = compile_copy(llama, residual_length=residual, group_size=group)
+    assert torch.equal(greedy(twin, prompt(150), 150), greedy(llama, prompt(150), 150))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_batches(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, batch: int) -> None:
+    ids = prompt(50, batch)
+    assert torch.equal(greedy(compiled, ids, 60), greedy(llama, ids, 60))
+
+
+def test_sampling_with_a_seed(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    def sample(model: LlamaForCausalLM) -> torch.Tensor:
+        torch.manual_seed(7)
+        return model.generate(prompt(40, 2), max_new_tokens=60, do_sample=True, temperature=1.5, top_k=20)
+
+    assert torch.equal(sample(compiled), sample(llama))
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["beam search", "beam sampling"])
+def test_beams(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, do_sample: bool) -> None:
+    def beams(model: LlamaForCausalLM) -> torch.Tensor:
+        torch.manual_seed(7)
+        return model.generate(prompt(50, 2), max_new_tokens=60, num_beams=3, do_sample=do_sample)
+
+    assert torch.equal(beams(compiled), beams(llama))
+
+
+def test_prompt_lookup_decoding(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    ids = prompt(12).repeat(1, 6)
+    expected = greedy(llama, ids, 80)
+    assert torch.equal(greedy(compiled, ids, 80, prompt_lookup_num_tokens=4), expected)
+
+
+def test_assisted_decoding_with_both_models_compiled(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    assistant = compile_copy(tiny_llama(seed=5, num_hidden_layers=1))
+    ids = prompt(70)
+    assert torch.equal(greedy(compiled, ids, 60, assistant_model=assistant), greedy(llama, ids, 60))
+
+
+def test_left_padded_batch(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    inputs = left_padded([70, 33, 5])
+    expected = llama.generate(**inputs, max_new_tokens=80, do_sample=False)
+    assert torch.equal(compiled.generate(**inputs, max_new_tokens=80, do_sample=False), expected)
+
+
+def test_a_left_padded_batch_after_batches_of_other_sizes(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    """Dynamo has made the prompt's batch a symbol by then, and the mask's is a number."""
+    for batch in (2, 3):
+        greedy(compiled, prompt(20, batch), 2)
+    inputs = left_padded([70, 33, 5, 50])
+    expected = llama.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(compiled.generate(**inputs, max_new_tokens=20, do_sample=False), expected)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(compiled: LlamaForCausalLM) -> None:
+    alone = greedy(compiled, prompt(60, 1, seed=11), 60)
+    together = greedy(compiled, torch.cat([prompt(60, 2, seed=12), prompt(60, 1, seed=11)]), 60)
+    assert torch.equal(together[2:], alone)
+
+
+def test_a_row_of_lossy_settings_does_not_depend_on_its_neighbours(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, top_k=8)
+    alone = greedy(twin, prompt(90, 1, seed=11), 60)
+    together = greedy(twin, torch.cat([prompt(90, 2, seed=12), prompt(90, 1, seed=11)]), 60)
+    assert torch.equal(together[2:], alone)
+
+
+def test_several_turns_on_one_cache(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    def chat(model: LlamaForCausalLM) -> torch.Tensor:
+        cache, ids = DynamicCache(), prompt(0)
+        for turn in range(3):
+            ids = torch.cat([ids, prompt(45, seed=20 + turn)], dim=1)
+            ids = greedy(model, ids, 30, past_key_values=cache)
+        return ids
+
+    assert torch.equal(chat(compiled), chat(llama))
+    assert sc.stats(compiled).extends == 2
+
+
+def test_calls_without_position_ids(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    def loop(model: LlamaForCausalLM) -> list[torch.Tensor]:
+        with torch.no_grad():
+            out = model(prompt(70), use_cache=True)
+            logits = [out.logits[:, -1]]
+            for _ in range(80):
+                out = model(logits[-1].argmax(-1, keepdim=True), past_key_values=out.past_key_values)
+                logits.append(out.logits[:, -1])
+        return logits
+
+    torch.testing.assert_close(loop(compiled), loop(llama), atol=1e-3, rtol=1e-4)
+
+
+def test_prefix_reuse_by_deepcopy(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    def answers(model: LlamaForCausalLM) -> list[torch.Tensor]:
+        prefix = prompt(90)
+        with torch.no_grad():
+            cache = model(prefix, use_cache=True).past_key_values
+        results = []
+        for question in range(3):
+            ids = torch.cat([prefix, prompt(10, seed=30 + question)], dim=1)
+            results.append(greedy(model, ids, 40, past_key_values=copy.deepcopy(cache)))
+        return results
+
+    assert all(torch.equal(a, b) for a, b in zip(answers(compiled), answers(llama), strict=True))
+
+
+def test_chunked_prefill(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    ids = prompt(150)
+    assert torch.equal(greedy(compiled, ids, 40, prefill_chunk_size=40), greedy(llama, ids, 40, prefill_chunk_size=40))
+
+
+def test_output_hidden_states(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    def run(model: LlamaForCausalLM) -> list[torch.Tensor]:
+        out = greedy(model, prompt(60), 40, output_hidden_states=True, output_scores=True, return_dict_in_generate=True)
+        return [*out.scores, *(h for step in out.hidden_states for h in step)]
+
+    torch.testing.assert_close(run(compiled), run(llama), atol=1e-3, rtol=1e-4)
+
+
+def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
+    """In bfloat16 equal tokens cannot be asked: ties are common. Logits agree as far as HF's own two paths do."""
+    half = copy.deepcopy(llama).bfloat16()
+    ids = prompt(120)
+
+    def logits(model: LlamaForCausalLM) -> torch.Tensor:
+        with torch.no_grad():
+            cache = model(ids[:, :80], use_cache=True).past_key_values
+            return torch.cat(
+                [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(80, 120)], 1
+            ).float()
+
+    exact = logits(copy.deepcopy(llama))
+    ours, theirs = logits(compile_copy(half)), logits(half)
+    assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "model.compile", "forward", "fullgraph", "dynamic", "mode"])
+def test_ways_to_switch_it_on(llama: LlamaForCausalLM, way: str) -> None:
+    twin = copy.deepcopy(llama)
+    how: dict = {"backend": "specache", "options": LOSSLESS}
+    if way == "torch.compile":
+        model = torch.compile(twin, **how)
+    elif way == "forward":
+        model = twin
+        model.forward = torch.compile(model.forward, **how)
+    else:
+        extra = {"fullgraph": {"fullgraph": True}, "dynamic": {"dynamic": True}, "mode": {"mode": "reduce-overhead"}}
+        model = twin
+        if way == "mode":
+            how = {"backend": "specache"}
+        model.compile(**how, **extra.get(way, {}))
+    if way != "mode":
+        assert torch.equal(greedy(model, prompt(60), 50), greedy(llama, prompt(60), 50))
+    else:
+        greedy(model, prompt(60), 3)
+    assert sc.stats(twin).decodes >= 2
+    if way == "torch.compile":
+        assert twin._compiled_call_impl is None, "the wrapped model itself must stay uncompiled"
+
+
+def test_a_batch_that_is_a_symbol(llama: LlamaForCausalLM) -> None:
+    """dynamic=True frees it, since it is more than one."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=LOSSLESS, dynamic=True)
+    assert torch.equal(greedy(twin, prompt(60, batch=3)), greedy(llama, prompt(60, batch=3)))
+    assert sc.stats(twin).pre_decodes == 1, "two lanes"
+
+
+def test_a_pipeline_runs_the_rewritten_graphs(llama: LlamaForCausalLM) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w0")
+    text = " ".join(f"w{i}" for i in prompt(60)[0].tolist())
+
+    def complete(model: object) -> str:
+        generator = pipeline("text-generation", model=model, tokenizer=fast)
+        return generator(text, max_new_tokens=30, do_sample=False)[0]["generated_text"]
+
+    twin = copy.deepcopy(llama)
+    assert complete(torch.compile(twin, backend="specache", options=LOSSLESS)) == complete(llama)
+    assert sc.stats(twin).decodes > 0

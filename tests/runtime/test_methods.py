@@ -1,0 +1,391 @@
+"""Methods through a whole model: the full cache where they should be, what each keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import compiled_with, greedy, prompt, tiny_llama
+from specache_compile.explaining.schedule import check_order
+from specache_compile.kernels import evict
+from specache_compile.kernels.policies import POLICIES
+from specache_compile.kernels.policies.history import History
+from specache_compile.lowering.cuda_graphs import reason_not_to_capture
+from specache_compile.methods import METHODS, Method, parse_options
+from specache_compile.methods.eviction import eviction
+from specache_compile.methods.field import Field, LayerShape
+from specache_compile.methods.full import FULL_CACHE
+from specache_compile.methods.host_tier import HOST, HostOptions
+from specache_compile.options import MethodOptions
+from specache_compile.passes.recipe import Recipe
+
+pytestmark = pytest.mark.one_process
+
+EVICTION = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
+# Settings in which a method loses nothing.
+LOSSLESS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "offload": {},
+    "kivi": {"bits": 16},
+    "specache": {"bits": 1, "top_k": 256},
+    "kcache": {"top_n": 4096},
+    **{name: {"budget": 4096} for name in EVICTION},
+}
+# Settings in which it shows.
+LOSSY: dict[str, dict[str, Any]] = {
+    **LOSSLESS,
+    "kivi": {"bits": 1},
+    "specache": {"bits": 1, "top_k": 8},
+    "kcache": {"top_n": 8},
+    **{name: {"budget": 24} for name in EVICTION},
+}
+# One method of each recipe.
+RECIPES = ("full", "offload", "kcache", "roco")
+
+every_method = pytest.mark.parametrize("method", METHODS)
+# What a method keeps and where: the policies differ in which pairs go, which test_eviction.py asks.
+every_kind = pytest.mark.parametrize("method", ["full", "offload", "kivi", "specache", "kcache", "roco"])
+
+
+def under(model: LlamaForCausalLM, method: str, **options: Any) -> LlamaForCausalLM:
+    """The model compiled in place with a method; op by op unless it is said otherwise."""
+    return compiled_with(model, {"lowering": "eager", "method": method, **options})
+
+
+@torch.no_grad()
+def step(model: Any, ids: Tensor, cache: Any = None, **more: Any) -> Any:
+    return model(ids, past_key_values=DynamicCache() if cache is None else cache, use_cache=True, **more)
+
+
+def state_of(cache: Any) -> Any:
+    return cache.layers[0].keys.handle.session.state
+
+
+# Where a method loses nothing
+
+
+@every_method
+def test_without_loss_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, method: str) -> None:
+    ids = prompt(140, batch=2)
+    assert torch.equal(greedy(under(llama, method, **LOSSLESS[method]), ids), greedy(llama, ids))
+
+
+@every_kind
+def test_without_loss_left_padding_changes_nothing(llama: LlamaForCausalLM, method: str) -> None:
+    ids = prompt(100, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :17] = 0
+    ours = greedy(under(llama, method, **LOSSLESS[method]), ids, 8, attention_mask=mask)
+    assert torch.equal(ours, greedy(llama, ids, 8, attention_mask=mask))
+
+
+@every_kind
+def test_without_loss_a_second_turn_is_exact(llama: LlamaForCausalLM, method: str) -> None:
+    ours, theirs = [], []
+    for model, outs in ((under(llama, method, **LOSSLESS[method]), ours), (llama, theirs)):
+        cache = DynamicCache()
+        for start, stop in ((0, 90), (90, 91), (91, 130), (130, 131)):
+            outs.append(step(model, prompt(131)[:, start:stop], cache).logits)
+    torch.testing.assert_close(torch.cat(ours, 1), torch.cat(theirs, 1), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["kcache", "roco"])  # full's op is one of kcache's
+def test_through_inductor_the_numbers_are_those_of_the_graph_run_op_by_op(llama: LlamaForCausalLM, method: str) -> None:
+    ids, results = prompt(60), []
+    for lowering in ("eager", "inductor"):
+        cache, model = DynamicCache(), under(llama, method, **LOSSY[method], lowering=lowering)
+        results.append(torch.cat([step(model, x, cache).logits for x in (ids, ids[:, :1], ids[:, 1:2])], 1))
+    torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
+
+
+# What a method keeps
+
+
+@pytest.mark.parametrize("method", EVICTION)
+def test_a_step_attends_to_the_kept_pairs_and_itself(method: str) -> None:
+    """One layer, whose keys no attention has touched: the uncompiled model under a mask of the kept tokens of each
+    head is an independent reference."""
+    model = tiny_llama(num_hidden_layers=1, attn_implementation="eager")
+    ours, budget, ids = under(model, method, budget=24), 24, prompt(90)
+    cache, full = DynamicCache(), DynamicCache()
+    step(ours, ids[:, :60], cache)
+    step(model, ids[:, :60], full)
+    for t in range(60, 90):
+        kept = state_of(cache)[0]["kept_token"].clone()
+        assert kept.shape == (1, 2, budget)
+        mask = torch.full((1, 2, t + 1), torch.finfo(torch.float32).min)
+        mask.scatter_(2, kept.long(), 0.0)[:, :, t] = 0.0
+        token = ids[:, t : t + 1]
+        mine = step(ours, token, cache).logits
+        per_head = mask.repeat_interleave(2, 1).unsqueeze(2)
+        theirs = step(model, token, full, attention_mask=per_head, position_ids=torch.tensor([[t]])).logits
+        torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=2e-3)
+
+
+def test_each_layer_evicts_by_its_own_attention(llama: LlamaForCausalLM) -> None:
+    cache = DynamicCache()
+    step(under(llama, "h2o", budget=24), prompt(120), cache)
+    first, second = (layer["kept_token"] for layer in state_of(cache))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.255, 1.0])
+def test_a_rate_is_of_the_prompt_and_stays(llama: LlamaForCausalLM, rate: float) -> None:
+    cache, twin = DynamicCache(), under(llama, "h2o", budget=rate)
+    step(twin, prompt(100), cache)
+    for _ in range(5):
+        step(twin, prompt(1), cache)
+    assert all(layer["kept"].shape[2] == math.ceil(rate * 100) for layer in state_of(cache))
+
+
+@every_kind
+def test_a_prompt_of_another_length_compiles_nothing_new(method: str) -> None:
+    """Once Dynamo has made lengths dynamic, which takes it two prompts."""
+    twin, compiles = under(tiny_llama(), method, **({"budget": 24} if method in EVICTION else {})), []
+    for length in (100, 104, 108, 112):
+        cache = step(twin, prompt(length)).past_key_values
+        step(twin, prompt(1), cache)
+        compiles.append(sc.stats(twin).compiles)
+    assert compiles[1] == compiles[2] == compiles[3]
+
+
+def test_under_a_rate_the_first_step_runs_the_graph_that_was_compiled_ahead() -> None:
+    twin = under(tiny_llama(), "h2o", budget=0.25)
+    step(twin, prompt(1), step(twin, prompt(100)).past_key_values)
+    assert sc.stats(twin).compiles == 2
+
+
+def test_an_eviction_budget_bounds_the_device_and_the_host_holds_nothing(llama: LlamaForCausalLM) -> None:
+    twin, sizes = under(llama, "roco", budget=32), []
+    for length in (100, 3000):
+        step(twin, prompt(length))
+        sizes.append(sc.stats(twin).bytes_by_tier)
+    assert sizes[0] == sizes[1] == {"host": 0, "kept": 2 * 2 * 32 * (2 * 16 * 4 + 4 + 16)}
+
+
+def test_a_crop_under_eviction_drops_the_newer_pairs(llama: LlamaForCausalLM) -> None:
+    cache, twin = DynamicCache(), under(llama, "h2o", budget=24)
+    step(twin, prompt(80), cache)
+    before = [layer["kept_token"].clone() for layer in state_of(cache)]
+    cache.crop(-10)
+    step(twin, prompt(1), cache)
+    for old, layer in zip(before, state_of(cache), strict=True):
+        for head in range(2):
+            stays = [token for token in old[0, head].tolist() if token < 70]
+            assert [token for token in layer["kept_token"][0, head].tolist() if token >= 0] == [*stays, 70]
+
+
+def test_beams_and_copies_take_their_kept_pairs_along(llama: LlamaForCausalLM) -> None:
+    twin = under(llama, "tova", budget=24)
+    cache = step(twin, prompt(80, batch=2)).past_key_values
+    other = copy.deepcopy(cache)
+    rows = [layer["kept_token"].clone() for layer in state_of(cache)]
+    cache.reorder_cache(torch.tensor([1, 1]))
+    step(twin, prompt(1).expand(2, 1), cache)
+    for old, layer in zip(rows, state_of(cache), strict=True):
+        assert torch.equal(layer["kept_token"][0], layer["kept_token"][1])
+        assert len(set(old[1, 0].tolist()) & set(layer["kept_token"][0, 0].tolist())) >= 23
+    assert all(torch.equal(a, b["kept_token"]) for a, b in zip(rows, state_of(other), strict=True))
+
+
+def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, calls = under(llama, "h2o", budget=24), []
+    cache = step(twin, prompt(80)).past_key_values
+    step(twin, prompt(1), cache)
+    before = copy.deepcopy(cache)
+
+    def interrupted_at_the_second_layer(*given: Tensor) -> Tensor:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return received(*given)
+
+    received = evict.received
+    with monkeypatch.context() as patch:
+        patch.setattr(evict, "received", interrupted_at_the_second_layer)
+        with pytest.raises(KeyboardInterrupt):
+            step(twin, prompt(1), cache)
+    with pytest.raises(sc.SpecacheError, match=r"method 'h2o' had begun to evict .* Generate again with a new cache"):
+        step(twin, prompt(1), cache)
+    assert step(twin, prompt(1), before).past_key_values.get_seq_length() == 82
+
+
+def test_what_was_evicted_cannot_be_given_back(llama: LlamaForCausalLM) -> None:
+    cache = step(under(llama, "h2o", budget=24), prompt(80)).past_key_values
+    with pytest.raises(sc.SpecacheError, match=r"method 'h2o' keeps only the pairs .* Use a method that keeps them"):
+        sc.materialize(cache)
+
+
+@pytest.mark.parametrize("method", ["full", "offload", "kcache"])
+def test_what_was_kept_can(llama: LlamaForCausalLM, method: str) -> None:
+    ours, theirs = (step(m, prompt(80)).past_key_values for m in (under(llama, method), llama))
+    for a, b in zip(sc.materialize(ours).layers, theirs.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)
+
+
+# KCache and KIVI
+
+
+@pytest.mark.parametrize("top_n", [1, 7, 61])
+@pytest.mark.parametrize("length", [0, 60])
+def test_kcache_sums_the_n_heaviest_values_of_each_query_head(top_n: int, length: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8)
+    keys, host = torch.randn(2, 2, 64, 8), torch.randn(2, 2, 64, 2, 8)
+    cursor = torch.tensor([length, 0, 0, 0])
+    out = torch.ops.specache.kcache_attention(q, k, v, None, None, cursor, keys, host, top_n, 0.5, None)
+    for row in range(2):
+        for head in range(4):
+            pair = row, head // 2
+            all_keys = torch.cat([keys[pair][:length], k[pair]]).double()
+            all_values = torch.cat([host[pair][:length, 1], v[pair]]).double()
+            weights = (all_keys @ q[row, head, 0].double() * 0.5).softmax(0)
+            heaviest = sorted(range(length + 1), key=lambda i: -float(weights[i]))[:top_n]
+            expected = sum(weights[i] * all_values[i] for i in heaviest)
+            torch.testing.assert_close(out[row, head, 0].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_kcache_keeps_the_values_of_its_first_layers_on_the_device(llama: LlamaForCausalLM, kept: int) -> None:
+    cache = step(under(llama, "kcache", kept_layers=kept), prompt(80)).past_key_values
+    assert ["full_cache" in layer for layer in state_of(cache)] == [n < kept for n in range(2)]
+    assert ["host" in layer for layer in state_of(cache)] == [n >= kept for n in range(2)]
+
+
+def test_kivi_is_specache_that_fetches_nothing(llama: LlamaForCausalLM) -> None:
+    ids, settings = prompt(300), {"bits": 1, "group_size": 32}
+    ours = under(llama, "kivi", **settings)
+    same = under(llama, "specache", **settings, top_k=0, speculate=False, residual_length=128)
+    assert torch.equal(greedy(ours, ids), greedy(same, ids))
+    assert sc.stats(ours).bytes_to_device == 0
+
+
+def test_the_offloaded_cache_holds_nothing_on_the_device(llama: LlamaForCausalLM) -> None:
+    twin = under(llama, "offload")
+    greedy(twin, prompt(80), 3)
+    assert sc.stats(twin).device_bytes == 0
+    assert sc.stats(twin).host_bytes > 0
+
+
+# Adding one
+
+
+def test_a_new_policy_is_a_function_and_a_line(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the even tokens."""
+
+    def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
+        return (history.token % 2 == 0).float()
+
+    monkeypatch.setitem(POLICIES, "even", importance)
+    monkeypatch.setitem(METHODS, "even", eviction("even"))
+    cache = step(under(llama, "even", budget=20), prompt(60)).past_key_values
+    for layer in state_of(cache):
+        assert layer["kept_token"].tolist() == [[list(range(20, 60, 2))] * 2]
+
+
+def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offloading all layers but the first: two methods that are there already, site by site."""
+
+    def fields_at(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
+        return (HOST,) if layer.number else (FULL_CACHE,)
+
+    def recipe(options: MethodOptions, site: int) -> Recipe:
+        return METHODS["offload" if site else "full"].recipe(options, site)
+
+    monkeypatch.setitem(METHODS, "mixed", Method("mixed", HostOptions, (HOST, FULL_CACHE), recipe, fields_at))
+    twin, ids = under(llama, "mixed"), prompt(100)
+    assert torch.equal(greedy(twin, ids, 10), greedy(llama, ids, 10))
+    tiers = sc.stats(twin).bytes_by_tier
+    assert tiers["host"] == tiers["cache"] > 0
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "snapkv"}, "method='snapkv': accepted are 'full', 'offload', 'kivi', 'specache', 'kcache'"),
+        ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' has none; it takes method, .*budget, eviction_block"),
+        ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' has none"),
+        ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' has none"),
+        ({"budget": 100}, "option budget: method 'specache' has none"),
+        ({"method": "roco", "budget": 0}, "budget=0: give a number of pairs, or a rate"),
+        ({"method": "roco", "budget": 1.5}, "budget=1.5: give a number of pairs, or a rate"),
+        ({"method": "roco", "budget": "8"}, "budget='8': give a number of pairs, or a rate"),
+        ({"method": "roco", "eviction_block": 0}, "eviction_block=0: give a whole number, 1 or more"),
+        ({"method": "kcache", "top_n": 0}, "top_n=0: give a whole number, 1 or more"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_of_a_method_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sc.OptionError, match=message):
+        parse_options(options)
+
+
+@pytest.mark.parametrize(("rate", "tokens", "pairs"), [(0.07, 100, 7), (0.55, 100, 55), (0.071, 100, 8), (1e-9, 5, 1)])
+def test_a_rate_rounds_up_but_not_by_a_rounding_error(rate: float, tokens: int, pairs: int) -> None:
+    assert parse_options({"method": "roco", "budget": rate}).for_prompt(tokens).budget == pairs
+
+
+@every_method
+def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
+    defaults = vars(parse_options({"method": method}))
+    parse_options({name: defaults[name] for name in METHODS[method].accepted})
+
+
+# What is said of it
+
+
+@every_kind
+def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
+    llama: LlamaForCausalLM, method: str
+) -> None:
+    options = {"method": method, **LOSSY[method]}
+    explained = sc.explain(llama, 300, 2, options)
+    twin = under(llama, **options)
+    step(twin, prompt(300, batch=2))
+    assert sc.stats(twin).bytes_by_tier == explained.bytes_by_tier
+    assert check_order(explained.schedule().dag) == []
+    assert str(explained).startswith(f"{method}: 2 attentions rewritten")
+    assert ("With other options" in str(explained)) == (method in ("kivi", "specache"))
+
+
+@every_kind
+def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
+    """By the statistics of a run, and by explain's traffic of a step."""
+    twin = under(llama, method, **LOSSY[method])
+    step(twin, prompt(1), step(twin, prompt(100)).past_key_values)
+    e = sc.explain(llama, 300, 1, {"method": method, **LOSSY[method]})
+    layers = {"full": 0, **dict.fromkeys(EVICTION, 0), "kcache": 1}.get(method, 2)
+    token = 2 * 2 * 16 * 4
+    assert sc.stats(twin).bytes_to_host == layers * 101 * token
+    assert e.step_cost().to_host == layers * token
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_a_step_that_reads_lengths_on_the_host_is_not_captured(llama: LlamaForCausalLM, method: str) -> None:
+    graph = sc.explain(llama, 300, 1, {"method": method}).graph("decode")
+    context = type("Context", (), {"hit_rate": False})
+    assert "reads the cache's length on the host" in (reason_not_to_capture(graph, context) or "")
+
+
+def test_the_docs_name_every_method() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+    assert [name for name in METHODS if f"`{name}`" not in text] == []
+
+
+def test_specache_is_the_default() -> None:
+    assert parse_options(None) == parse_options({"method": "specache"})

@@ -1,0 +1,115 @@
+"""A context too short to gain stays in 16 bits, and moves over when it has grown (option `min_context`)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import LOSSLESS, compile_copy, greedy, prompt
+from specache_compile.runtime import session
+from specache_compile.runtime.session import Session
+
+
+def session_of(cache: Any) -> Session:
+    return cache.layers[0].keys.handle.session
+
+
+@torch.no_grad()
+def step(model: LlamaForCausalLM, ids: Tensor, cache: Any = None) -> Any:
+    return model(ids, past_key_values=cache, use_cache=True)
+
+
+def test_below_it_every_pair_is_on_the_device_in_16_bits_and_nothing_is_fetched(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, bits=1, top_k=4, min_context=400)
+    assert torch.equal(greedy(twin, prompt(150, 2), 100), greedy(llama, prompt(150, 2), 100))
+    stats = sc.stats(twin)
+    assert (stats.bytes_to_device, stats.pre_decodes, stats.bytes_by_tier["slots"]) == (0, 0, 0)
+    assert stats.kv_ratio >= 1
+
+
+def test_tokens_stay_the_uncompiled_models_while_a_lossless_cache_moves_over(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, min_context=300)
+    assert torch.equal(greedy(twin, prompt(200, 2), 200), greedy(llama, prompt(200, 2), 200))
+    stats = sc.stats(twin)
+    assert stats.pre_decodes == 1
+    assert stats.bytes_to_device > 0
+
+
+def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama: LlamaForCausalLM) -> None:
+    """Same tokens cached, 16 bits first or not: the same codes, window and host tier, bit for bit."""
+    ids = prompt(333, 2)
+    states = []
+    for least in (0, 330):
+        twin = compile_copy(copy.deepcopy(llama), bits=2, top_k=16, min_context=least)
+        cache = step(twin, ids[:, :300]).past_key_values
+        assert (session_of(cache).options.bits == 16) == (least > 0)
+        cache = step(twin, ids[:, 300:], cache).past_key_values
+        assert session_of(cache).options.bits == 2
+        states.append(session_of(cache).state)
+        session_of(cache).queue.drain()
+    for one, other in zip(*states, strict=True):
+        for name in ("host", "codes", "key_params", "value_params", "recent"):
+            low_bit = 288  # of 333 tokens at R 32, g 32
+            end = {"key_params": low_bit // 32, "recent": 64, "host": 333}.get(name, low_bit)
+            torch.testing.assert_close(one[name][:, :, :end], other[name][:, :, :end], atol=1e-5, rtol=1e-5)
+
+
+def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, ids = compile_copy(llama, min_context=110), prompt(120)
+    cache = step(twin, ids[:, :100]).past_key_values
+    moved, whole = [], session.moved_over
+
+    def interrupted(*arguments: Any) -> Any:
+        if len(moved) == 1:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        moved.append(1)
+        return whole(*arguments)
+
+    monkeypatch.setattr(session, "moved_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(twin, ids[:, 100:], cache)
+    again = step(twin, ids[:, 100:], cache)
+    assert session_of(cache).options.bits == LOSSLESS["bits"]
+    ours = [again.logits[:, -1:], step(twin, ids[:, :1], cache).logits]
+    full = step(llama, torch.cat([ids, ids[:, :1]], 1)).logits[:, -2:]
+    torch.testing.assert_close(torch.cat(ours, 1), full, atol=1e-3, rtol=1e-3)
+
+
+def test_a_prompt_that_is_long_enough_starts_where_the_options_say(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, min_context=100)
+    cache = step(twin, prompt(100)).past_key_values
+    assert session_of(cache).options.bits == LOSSLESS["bits"]
+    assert session_of(cache).pending_options is None
+
+
+def test_a_fork_moves_over_by_itself(llama: LlamaForCausalLM) -> None:
+    twin = compile_copy(llama, min_context=120)
+
+    def run(model: LlamaForCausalLM) -> Tensor:
+        cache = step(model, prompt(100)).past_key_values
+        fork = copy.deepcopy(cache)
+        step(model, prompt(40), fork)
+        return torch.cat([step(model, prompt(1), c).logits for c in (cache, fork)])
+
+    torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
+
+
+def test_explain_shows_what_holds_at_the_prompts_length(llama: LlamaForCausalLM) -> None:
+    options = {**LOSSLESS, "min_context": 1000}
+    assert sc.explain(llama, 999, 1, options).bytes_by_tier["slots"] == 0
+    assert sc.explain(llama, 1000, 1, options).bytes_by_tier["slots"] > 0
+
+
+@pytest.mark.parametrize("value", [-1, "yes", 2.0, None, True])
+def test_a_bad_value_is_named(value: Any) -> None:
+    with pytest.raises(sc.OptionError, match=f"min_context={value!r}"):
+        sc.Options(min_context=value)

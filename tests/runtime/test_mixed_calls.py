@@ -1,0 +1,254 @@
+"""A process that serves mixed calls: any batch size, any order, any options, a handful of graphs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from families import FAMILIES, Family
+from specache_compile.passes.context import value_of
+from specache_compile.runtime.records import find_record
+
+SLIDING = [family for family in FAMILIES if family.exact]
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def graphs(model: Any) -> Counter[tuple[str, bool]]:
+    """Rewritten graphs by phase, and by whether they are for padded batches; prompts of one token apart."""
+    record = find_record(model)
+    assert record is not None
+    read = [graph.captured for graph in record.graphs]
+    one_token = [not graph.phase.has_past and value_of(graph.sites[0].q).shape[2] == 1 for graph in read]
+    return Counter(
+        ("prompt of one token" if one else graph.phase.name, graph.padding is not None)
+        for graph, one in zip(read, one_token, strict=True)
+    )
+
+
+def padded(ids: Tensor, seed: int) -> Tensor:
+    """A mask that pads each row on the left by some tokens, the last row by none."""
+    mask = torch.ones_like(ids)
+    for row in range(len(ids) - 1):
+        mask[row, : random.Random(f"{seed}/{row}").randrange(ids.shape[1])] = 0
+    mask[0, : ids.shape[1] // 2] = 0
+    return mask
+
+
+# Batch sizes
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowering: str) -> None:
+    """One graph for a batch of one, which Dynamo always takes for a constant, and one for all others."""
+    twin = compile_copy(llama, lowering=lowering)
+    for batch in (1, 2, 3, 4, 6, 8, 5, 7) if lowering == "eager" else (3, 1, 2):
+        ids = prompt(12 + batch, batch)
+        assert torch.equal(greedy(twin, ids, 40), greedy(llama, ids, 40))
+    assert graphs(twin) == {("prefill", False): 2, ("decode", False): 2}
+    assert sc.stats(twin).compiles == 6, "each of them once; a decode's pre-decode besides"
+
+
+def test_beams_and_returned_sequences_are_batch_sizes_too(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    for beams, rows, returned in ((2, 1, 1), (3, 2, 2), (4, 1, 3), (5, 1, 1), (3, 3, 1)):
+        how = {"num_beams": beams, "num_return_sequences": returned}
+        ids = prompt(20, rows)
+        assert torch.equal(greedy(compiled, ids, 12, **how), greedy(llama, ids, 12, **how))
+    assert max(graphs(compiled).values()) <= 2
+
+
+def test_padded_batches_have_two_graphs_a_phase_of_their_own(
+    llama: LlamaForCausalLM, compiled: LlamaForCausalLM
+) -> None:
+    for batch, length in ((2, 30), (5, 90), (3, 64), (7, 31)):
+        ids = prompt(length, batch)
+        mask = padded(ids, seed=batch)
+        expected = greedy(llama, ids, 40, attention_mask=mask)
+        assert torch.equal(greedy(compiled, ids, 40, attention_mask=mask), expected)
+    assert graphs(compiled) == {("prefill", True): 1, ("decode", True): 1}
+
+
+def test_the_callers_tensors_are_as_they_were(compiled: LlamaForCausalLM) -> None:
+    """Dynamo guards on the marks by which sizes are asked for: left on a tensor, they would cost others a graph."""
+    ids, mask = prompt(20, 3), torch.ones(3, 20, dtype=torch.int64)
+    mask[0, :4] = 0
+    before = [dict(vars(tensor)) for tensor in (ids, mask)]
+    with torch.no_grad():
+        compiled(ids, attention_mask=mask, use_cache=True)
+    assert [vars(tensor) for tensor in (ids, mask)] == before
+
+
+# Sixty calls
+
+
+def sampled(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    torch.manual_seed(rng.randrange(1000))
+    return model.generate(ids, max_new_tokens=12, do_sample=True, temperature=1.3, top_k=20)
+
+
+def with_beams(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    return greedy(model, ids[:4], 8, num_beams=rng.choice((2, 3)))
+
+
+def with_padding(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    return greedy(model, ids, 12, attention_mask=padded(ids, rng.randrange(1000)))
+
+
+def in_turns(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    cache = DynamicCache()
+    for _ in range(3):
+        ids = torch.cat([greedy(model, ids, 6, past_key_values=cache), prompt(rng.randrange(2, 9), len(ids))], 1)
+    return ids
+
+
+def cropped(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    cache = DynamicCache()
+    whole = greedy(model, ids, 12, past_key_values=cache)
+    back = rng.randrange(1, 8)
+    cache.crop(-back)
+    return greedy(model, whole[:, : cache.get_seq_length() + 1], 6, past_key_values=cache)
+
+
+def looked_up(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
+    return greedy(model, ids[:1], 12, prompt_lookup_num_tokens=3)
+
+
+CALLS: tuple[Callable[[Any, Tensor, random.Random], Tensor], ...] = (
+    lambda model, ids, rng: greedy(model, ids, 16),
+    sampled,
+    with_beams,
+    with_padding,
+    in_turns,
+    cropped,
+    looked_up,
+)
+
+
+def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
+    """A graph for a batch of one and one for more, with a padding mask or none, in three phases, are twelve; Dynamo
+    makes eight. What comes after them runs uncompiled, is right, and is said once a cache."""
+    counters.clear()
+    rng, limited = random.Random(0), 0
+    for number in range(60):
+        call, seed = rng.choice(CALLS), rng.randrange(1 << 30)
+        ids = prompt(rng.randrange(1, 301), rng.randrange(1, 13), seed=number)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got = call(compiled, ids, random.Random(seed))
+        assert torch.equal(got, call(llama, ids, random.Random(seed))), f"call {number}: {ids.shape}"
+        limited += any("recompile limit" in str(warning.message) for warning in told)
+    assert counters["stats"]["unique_graphs"] <= 8
+    assert limited < 20, f"most calls run compiled: {limited} did not"
+
+
+# Windows that are not full yet
+
+
+def generated(model: Any, backend: str, ids: Tensor, tokens: int, **given: Any) -> tuple[int, Tensor]:
+    """Graphs that Dynamo makes for a generation, and its tokens."""
+    torch._dynamo.reset()
+    counters.clear()
+    model.compile(backend=backend, options=LOSSLESS if backend == "specache" else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sc.SpecacheWarning)
+        tokens_made = greedy(model, ids, tokens, **given)
+    return counters["stats"]["unique_graphs"], tokens_made
+
+
+@pytest.mark.parametrize("family", SLIDING, ids=[family.name for family in SLIDING])
+def test_from_below_its_window_to_beyond_at_most_five_graphs(family: Family) -> None:
+    """A prefill, a decode below the window, and three where plain Dynamo makes four: at its edge and beyond."""
+    family = dataclasses.replace(family, settings={**family.settings, "sliding_window": 50})
+    ids = prompt(45, 2)
+    made, tokens = generated(family.model(), "specache", ids, 9)
+    assert torch.equal(tokens, greedy(family.model(), ids, 9))
+    assert made <= (5 if family.rewritten else 6), "of a model with nothing to rewrite all are Dynamo's own"
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["whole", "padded"])
+def test_gpt_oss_far_below_its_window_makes_no_more_graphs_than_plain_dynamos(pad: bool) -> None:
+    """Three layers, sliding, full, sliding; window 128; a prompt of 45 and 20 new tokens: below it all along."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    settings = {"num_hidden_layers": 3, "layer_types": types, "sliding_window": 128}
+    family = BY_NAME["gpt_oss"]
+    family, ids = dataclasses.replace(family, settings={**family.settings, **settings}), prompt(45, 2)
+    given = {"attention_mask": padded(ids, 0)} if pad else {}
+    ours, tokens = generated(family.model(), "specache", ids, 20, **given)
+    plain, expected = generated(family.model(), "eager", ids, 20, **given)
+    assert torch.equal(tokens, expected)
+    assert ours <= plain
+
+
+# Options
+
+# One of each kind of state: low-bit tiers with and without slots, the whole cache on either side, keys apart, evicted.
+MADE_UNDER = {
+    "specache": LOSSLESS,
+    "kivi": {"bits": 16},
+    "full": {},
+    "offload": {},
+    "kcache": {"top_n": 1024},
+    "h2o": {"budget": 1024},
+}
+# Found silent: 16 bits, then offload (whose graph appends to no window), then 16 bits again.
+SILENT = ("specache", "offload")
+PAIRS = sorted(itertools.permutations(MADE_UNDER, 2), key=lambda pair: pair != SILENT)
+
+
+def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM:
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={"lowering": "eager", "method": method, **MADE_UNDER[method], **more})
+    return twin
+
+
+@torch.no_grad()
+@torch._dynamo.config.patch(recompile_limit=64)  # Dynamo counts the copies' graphs together
+def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
+    """Every pair of methods: the cache that the one has made decodes and extends under the other, and the one again."""
+    model = tiny_llama()
+    copies = {method: under(model, method) for method in MADE_UNDER}
+    ids, plain = prompt(100), DynamicCache()
+    spans = ((0, 90), (90, 91), (91, 92), (92, 93), (93, 99), (99, 100))
+    expected = [model(ids[:, a:b], past_key_values=plain, use_cache=True).logits for a, b in spans]
+    for first, second in PAIRS:
+        cache, told = DynamicCache(), []
+        for method, (start, stop), right in zip(
+            (first, first, second, first, second, first), spans, expected, strict=True
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                got = copies[method](ids[:, start:stop], past_key_values=cache, use_cache=True).logits
+            told += [method for warning in caught if "other options" in str(warning.message)]
+            torch.testing.assert_close(got, right, atol=1e-3, rtol=1e-3, msg=f"{first}, then {second}, at {start}")
+        assert told == [second], "once a cache"
+
+
+@torch.no_grad()
+def test_a_setting_that_differs_makes_a_graph_of_its_own() -> None:
+    """One method, two numbers of bits: the cache's own are in force, and the warning names both."""
+    model = tiny_llama()
+    narrow, wide = (under(model, "kivi", bits=bits) for bits in (2, 16))
+    ids = prompt(200)
+
+    def logits(later: LlamaForCausalLM) -> Tensor:
+        out = narrow(ids[:, :150], past_key_values=DynamicCache(), use_cache=True)
+        parts = [later(ids[:, t : t + 1], past_key_values=out.past_key_values).logits for t in range(150, 160)]
+        return torch.cat(parts, 1)
+
+    expected = logits(narrow)
+    with pytest.warns(sc.SpecacheWarning, match=r"bits 2 \(the model's: 16\)"):
+        got = logits(wide)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

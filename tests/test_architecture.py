@@ -1,0 +1,120 @@
+"""What the folders promise: no circles of imports, borders that lint guards, nothing imported before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import specache_compile as sc
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("passes", "lowering", "kernels")
+# Seconds of one import that are the project's own, where the machine does nothing else.
+QUICK = 0.2
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, as it is installed."""
+    files = [f for part in ("specache_compile", *PARTS) for f in (ROOT / part).rglob("*.py")]
+    return {name_of(f.relative_to(ROOT)): f for f in files}
+
+
+def name_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    inside = parts if parts[0] == "specache_compile" else ("specache_compile", *parts)
+    return ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
+
+
+def imported(name: str, path: Path, known: set[str]) -> Iterator[str]:
+    """The modules that one imports, wherever in it; but for what only its types need."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node in types:
+            continue
+        above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+        source = ".".join(filter(None, (above, node.module)))
+        for alias in node.names:
+            whole = f"{source}.{alias.name}"
+            if (whole in known or source in known) and name != source:
+                yield whole if whole in known else source
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    found = modules()
+    graph = nx.DiGraph((name, other) for name, path in found.items() for other in imported(name, path, set(found)))
+    assert graph.number_of_edges() > 200
+    assert list(nx.simple_cycles(graph)) == []
+
+
+def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
+    """Beyond torch and transformers; the best of a few, since other work disturbs it."""
+    code = (
+        "import torch._dynamo, torch._inductor.compile_fx, transformers.cache_utils, sys; "
+        "print('MARK', file=sys.stderr); import specache_compile.entry"
+    )
+    seconds = []
+    for _ in range(5):
+        run = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True
+        )
+        rows = re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", run.stderr.split("MARK")[1])
+        names = [name for _, name in rows]
+        assert "specache_compile.backend" in names
+        assert [
+            n for n in names if re.match(r"specache_compile\.(explaining|evaluation|cli)|jinja2|matplotlib", n)
+        ] == []
+        seconds.append(sum(int(microseconds) for microseconds, _ in rows) / 1e6)
+        if seconds[-1] < QUICK:
+            break
+    assert min(seconds) < QUICK
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("passes/new.py", "from specache_compile.runtime.session import Session"),
+        ("passes/new.py", "from specache_compile.methods import METHODS"),
+        ("kernels/new.py", "from specache_compile.passes.context import Context"),
+        ("lowering/new.py", "from specache_compile.runtime import session"),
+        ("specache_compile/new.py", "from .explaining.explain import explain"),
+        ("specache_compile/runtime/new.py", "from specache_compile.backend import specache"),
+        ("specache_compile/methods/new.py", "from specache_compile.runtime.session import Session"),
+        ("specache_compile/explaining/new.py", "from specache_compile.evaluation.tasks import TASKS"),
+        ("specache_compile/evaluation/new.py", "from specache_compile.cli import main"),
+    ],
+)
+def test_lint_guards_the_borders(place: str, line: str) -> None:
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
+    if ruff is None:
+        pytest.skip("ruff is not installed here")
+    command = [ruff, "check", "--select", "TID251", "--stdin-filename", place, "-"]
+    run = subprocess.run(command, input=f"{line}\n", cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "TID251" in run.stdout
+
+
+def test_every_public_name_is_there() -> None:
+    assert [getattr(sc, name).__name__ for name in sc.__all__] == sc.__all__
+    assert set(sc._PLACES) <= set(sc.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'explian'"):
+        _ = sc.explian
+
+
+def test_no_comment_points_outside_the_repository() -> None:
+    """Papers by their arXiv numbers, the design by its file."""
+    for name, path in modules().items():
+        assert not re.search(r"DESIGN\b|\((00\d)[,)]|shared/", path.read_text()), name

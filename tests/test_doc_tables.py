@@ -1,0 +1,100 @@
+"""The pages: their tables are those of the code and the results, and what they name is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import doc_tables
+from doc_tables import PAGES, ROOT, between, main
+
+TEXTS = (*PAGES, ROOT / "CONTRIBUTING.md")
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """A page with one table, up to date."""
+    path = tmp_path / "page.md"
+    path.write_text(f"Before.\n\n{between('devices', doc_tables.devices())}\n\nAfter.\n")
+    return path
+
+
+def test_a_changed_table_is_noticed_and_put_right(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = page.read_text()
+    assert main(["--check"], [page]) == 0
+    page.write_text(right.replace("| 3350 |", "| 3351 |", 1))
+    assert main(["--check"], [page]) == 1
+    assert "page.md: out of date: devices" in capsys.readouterr().err
+    assert main(["--write"], [page]) == 0
+    assert page.read_text() == right
+
+
+def test_a_changed_declaration_is_noticed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(doc_tables.DEVICES, "L4")
+    assert main(["--check"], [page]) == 1
+
+
+def test_a_changed_result_is_noticed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.write_text(between("summary", doc_tables.summary()))
+    result = doc_tables.load("needles.json")
+    result["rows"][0]["kv_ratio"] = 0.5
+    (tmp_path / "needles.json").write_text(json.dumps(result))
+    assert main(["--check"], [page]) == 0
+    monkeypatch.setattr(doc_tables, "RESULTS", tmp_path)
+    assert main(["--check"], [page]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("<!-- end: devices -->", ""), "a marker is alone"),
+        (("<!-- table: devices -->", ""), "a marker is alone"),
+        (("devices -->", "vices -->"), "nobody makes table 'vices'"),
+    ],
+)
+def test_a_bad_marker_is_an_error(
+    page: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], message: str
+) -> None:
+    page.write_text(page.read_text().replace(*change))
+    assert main(["--check"], [page]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings], target
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_the_files_and_tests_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(
+        r"`(?:python )?((?:kernels|passes|lowering|specache_compile|tests|benchmarks|examples)/[\w./-]*)", text
+    ):
+        assert (ROOT / name).exists(), f"{page.name}: {name}"
+    for name, what in re.findall(r"`([\w/]+\.py): (\w+)`", text):
+        assert re.search(rf"^(?:(?:async )?def|class) {what}\b|^{what}\b", (ROOT / name).read_text(), re.MULTILINE), (
+            what
+        )
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, f"{page.name}: {name}"
+
+
+def test_the_readme_is_short() -> None:
+    """Three minutes."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_no_page_points_outside_the_repository() -> None:
+    for page in TEXTS:
+        assert not re.search(r"DESIGN\b|shared/|/work/|/tmp/", page.read_text()), page.name
