@@ -5,7 +5,7 @@ some depth of a text of some length (source code that training never saw); an an
 right. The claim to see: 1-bit quantisation alone loses keys, and fetching the few pairs that matter brings them back.
 
     python examples/demo.py               the whole table, under three minutes on two cores
-    python examples/demo.py --quick       two lengths, few depths
+    python examples/demo.py --quick       three methods, two lengths, few depths
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "1-bit SpeCache, k = 64": {"bits": 1, "top_k": 64},
     "2-bit SpeCache, k = 64": {"bits": 2, "top_k": 64},
 }
+QUICK = ("full cache", "1-bit, no fetching (KIVI)", "1-bit SpeCache, k = 64")
 DEPTHS = tuple(i / 10 for i in range(11))
 LENGTHS = (256, 512, 1024, 2048)
 
@@ -197,7 +198,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder of the picture and the JSON")
     parser.add_argument("--repeats", type=int, default=3, help="prompts at each depth and length (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="two lengths, three depths")
+    parser.add_argument("--quick", action="store_true", help="three methods, two lengths, three depths")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager", help="eager needs no compiler")
     args = parser.parse_args()
@@ -206,10 +207,11 @@ def main() -> None:
     source = library_source(held_out=True)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
     rows: list[Row] = []
-    steps = len(METHODS) * ((2 if args.quick else len(LENGTHS)) + 2) - 1
+    methods = QUICK if args.quick else tuple(METHODS)
+    steps = len(methods) * ((2 if args.quick else len(LENGTHS)) + 2) - 1
     try:
         with tqdm(total=steps, file=sys.stderr, desc="needles") as bar:
-            for name in METHODS:
+            for name in methods:
                 rows.append(measure(name, model, source, args, bar))
     except KeyboardInterrupt:
         print("interrupted: the rows below are finished", file=sys.stderr)
