@@ -39,7 +39,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 def adopt(state: Mapping[str, Tensor]) -> None:
     """Tell the allocator that the copy stream uses these state tensors, so that their memory is not reused too soon."""
-    for field in ("slots", "slot_index", "wanted", "fetched"):
+    for field in (field for field in deferred.FETCH_STATE if field != "host"):
         state[field].record_stream(stream_of(state[field].device))
     weakref.finalize(state["slots"], _fetches.pop, state["slots"].data_ptr(), None)
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The arguments of a `prefetch`.
+# The arguments of a `prefetch`, and the state tensors among them.
 Fetch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+FETCH_STATE = ("wanted", "host", "slots", "slot_index", "fetched")
 
 # While a step is recorded: the end of the fetches that it makes first, by the address of their slots.
 _made_first: dict[int, Any] = {}
@@ -31,10 +32,13 @@ def deferrable(state: Sequence[Mapping[str, Tensor]], cursor: Tensor) -> list[Fe
     """
     fetching = [layer for layer in state if "wanted" in layer and layer["wanted"].numel()]
     late = max(1, len(fetching) // 4) if len(fetching) > 1 else 0
-    return [
-        (layer["wanted"], cursor, layer["host"], layer["slots"], layer["slot_index"], layer["fetched"])
-        for layer in fetching[len(fetching) - late :]
-    ]
+    return [fetch_arguments(layer, cursor) for layer in fetching[len(fetching) - late :]]
+
+
+def fetch_arguments(state: Mapping[str, Any], cursor: Any) -> Any:
+    """The arguments of a layer's `prefetch`, tensors or the nodes that stand for them."""
+    wanted, *rest = (state[field] for field in FETCH_STATE)
+    return (wanted, cursor, *rest)
 
 
 @contextmanager

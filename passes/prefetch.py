@@ -6,6 +6,8 @@ import operator
 
 from torch.fx import GraphModule, Node
 
+from specache_compile.kernels.deferred import FETCH_STATE, fetch_arguments
+
 from .context import Context, PassReport, call_op, cursor_input, output_node, state_input
 
 
@@ -30,10 +32,8 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         if selector is None:
             continue
         prefetched += 1
-        host, slots, slot_index, wanted, fetched = (
-            state_input(graph_module, context, site.number, field)
-            for field in ("host", "slots", "slot_index", "wanted", "fetched")
-        )
+        state = {field: state_input(graph_module, context, site.number, field) for field in FETCH_STATE}
+        slots, slot_index = state["slots"], state["slot_index"]
         selection = [state_input(graph_module, context, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
@@ -41,11 +41,11 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
             call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index))
         if context.hit_rate and context.phase.stores:
             tally = state_input(graph_module, context, site.number, "tally")
-            measured = (site.q, site.k, site.mask, site.sinks, cursor, host, slot_index, tally)
+            measured = (site.q, site.k, site.mask, site.sinks, cursor, state["host"], slot_index, tally)
             with graph.inserting_before(call):
                 call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
         with graph.inserting_before(output_node(graph_module)):
             scores = graph.call_function(operator.getitem, (call, 1))
             call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))
-            call_op(graph_module, site, "prefetch", (wanted, cursor, host, slots, slot_index, fetched))
+            call_op(graph_module, site, "prefetch", fetch_arguments(state, cursor))
     return graph_module, PassReport("prefetch", {"prefetched": prefetched})

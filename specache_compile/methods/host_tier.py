@@ -30,4 +30,4 @@ def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> t
     return (batch, layer.heads, capacity, 2, layer.head_dim)
 
 
-HOST = Field("host", "host", whole_cache, on_host=True)
+HOST = Field("host", "host", whole_cache, on_host=True, has_all_pairs=True)

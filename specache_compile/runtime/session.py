@@ -36,6 +36,7 @@ from .break_even import min_context
 from .held import Crop, Edit, Handle, HeldTensor
 from .records import Statistics
 from .state import (
+    MEASURE,
     allocate,
     bucket,
     bytes_by_tier,
@@ -298,8 +299,10 @@ class Session:
         self.drain()
         other = copy.copy(self)
         other.state = [copied(s, self.options, layer) for s, layer in zip(self.state, self.layers, strict=True)]
-        for count in (*other.fields("fetched"), *other.fields("tally")):
-            count.zero_()
+        for layer, state in zip(other.layers, other.state, strict=True):
+            for field in fields_of(other.options, layer):
+                if field.tier == MEASURE:
+                    state[field.name].zero_()
         other.queue = self.new_queue()
         other.recorded, other.deferred, other.told_uncompiled = RecordedSteps(), other.new_deferred(), False
         other.padding = None if self.padding is None else self.padding.clone()
@@ -321,12 +324,14 @@ class Session:
         return held
 
     def plain(self, site: int, part: Part) -> Tensor:
-        """A plain copy of one site's keys or values [B, H, n, d], from the host tier, bit for bit."""
+        """A plain copy of one site's keys or values [B, H, n, d], from where all pairs are, bit for bit."""
         self.drain()
-        whole = self.state[site].get("host", self.state[site].get("full_cache"))
+        layer = self.layers[site]
+        whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
         if whole is None:
             raise evicted(self.options.method)
-        return whole[:, :, : self.length, int(part == "values")].to(self.layers[site].device, copy=True)
+        pairs = self.state[site][whole]
+        return pairs[:, :, : self.length, int(part == "values")].to(layer.device, copy=True)
 
     def give_up(self, handle: Handle) -> Tensor:
         """The plain copy that a call without a compiled graph goes on with, of the view that `handle` has; the first
