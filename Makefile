@@ -20,7 +20,7 @@ test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part:
 lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/installed && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
+	rm -rf build/installed build/lib && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
 	$(BIN)/python tests/doc_tables.py --check
 
