@@ -27,9 +27,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from specache_compile.passes.clean_up import writes
 from specache_compile.passes.context import output_node, value_of, weight_layer
 from specache_compile.passes.in_place import memory_of
+from specache_compile.passes.in_place import written as written_by
 from specache_compile.passes.overlap import mutated_arguments
 
 from .progress import tell
@@ -196,9 +196,7 @@ def may_be_cut(graph_module: GraphModule, parts: Sequence[Part]) -> bool:
 
 
 def targets_of_writes(node: Node) -> list[Node]:
-    if not writes(node):
-        return []
-    target = node.kwargs.get("out", node.args[0] if node.args else None)
+    target, _ = written_by(node)
     return mutated_arguments(node) or ([target] if isinstance(target, Node) else [])
 
 

@@ -142,10 +142,13 @@ def model_layer(name: str) -> int | None:
     return None if found is None else int(next(filter(None, found.groups())))
 
 
+def is_weight(node: Node) -> bool:
+    return node.op == "placeholder" and "parameters" in node.name.lower()
+
+
 def weight_layer(node: Node) -> int | None:
     """The model's layer that a node is a weight of; None for what is no weight, or in no layer."""
-    is_weight = node.op == "placeholder" and "parameters" in node.name.lower()
-    return model_layer(node.name) if is_weight else None
+    return model_layer(node.name) if is_weight(node) else None
 
 
 def add_input(graph_module: GraphModule, context: Context, name: str, source: Input, value: Any) -> Node:

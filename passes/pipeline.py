@@ -101,7 +101,7 @@ def show(name: str, trace: Trace, number: int, step: str, graph_module: GraphMod
     """The graph after a pass, to those who look: the trace, SPECACHE_DUMP, and torch's structured trace."""
     label = f"specache_{name}_{trace.phase}_{number:02d}_{step}"
     text = functools.cache(lambda: readable(graph_module))
-    trace_structured("artifact", metadata_fn=lambda: {"name": label, "encoding": "string"}, payload_fn=lambda: text())
+    trace_structured("artifact", metadata_fn=lambda: {"name": label, "encoding": "string"}, payload_fn=text)
     folder = os.environ.get("SPECACHE_DUMP")
     if folder:
         target = Path(folder) / f"{name}.{trace.phase}" / f"{number:02d}_{step}.py"

@@ -16,7 +16,7 @@ from .errors import OptionError, SpecacheError
 from .evaluation.command import add_eval, run_eval
 from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .explaining.devices import find_device
-from .methods import METHODS, declared_options, parse_options
+from .methods import METHODS, declared_options, defaults_of, parse_options
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
 
@@ -92,10 +92,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def defaults(declarations: Mapping[str, Any]) -> str:
     """Who takes an option, and its default: "default: 64; kivi: 128"."""
-    usual = declarations.get("specache", next(iter(declarations.values()))).default
-    others = [f"{method}: {declared.default}" for method, declared in declarations.items() if declared.default != usual]
+    usual, others = defaults_of(declarations)
     takers = "" if len(declarations) == len(METHODS) else f"{', '.join(declarations)}; "
-    return takers + "; ".join([f"default: {usual}", *others])
+    return takers + "; ".join([f"default: {usual}", *(f"{method}: {value}" for method, value in others.items())])
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

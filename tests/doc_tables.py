@@ -33,7 +33,7 @@ from specache_compile.evaluation.tasks import TASKS
 from specache_compile.explaining.devices import DEVICES
 from specache_compile.kernels.ops import OPS
 from specache_compile.kernels.policies import POLICIES
-from specache_compile.methods import METHODS, declared_fields, declared_options, parse_options
+from specache_compile.methods import METHODS, declared_fields, declared_options, defaults_of, parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.passes.pipeline import PIPELINE
 from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
@@ -107,10 +107,6 @@ def versions() -> str:
     )
 
 
-def default_of(declared: Any) -> Any:
-    return declared.default if not callable(declared.default_factory) else declared.default_factory()
-
-
 def accepted(name: str, declared: Any) -> str:
     """What an option accepts, in the words of the error that refuses other values."""
     for refused in (-1, "?"):
@@ -125,15 +121,15 @@ def options() -> str:
     """Each option: its default (and that of methods with another), what it accepts, who takes it, its help."""
     rows = [("`method`", "`'specache'`", ", ".join(map(repr, METHODS)), "all", "what is kept where: methods.md")]
     for name, takers in declared_options().items():
+        usual, exceptions = defaults_of(takers)
         by_default: dict[str, list[str]] = {}
-        for method, declared in takers.items():
-            by_default.setdefault(repr(default_of(declared)), []).append(method)
-        first = repr(default_of(takers.get("specache", next(iter(takers.values())))))
-        others = [f"{named(methods)}: `{value}`" for value, methods in by_default.items() if value != first]
+        for method, value in exceptions.items():
+            by_default.setdefault(repr(value), []).append(method)
+        others = [f"{named(methods)}: `{value}`" for value, methods in by_default.items()]
         declared = next(iter(takers.values()))
         rows.append(
             (
-                f"`{name}`", "; ".join([f"`{first}`", *others]), accepted(name, declared), named(list(takers)),
+                f"`{name}`", "; ".join([f"`{usual!r}`", *others]), accepted(name, declared), named(list(takers)),
                 declared.metadata["help"],
             )
         )  # fmt: skip

@@ -96,5 +96,6 @@ def test_the_readme_is_short() -> None:
 
 
 def test_no_page_points_outside_the_repository() -> None:
+    """Nor holds an absolute path."""
     for page in TEXTS:
-        assert not re.search(r"DESIGN\b|shared/|/work/|/tmp/", page.read_text()), page.name
+        assert not re.search(r"DESIGN\b|shared/|/tmp/|(?<![\w.)])/\w+/", page.read_text()), page.name

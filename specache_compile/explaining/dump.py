@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from specache_compile.kernels.costs import bytes_of
+from specache_compile.passes.context import is_weight
 from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.state import bucket
 from specache_compile.runtime.variant import Variant
@@ -32,7 +33,7 @@ def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
         [captured], [rewrites], variant.options,
         length if bucket(length) == variant.capacity else variant.capacity, hint(captured.batch),
         device=device_at(captured.layers[0].device), name=rewrites.name,
-        weight_bytes=sum(bytes_of(fake) for node, fake in placeholders if "parameters" in node.name),
+        weight_bytes=sum(bytes_of(fake) for node, fake in placeholders if is_weight(node)),
     )  # fmt: skip
     (target / "explain.txt").write_text(f"{explained}\n")
     (target / "explain.json").write_text(json.dumps(explained.to_dict(), indent=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.context import model_layer, tag_of
+from specache_compile.passes.context import is_weight, model_layer, tag_of
 
 from .roofline import operator_name
 
@@ -41,4 +41,4 @@ def is_outer_weight(node: Node) -> bool:
     """A weight in no layer, itself or its transpose."""
     while len(node.all_input_nodes) == 1 and operator_name(node) in ("t", "permute", "transpose"):
         node = node.all_input_nodes[0]
-    return node.op == "placeholder" and "parameters" in node.name.lower() and model_layer(node.name) is None
+    return is_weight(node) and model_layer(node.name) is None

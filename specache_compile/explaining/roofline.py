@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.costs import Cost, Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.ops import op_of
-from specache_compile.methods import declared_fields
+from specache_compile.methods import METHODS
 from specache_compile.passes.context import tag_of, value_of
 from specache_compile.passes.overlap import is_work
 
@@ -45,7 +45,7 @@ def launch_cost(node: Node, load: Workload) -> Cost:
     if op is not None:
         if tag is None:
             raise ValueError(f"{node.name} is at no site")
-        return op.cost(arguments_of(node), load, tag.site)
+        return op.cost(arguments_of(node, load), load, tag.site)
     tensors = [value_of(argument) for argument in node.all_input_nodes]
     result = value_of(node)
     out = result if isinstance(result, Tensor) else next((r for r in result if isinstance(r, Tensor)), None)
@@ -68,13 +68,13 @@ def launch_cost(node: Node, load: Workload) -> Cost:
     return Cost(2 * elements(out) * inner, moved)
 
 
-def arguments_of(node: Node) -> dict[str, Any]:
+def arguments_of(node: Node, load: Workload) -> dict[str, Any]:
     """A tier op's arguments by name, tensors as their fakes; and `on_host`: the pairs that it is given are there."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     values = [value_of(value) if isinstance(value, Node) else value for value in node.args]
-    tags = [tag for value in node.args if (tag := tag_of(value)) is not None and tag.field]
-    fields = declared_fields()
-    return {**dict(zip(names, values, strict=False)), "on_host": any(fields[tag.field].on_host for tag in tags)}
+    given = {tag.field for value in node.args if (tag := tag_of(value)) is not None}
+    on_host = any(field.on_host and field.name in given for field in METHODS[load.options.method].fields)
+    return {**dict(zip(names, values, strict=False)), "on_host": on_host}
 
 
 def full_cache_cost(load: Workload, number: int) -> Cost:

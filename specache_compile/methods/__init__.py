@@ -56,6 +56,17 @@ def declared_options() -> dict[str, dict[str, Any]]:
     return found
 
 
+def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """An option's default, specache's where it takes the option, and those of the methods that have another; from its
+    declarations by method."""
+    own = {
+        method: declared.default_factory() if callable(declared.default_factory) else declared.default
+        for method, declared in takers.items()
+    }
+    usual = own.get("specache", next(iter(own.values())))
+    return usual, {method: value for method, value in own.items() if value != usual}
+
+
 def declared_fields() -> dict[str, Field]:
     """Every state tensor that a method declares, by its name, which stands for one of them alone."""
     found: dict[str, Field] = {}
@@ -66,4 +77,4 @@ def declared_fields() -> dict[str, Field]:
     return found
 
 
-__all__ = ["METHODS", "Method", "Options", "declared_fields", "declared_options", "parse_options"]
+__all__ = ["METHODS", "Method", "Options", "declared_fields", "declared_options", "defaults_of", "parse_options"]

@@ -11,12 +11,12 @@ import torch
 
 from specache_compile.errors import OptionError
 from specache_compile.kernels import evict
+from specache_compile.kernels.tiers import EMPTY
 from specache_compile.options import MethodOptions, option, whole
 from specache_compile.passes.recipe import Call, Recipe
 
 from .field import Cropped, Field, LayerShape, LayerState, always
 from .method import Method
-from .slots import EMPTY
 
 # Between the random numbers of two sites' heads; any large odd number does.
 SITE_STRIDE = 1_000_003

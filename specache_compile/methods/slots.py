@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .field import Cropped, Field, LayerShape, LayerState, always
+from specache_compile.kernels.tiers import EMPTY
 
-EMPTY = -1
+from .field import Cropped, Field, LayerShape, LayerState, always
 
 
 def slots_shape(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:

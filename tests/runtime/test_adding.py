@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from graphs import decode_graph, text
 from specache_compile.kernels import ops
 from specache_compile.kernels.costs import Cost
@@ -39,8 +40,8 @@ def an_op() -> None:
         wanted.fill_(-1)
         wanted[..., : order.shape[-1]] = order.masked_fill(scores.gather(-1, order) < 0, -1)
 
-    def count(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, counted: Tensor) -> None:
-        counted += k.shape[2]
+    def count(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, counted: Tensor, each: int) -> None:
+        counted += each * k.shape[2]
 
     register(
         Op(
@@ -50,23 +51,19 @@ def an_op() -> None:
     )  # fmt: skip
     register(
         Op(
-            "count(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) counted) -> ()",
+            "count(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) counted, int each) -> ()",
             count, ops.fake_nothing, early=4,
         )
     )  # fmt: skip
 
 
-def run(method: str, ids: Tensor, tokens: int, **options: object) -> tuple[LlamaForCausalLM, Tensor]:
-    twin = tiny_llama()
-    given = {"lowering": "eager", "method": method, **options}
-    twin.compile(backend="specache", options=given)
-    return twin, greedy(twin, ids, tokens)
+def under(method: str, **options: Any) -> LlamaForCausalLM:
+    return compiled_with(tiny_llama(), {"lowering": "eager", "method": method, **options})
 
 
-def state_after(method: str, **options: object) -> list[LayerState]:
+def state_after(method: str, **options: Any) -> list[LayerState]:
     """The state tensors of a cache of 100 tokens, and one step."""
-    twin = tiny_llama()
-    twin.compile(backend="specache", options={"lowering": "eager", "method": method, **options})
+    twin = under(method, **options)
     with torch.no_grad():
         cache = twin(prompt(100), use_cache=True).past_key_values
         twin(prompt(1), past_key_values=cache)
@@ -102,16 +99,16 @@ def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch
     assert any("select_oldest" in row.op for row in sc.explain(tiny_llama(), 300, 1, {"method": "oldest"}).roofline())
     ids = prompt(100)
     lossless = {name: value for name, value in LOSSLESS.items() if name != "lowering"}
-    assert torch.equal(run("oldest", ids, 20, **lossless)[1], greedy(tiny_llama(), ids, 20))
+    assert torch.equal(greedy(under("oldest", **lossless), ids, 20), greedy(tiny_llama(), ids, 20))
 
 
 def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloading that counts, from a number that is given, the tokens that it has seen; a crop counts too."""
+    """Offloading that counts the tokens that it has seen, each for as many as is asked; a crop counts too."""
 
     @dataclass(frozen=True)
     class CountingOptions(OffloadOptions):
         method: str = "counting"
-        start: int = whole(0, 0, "where counting starts")
+        each: int = whole(1, 1, "what a token counts")
 
     def cropped(state: LayerState, crop: Cropped) -> None:
         state["counted"].fill_(crop.length)
@@ -124,17 +121,17 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
 
     def recipe(options: CountingOptions, site: int) -> Recipe:
         found = offload.recipe(options, site)
-        return replace(found, stores=(*found.stores, Call("count", ("counted",))))
+        return replace(found, stores=(*found.stores, Call("count", ("counted",), (options.each,))))
 
     monkeypatch.setitem(METHODS, "counting", Method("counting", CountingOptions, (*offload.fields, counted), recipe))
-    assert [int(layer["counted"]) for layer in state_after("counting", start=3)] == [101, 101]
+    assert [int(layer["counted"]) for layer in state_after("counting")] == [101, 101]
+    assert [int(layer["counted"]) for layer in state_after("counting", each=3)] == [303, 303]
     assert sc.explain(tiny_llama(), 300, 1, {"method": "counting"}).bytes_by_tier["counts"] == 2 * 8
-    with pytest.raises(sc.OptionError, match="start=-1: give a whole number, 0 or more"):
-        sc.explain(tiny_llama(), 300, 1, {"method": "counting", "start": -1})
-    with pytest.raises(sc.OptionError, match="option start: method 'offload' has none"):
-        sc.explain(tiny_llama(), 300, 1, {"method": "offload", "start": 1})
-    twin, ids = tiny_llama(), prompt(100)
-    twin.compile(backend="specache", options={"lowering": "eager", "method": "counting"})
+    with pytest.raises(sc.OptionError, match="each=0: give a whole number, 1 or more"):
+        sc.explain(tiny_llama(), 300, 1, {"method": "counting", "each": 0})
+    with pytest.raises(sc.OptionError, match="option each: method 'offload' has none"):
+        sc.explain(tiny_llama(), 300, 1, {"method": "offload", "each": 1})
+    twin, ids = under("counting"), prompt(100)
     with torch.no_grad():
         cache = twin(ids, use_cache=True).past_key_values
         cache.crop(-40)
