@@ -25,13 +25,14 @@ _queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictiona
 class CopyQueue:
     """A session's copies in flight, and what they have cost so far.
 
-    `waited` counts seconds that a step stood still for a copy; `error` is the first failed copy's, after which the
+    `waited` counts seconds that a step stood still for a copy, `correcting` those for a correction; `error` is the first failed copy's, after which the
     tiers can no longer be trusted.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.waited = 0.0
+        self.correcting = 0.0
         self.error: BaseException | None = None
         self._prefetches: dict[int, Future[None]] = {}
         self._offloads: deque[Future[None]] = deque()
@@ -50,6 +51,14 @@ class CopyQueue:
         while self._offloads and self._offloads[0].done():
             self._result(self._offloads.popleft())
         self._offloads.append(_worker.submit(run_job, job))
+
+    def run_correction(self, job: Callable[[], object]) -> None:
+        """Run `job` behind all earlier copies, and block until it is done; raises what it raised."""
+        start = time.perf_counter()
+        future = _worker.submit(run_job, job)
+        self.error = self.error or future.exception()
+        self.correcting += time.perf_counter() - start
+        future.result()
 
     def wait_for(self, slots: Tensor) -> None:
         """Block until the prefetch into `slots` is done; raises what it raised. No prefetch under way: no wait."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import deferred, kcache, tiers
 from . import measure as hit_rate
-from .cursor import length_of
+from .cursor import LOW_BIT, length_of
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -84,6 +84,27 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> No
         fetch = deferred.end_of(slots)
     if fetch is not None:
         torch.cuda.current_stream(slots.device).wait_event(fetch)
+
+
+def correct(
+    scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    corrected: Tensor,
+) -> None:  # fmt: skip
+    """As `tiers.correct`, on the main stream: it has nothing to do meanwhile, and other layers' fetches, which queue on
+    the copy stream, are overtaken. The host decides nothing."""
+    from .triton_copy import gather
+    from .triton_select import select_topk
+
+    first, wanted = scores[0], torch.empty_like(slot_index)
+    tokens = torch.arange(first.shape[-1], device=first.device)
+    select_topk(first.masked_fill(tokens >= cursor[LOW_BIT], -1.0), wanted)
+    if missed is not None:
+        wanted = torch.where(missed.unsqueeze(-1), wanted, slot_index)
+    if host.is_pinned():
+        gather(wanted, host, slots, slot_index, corrected)
+    else:
+        join(slots.device)
+        tiers.refill(wanted, host, slots, slot_index, corrected)
 
 
 def copy_rows(source: Tensor, target: Tensor) -> None:
@@ -203,6 +224,7 @@ class StreamCopies:
     # A copy on a stream cannot fail by itself; and how long the main stream stood still for one, the host cannot tell.
     error: BaseException | None = None
     waited: float | None = None
+    correcting: float | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -9,7 +9,8 @@ import torch
 
 from specache_compile.errors import OptionError
 from specache_compile.kernels.quantisers import QUANTISERS
-from specache_compile.kernels.quantize import packed_width, value_group
+from specache_compile.kernels.layout import Layout
+from specache_compile.kernels.quantize import value_group
 from specache_compile.options import choice, one_of, option, whole
 
 from .field import Cropped, Field, LayerShape, LayerState
@@ -40,6 +41,12 @@ class LowBitOptions(HostOptions):
     """
 
     bits: int = choice(2, BITS, "of the low-bit tier; 16 keeps it unquantised")
+    key_bits: int | None = choice(None, (None, *BITS), "of its keys alone, in place of bits", choices=BITS, type=int)
+    value_bits: int | None = choice(None, (None, *BITS), "of its values alone", choices=BITS, type=int)
+    rotate: bool = choice(
+        False, (True, False),
+        "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out",
+    )
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
     zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
@@ -54,38 +61,46 @@ class LowBitOptions(HostOptions):
         """W = R + g: the most tokens that the recent tier holds."""
         return self.residual_length + self.group_size
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.layout.key_bits == 16) != (self.layout.value_bits == 16):
+            raise OptionError(
+                f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """How the low-bit tier stores a pair."""
+        bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
+        return Layout(*bits, self.rotate)
+
     @property
     def in_16_bits(self) -> LowBitOptions:
         """What holds below `min_context`: every pair on the device in 16 bits."""
-        return replace(self, bits=16)
+        return replace(self, bits=16, key_bits=None, value_bits=None)
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""
         return self.group_size * max(0, (length - self.residual_length) // self.group_size)
 
 
-def is_quantised(options: LowBitOptions) -> bool:
-    return options.bits < 16
-
-
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    width = packed_width(layer.head_dim, options.bits) if is_quantised(options) else layer.head_dim
-    return (batch, layer.heads, capacity, 2, width)
+    return (batch, layer.heads, capacity, sum(options.layout.widths(layer.head_dim)))
 
 
 def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
-    return torch.uint8 if is_quantised(options) else layer.dtype
+    return torch.uint8 if options.layout.is_quantised else layer.dtype
 
 
 def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each channel over a group of tokens."""
-    groups = capacity // options.group_size if is_quantised(options) else 0
+    groups = capacity // options.group_size if options.layout.is_quantised else 0
     return (batch, layer.heads, groups, 2, layer.head_dim)
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each token over a group of channels."""
-    tokens = capacity if is_quantised(options) else 0
+    tokens = capacity if options.layout.is_quantised else 0
     return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
 
 

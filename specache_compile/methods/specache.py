@@ -11,7 +11,7 @@ from specache_compile.passes.recipe import Call, Recipe, Selector
 from .host_tier import HOST
 from .low_bit import LOW_BIT, RECENT, LowBitOptions
 from .method import Method
-from .slots import FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
+from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,28 @@ class SpecacheOptions(LowBitOptions):
     speculate: bool = choice(
         True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
     )
+    correct: str = choice(
+        "never", ("never", "miss", "always"),
+        "fetch within the step what the token itself asks for and the slots lack: where the guess was wrong, or always",
+    )
     hit_rate: bool = choice(False, (True, False), "also measure the hit rate (slow: it computes the true attention)")
 
     @property
     def in_16_bits(self) -> SpecacheOptions:
         """Nothing is fetched, and nothing guessed for it."""
-        return replace(self, bits=16, top_k=0, speculate=False)
+        return replace(super().in_16_bits, top_k=0, speculate=False, correct="never")
 
 
 def recipe(options: LowBitOptions, site: int) -> Recipe:
     """Decode attends over the tiers, an extend over the host's; the `prefetch` and `speculate` passes do the rest."""
     low_bit = tuple(field.name for field in LOW_BIT)
-    over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), scores=True)
+    over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), options.layout, scores=True)
     return Recipe(
         {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
-        (Call("append", ("recent", *low_bit), (options.zero_point,)), Call("offload", ("host",))),
-        Selector("select_topk") if options.top_k else None,
+        (Call("append", ("recent", *low_bit), (*options.layout, options.zero_point)), Call("offload", ("host",))),
+        Selector("select_topk", correct=options.correct) if options.top_k else None,
     )
 
 
-FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, TALLY)
+FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)
 METHOD = Method("specache", SpecacheOptions, FIELDS, recipe)

@@ -189,6 +189,7 @@ class Session:
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
         self.statistics.fetched = self.fields("fetched")
+        self.statistics.corrected = self.fields("corrected")
         self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
 
     def drain(self) -> None:
