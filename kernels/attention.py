@@ -370,13 +370,11 @@ def attend_scored(
     softcap: float | None,
     kernels: LowBitKernels = REFERENCE,
 ) -> Tensor:
-    """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits [B, Hq, lanes, C]."""
+    """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits."""
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
-    _, out, _, total, _ = attend_over(
-        at, k, v, packed, codes, value_params, recent, slots, slot_index, layout, kernels
-    )
+    _, out, _, total, _ = attend_over(at, k, v, packed, codes, value_params, recent, slots, slot_index, layout, kernels)
     return output_of(out, total, q.dtype)
 
 

@@ -25,8 +25,8 @@ _queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictiona
 class CopyQueue:
     """A session's copies in flight, and what they have cost so far.
 
-    `waited` counts seconds that a step stood still for a copy, `correcting` those for a correction; `error` is the first failed copy's, after which the
-    tiers can no longer be trusted.
+    `waited` counts seconds that a step stood still for a copy, `correcting` for a correction; `error` is the first
+    failed copy's, after which the tiers can no longer be trusted.
     """
 
     def __init__(self) -> None:

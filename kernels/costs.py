@@ -84,8 +84,8 @@ def bytes_of(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Pair:
-    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), low in the low-bit tier, whose keys and
-    values have low_keys and low_values of them."""
+    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), low in the low-bit tier, those of keys
+    and of values."""
 
     exact: int
     low_keys: float

@@ -1,4 +1,4 @@
-"""The fused CPU kernel of the low-bit tier's attention: compiled C++ in place of `attention.low_bit_logits` and `low_bit_mix`.
+"""The fused CPU kernels of the low-bit tier: compiled C++ in place of `attention.low_bit_logits` and `low_bit_mix`.
 
 Inductor's own C++ toolchain compiles it on first use and keeps it in Inductor's cache. Unpacking to float32 in
 PyTorch writes and reads every element some six times; here the codes are read once.

@@ -31,8 +31,8 @@ def append(
     """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
 
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
-    group's range. Mutates recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params
-    [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv].
+    group's range. Mutates recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate,
+    key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv].
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))

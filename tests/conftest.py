@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 # Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
 # tokens leave the window early.
-LOSSLESS = {"lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
+LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
 
 
 # Of a module marked `one_process`: its name, its models by how they were made and compiled.

@@ -33,7 +33,7 @@ from .tasks.records import file_hash
 from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1")
+METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
 
 def add_eval(command: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.layout import Layout
+from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.quantize import value_group
 from specache_compile.options import choice, one_of, option, whole
 
@@ -17,6 +17,8 @@ from .field import Cropped, Field, LayerShape, LayerState
 from .host_tier import HostOptions
 
 BITS = (1, 2, 4, 8, 16)
+# Of keys and values, by `bits`: keys decide which pairs are fetched, and an error of theirs is exponentiated.
+BITS_OF_BOTH = {**{bits: (bits, bits) for bits in BITS}, 1.5: (2, 1)}
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -27,6 +29,22 @@ def check_min_context(name: str, value: Any) -> None:
 
 def check_quantiser(name: str, value: Any) -> None:
     one_of(name, value, tuple(QUANTISERS))
+
+
+def bits_option(default: int | float) -> Any:
+    return choice(
+        default, tuple(sorted(BITS_OF_BOTH)), "of the low-bit tier; 1.5: keys 2, values 1; 16 keeps it unquantised",
+        type=number,
+    )  # fmt: skip
+
+
+def rotate_option(default: bool) -> Any:
+    told = "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out"
+    return choice(default, (True, False), told)
+
+
+def number(text: str) -> int | float:
+    return int(text) if text.isdigit() else float(text)
 
 
 def number_or_auto(text: str) -> int | str:
@@ -40,13 +58,10 @@ class LowBitOptions(HostOptions):
     R is at least one: a token is selected for fetching while it is in the window, where the newest is not yet.
     """
 
-    bits: int = choice(2, BITS, "of the low-bit tier; 16 keeps it unquantised")
+    bits: int | float = bits_option(2)
     key_bits: int | None = choice(None, (None, *BITS), "of its keys alone, in place of bits", choices=BITS, type=int)
     value_bits: int | None = choice(None, (None, *BITS), "of its values alone", choices=BITS, type=int)
-    rotate: bool = choice(
-        False, (True, False),
-        "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out",
-    )
+    rotate: bool = rotate_option(False)
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
     zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
@@ -71,8 +86,12 @@ class LowBitOptions(HostOptions):
     @property
     def layout(self) -> Layout:
         """How the low-bit tier stores a pair."""
-        bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
-        return Layout(*bits, self.rotate)
+        keys, values = BITS_OF_BOTH[self.bits]
+        return Layout(
+            keys if self.key_bits is None else self.key_bits,
+            values if self.value_bits is None else self.value_bits,
+            self.rotate,
+        )
 
     @property
     def in_16_bits(self) -> LowBitOptions:

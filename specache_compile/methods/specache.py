@@ -9,22 +9,28 @@ from specache_compile.options import choice, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .host_tier import HOST
-from .low_bit import LOW_BIT, RECENT, LowBitOptions
+from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_option, rotate_option
 from .method import Method
 from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
 
 @dataclass(frozen=True)
 class SpecacheOptions(LowBitOptions):
-    """What `torch.compile(..., options={...})` accepts where no method is named; the defaults are the paper's."""
+    """What `torch.compile(..., options={...})` takes where no method is named; the defaults are "best"."""
 
     method: str = "specache"
+    setting: str = choice(
+        "best", ("best", "paper"), "defaults of bits, rotate and correct: best, or as in SpeCache's paper"
+    )
+    bits: int | float = bits_option(1.5)
+    rotate: bool = rotate_option(True)
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
     speculate: bool = choice(
         True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
     )
     correct: str = choice(
-        "never", ("never", "miss", "always"),
+        "always",
+        ("never", "miss", "always"),
         "fetch within the step what the token itself asks for and the slots lack: where the guess was wrong, or always",
     )
     hit_rate: bool = choice(False, (True, False), "also measure the hit rate (slow: it computes the true attention)")
@@ -46,5 +52,8 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     )
 
 
+# On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
+# (docs/quality.md).
+PAPER = {"bits": 2, "rotate": False, "correct": "never"}
 FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)
-METHOD = Method("specache", SpecacheOptions, FIELDS, recipe)
+METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, settings={"best": {}, "paper": PAPER})

@@ -190,6 +190,7 @@ class Session:
         self.statistics.tallies = self.fields("tally")
         self.statistics.fetched = self.fields("fetched")
         self.statistics.corrected = self.fields("corrected")
+        self.statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in self.fields("slots")]
         self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
 
     def drain(self) -> None:
