@@ -77,7 +77,7 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
         _fetches[slots.data_ptr()] = copy.record_event()
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> None:
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
     """As `tiers.wait`: what the main stream is given from here on runs behind the fetch; the host goes on."""
     fetch = _fetches.pop(slots.data_ptr(), None)
     if torch.cuda.is_current_stream_capturing():

@@ -45,6 +45,10 @@ class Cost:
         return max(times, key=times.__getitem__)
 
 
+# Share of the wanted pairs that a correction must still bring, where nothing better is known.
+CORRECTED = 0.25
+
+
 @dataclass(frozen=True)
 class Workload:
     """How a step is run. options: the method's; layers: `LayerShape` of each site; length: tokens cached before it;

@@ -181,7 +181,7 @@ OPS = (
         cost=costs.prefetch, copies=True, early=1,
     ),
     Op(
-        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
+        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) wanted) -> ()",
         tiers.wait, fake_nothing, "copy_stream:wait",
         is_wait=True,
     ),

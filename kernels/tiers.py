@@ -153,8 +153,9 @@ def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetc
     fetched += pairs.nbytes
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> None:
-    """Block until the prefetch into `slots` has ended. Declared to mutate what it guards.
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
+    """Block until the prefetch of `wanted` into `slots` has ended. Declared to mutate what it guards: nobody may choose
+    anew while the old choice is being fetched.
 
     `after` is not read: it is the edge in the graph that keeps the wait behind the work that hides the copy.
     """

@@ -151,7 +151,7 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.wanted),
     "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
-    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index),
+    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.wanted),
     "budget_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.kept, i.kept_token, i.history, "roco", 1, 0,
         i.scale, i.case.softcap,

@@ -180,6 +180,7 @@ class Slots:
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.wanted = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.fetched = torch.zeros(1, dtype=torch.int64)
+        self.scores = torch.zeros(1)
         self.pair_bytes = 2 * HEAD_DIM * dtype.itemsize
 
     def held(self, b: int, h: int) -> dict[int, int]:
@@ -283,7 +284,7 @@ def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> Non
     ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     assert (slots.slot_index == -1).all(), "the op must not wait for the copy"
     gate.opened.set()
-    ops.wait(slots.wanted, cursor, slots.slots, slots.slot_index)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
     assert set(slots.held(0, 0)) == {1, 3, 8}
     assert slots.fetched.item() == BATCH * HEADS * 3 * slots.pair_bytes
 
@@ -297,7 +298,7 @@ def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue
     ops.offload(*new.unbind(3), None, cursor, slots.host)
     ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     gate.opened.set()
-    ops.wait(slots.wanted, cursor, slots.slots, slots.slot_index)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[8]], new[0, 1, 0])
 
 
