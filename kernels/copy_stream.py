@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import deferred, kcache, tiers
 from . import measure as hit_rate
-from .cursor import LOW_BIT, length_of
+from .cursor import length_of
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -95,9 +95,8 @@ def correct(
     from .triton_copy import gather
     from .triton_select import select_topk
 
-    first, wanted = scores[0], torch.empty_like(slot_index)
-    tokens = torch.arange(first.shape[-1], device=first.device)
-    select_topk(first.masked_fill(tokens >= cursor[LOW_BIT], -1.0), wanted)
+    wanted = torch.empty_like(slot_index)
+    select_topk(scores[0], wanted, cursor)
     if missed is not None:
         wanted = torch.where(missed.unsqueeze(-1), wanted, slot_index)
     if host.is_pinned():
