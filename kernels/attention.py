@@ -331,9 +331,9 @@ def score_low_bit(
 ) -> tuple[Tensor, Tensor]:
     """The first half of a corrected decode attention: what each lane asks for, before it is known what is in the slots.
 
-    Shapes as for `decode_attention`. Returns the low-bit tier's logits [B, Hq, lanes, C] in float32 (beyond it anything),
-    and each lane's attention over low-bit tier, window and new pairs, summed over the query group, [lanes, B, H, C] in
-    float32, for the tokens that will be in the low-bit tier after this step; -1 elsewhere.
+    Shapes as for `decode_attention`. Returns the low-bit tier's logits [B, Hq, lanes, C] in float32, beyond it
+    anything; and each lane's attention over low-bit tier, window and new pairs, summed over the query group,
+    [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1 elsewhere.
     """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)

@@ -64,7 +64,7 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1))
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})
     for part in list(call.users):
-        part.replace_all_uses_with((out, last)[part.args[1]])
+        part.replace_all_uses_with(last if part.args[1] else out)
         graph.erase_node(part)
     graph.erase_node(call)
     site.attention = out

@@ -19,8 +19,9 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
                                            specache.select_topk(pair[1], wanted_0)
                                            specache.prefetch(wanted_0, cursor, host_0, slots_0, ...)
 
-    A wait names the query it stands behind: an edge that no scheduler can undo; and `wanted`, which the fetch reads. Selection and fetch stand at the
-    end of the graph, waits right behind their query; `overlap` moves both to where they hide most.
+    A wait names the query it stands behind: an edge that no scheduler can undo; and `wanted`, which the fetch reads.
+    Selection and fetch stand at the end of the graph, waits right behind their query; `overlap` moves both to where
+    they hide most.
     """
     if not (context.phase.one_token and context.selects and context.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})

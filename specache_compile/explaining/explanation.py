@@ -61,7 +61,7 @@ class NodeCost:
 class Alternative:
     """The same model, context and batch with other options. step: seconds; speedup: full cache's step / this step."""
 
-    bits: int
+    bits: float
     group_size: int
     top_k: int
     device_bytes: int
@@ -120,7 +120,7 @@ class Explanation:
     @property
     def corrects(self) -> bool:
         """Whether a step fetches what its own token asks for, and the fetch ahead did not bring."""
-        return getattr(self.options, "correct", "never") != "never"
+        return self.options.correct != "never"
 
     @property
     def bytes_fetched(self) -> int:
@@ -159,7 +159,9 @@ class Explanation:
     def load(self, **changes: Any) -> Workload:
         """The decode step that is explained."""
         heads = tuple(site.query_heads for site in self.sites)
-        load = Workload(self.options, self.layers, heads, self.batch_size, self.prompt_length, self.reuse, self.corrected)
+        load = Workload(
+            self.options, self.layers, heads, self.batch_size, self.prompt_length, self.reuse, self.corrected
+        )
         return replace(load, **changes)
 
     @functools.cached_property

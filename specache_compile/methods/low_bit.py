@@ -18,7 +18,7 @@ from .host_tier import HostOptions
 
 BITS = (1, 2, 4, 8, 16)
 # Of keys and values, by `bits`: keys decide which pairs are fetched, and an error of theirs is exponentiated.
-BITS_OF_BOTH = {**{bits: (bits, bits) for bits in BITS}, 1.5: (2, 1)}
+BITS_OF_BOTH: dict[float, tuple[int, int]] = {1.5: (2, 1), **{bits: (bits, bits) for bits in BITS}}
 GROUP_SIZES = (32, 64, 128)
 
 

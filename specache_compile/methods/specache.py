@@ -38,7 +38,7 @@ class SpecacheOptions(LowBitOptions):
     @property
     def in_16_bits(self) -> SpecacheOptions:
         """Nothing is fetched, and nothing guessed for it."""
-        return replace(super().in_16_bits, top_k=0, speculate=False, correct="never")
+        return replace(self, bits=16, key_bits=None, value_bits=None, top_k=0, speculate=False, correct="never")
 
 
 def recipe(options: LowBitOptions, site: int) -> Recipe:
