@@ -1,18 +1,19 @@
 """A text that SmolLM2 (November 2024) cannot have seen: Django's release notes from 5.2 (April 2025) to 6.1.3.
 
-    python benchmarks/unseen_text.py        fetches them once, prints the file's path: for `specache eval --text`
+    python benchmarks/unseen_text.py build/unseen.txt        for `specache eval --text build/unseen.txt`
 
 They are in Django's source distribution on PyPI (BSD licence), which is taken by its hash; some 45,000 tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import re
+import shutil
 import sys
 import tarfile
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -59,8 +60,17 @@ def release_notes(sdist: bytes) -> str:
     return "\n".join(notes[version] for version in sorted(notes))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the file to write")
+    args = parser.parse_args()
     try:
-        print(unseen_text())
-    except (OSError, urllib.error.URLError) as error:
+        text = unseen_text()
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(text, args.out)
+    except OSError as error:  # urllib's errors are of its kind
         sys.exit(f"unseen_text.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
