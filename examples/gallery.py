@@ -65,7 +65,7 @@ def gallery(device: str, batch: int, bits: int, folder: Path | None, names: list
     rows = []
     for name in names:
         for length in LENGTHS:
-            explained = sc.explain(config_of(name), length, batch, {"bits": bits}, device=device)
+            explained = sc.explain(config_of(name), length, batch, {"setting": "paper", "bits": bits}, device=device)
             explained = replace(explained, name=f"{name}, {length // 1024}k")
             rows.append(row(name, explained))
             if folder is not None:
