@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -92,6 +93,10 @@ def explain(
                 "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
                 "length, say), which shapes do not tell: explain cannot follow it; SPECACHE_DUMP shows it as it runs"
             ) from error
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, SpecacheError):
+                raise error.inner_exception from None
+            raise
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     return explanation_of(

@@ -103,7 +103,19 @@ class LowBitOptions(HostOptions):
         return self.group_size * max(0, (length - self.residual_length) // self.group_size)
 
 
+def check_head_dim(layout: Layout, head_dim: int) -> None:
+    """OptionError where heads of this size cannot be stored so."""
+    if layout.is_rotated and head_dim % 2:
+        raise OptionError(f"option rotate: head_dim {head_dim} is odd, and no block of it can be rotated; rotate=False")
+    if layout.is_quantised and head_dim * min(layout.key_bits, layout.value_bits) % 8:
+        raise OptionError(
+            f"option bits: head_dim {head_dim} fills no whole bytes at {min(layout.key_bits, layout.value_bits)} bit; "
+            "take more bits, or 16"
+        )
+
+
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    check_head_dim(options.layout, layer.head_dim)
     return (batch, layer.heads, capacity, sum(options.layout.widths(layer.head_dim)))
 
 

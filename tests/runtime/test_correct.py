@@ -19,6 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.kernels.layout import Layout
+from specache_compile.methods.low_bit import check_head_dim
 from specache_compile.runtime.records import find_record
 
 pytestmark = pytest.mark.one_process
@@ -161,3 +163,32 @@ def test_the_settings_are_what_they_are_called() -> None:
     assert (paper.bits, paper.rotate, paper.correct) == (2, False, "never")
     assert best == sc.Options()
     assert sc.Options(setting="paper", rotate=True).rotate, "what is given goes before"
+
+
+def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
+    with pytest.raises(sc.OptionError, match="head_dim 65 is odd, and no block of it can be rotated; rotate=False"):
+        check_head_dim(Layout(8, 8, True), 65)
+    narrow = tiny_llama(head_dim=4)
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):
+        sc.explain(narrow, prompt_length=100, options={"bits": 1})
+    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1})
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes at 1 bit; take more bits, or 16"):
+        greedy(narrow, prompt(100), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"correct": "miss", "top_k": 0}, "correct='miss' with top_k=0: where no pair is fetched"),
+        ({"method": "full", "key_bits": 2}, "key_bits: method 'full' has none"),
+        ({"key_bits": 16}, "key_bits 16 and value_bits 1: 16 bits go with 16 bits"),
+        ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'miss', 'always'"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(sc.OptionError, match=told):
+        sc.Options(**options)
+
+
+def test_where_nothing_is_fetched_nothing_is_corrected() -> None:
+    assert sc.Options(top_k=0).correct == "never"
