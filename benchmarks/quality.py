@@ -89,6 +89,13 @@ TABLES = {
         METHODS,
         ("--lengths", "512", "1024", "--samples", "32"),  # at 2,048 tokens the model itself finds but half of them
     ),
+    "closeness": Table(
+        "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
+        "smollm2-135m",
+        ("closeness",),
+        ("uncompiled", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
+        ("--text", "build/unseen.txt", "--lengths", "2048", "--samples", "8", "--lowering", "inductor"),
+    ),
     "beyond": Table(
         "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",
         KEYS,

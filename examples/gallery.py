@@ -86,7 +86,7 @@ def plot(path: Path, name: str, device: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    base = sc.explain(config_of(name), LENGTHS[0], PLOT_BATCH, device=device)
+    base = sc.explain(config_of(name), LENGTHS[0], PLOT_BATCH, {"setting": "paper"}, device=device)
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
     figure.suptitle(f"{name}, batch {PLOT_BATCH}, {find_device(device).name}: computed, not measured")
     for bits in (2, 1):

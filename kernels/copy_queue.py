@@ -53,12 +53,15 @@ class CopyQueue:
         self._offloads.append(_worker.submit(run_job, job))
 
     def run_correction(self, job: Callable[[], object]) -> None:
-        """Run `job` behind all earlier copies, and block until it is done; raises what it raised."""
+        """Run `job` now, on the caller's thread: other layers' copies are overtaken. Raises what it raised."""
         start = time.perf_counter()
-        future = _worker.submit(run_job, job)
-        self.error = self.error or future.exception()
-        self.correcting += time.perf_counter() - start
-        future.result()
+        try:
+            run_job(job)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        finally:
+            self.correcting += time.perf_counter() - start
 
     def wait_for(self, slots: Tensor) -> None:
         """Block until the prefetch into `slots` is done; raises what it raised. No prefetch under way: no wait."""
@@ -100,7 +103,7 @@ class CopyQueue:
 
 
 def run_job(job: Callable[[], object]) -> None:
-    """What the worker runs for every copy; tests put a delay or a fault here."""
+    """What runs for every copy; tests put a delay or a fault here."""
     job()
 
 

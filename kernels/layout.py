@@ -47,7 +47,7 @@ def rotation_block(head_dim: int) -> int:
 @functools.cache
 def hadamard(size: int, device: torch.device) -> Tensor:
     """The orthonormal Hadamard matrix [size, size] in Sylvester's order, float32; it is its own inverse."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / size**0.5).to(device)
@@ -57,7 +57,7 @@ def rotated(x: Tensor) -> Tensor:
     """x [..., d] times the Hadamard matrix of `rotation_block(d)`, block by block, in float32; done twice, it is x.
 
     A channel with outliers is spread over all, so that a group's range fits each of its channels; q·k stays as it is
-    where both are rotated.
+    where both are rotated. What is not finite takes its token's whole block with it.
     """
     block = rotation_block(x.shape[-1])
     return (x.float().unflatten(-1, (-1, block)) @ hadamard(block, x.device)).flatten(-2)

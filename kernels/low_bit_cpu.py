@@ -10,6 +10,7 @@ import functools
 import math
 from ctypes import CDLL, c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,18 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 FUSED = LowBitKernels(logits_fused, mix_fused)
-decode_attention_fused = functools.partial(decode_attention, kernels=FUSED)
-score_low_bit_fused = functools.partial(score_low_bit, kernels=FUSED)
-attend_scored_fused = functools.partial(attend_scored, kernels=FUSED)
+
+
+def decode_attention_fused(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """`attention.decode_attention` with the fused low-bit part; the same arguments and results."""
+    return decode_attention(*arguments, kernels=FUSED)
+
+
+def score_low_bit_fused(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """`attention.score_low_bit` with the fused low-bit part; the same arguments and results."""
+    return score_low_bit(*arguments, kernels=FUSED)
+
+
+def attend_scored_fused(*arguments: Any) -> Tensor:
+    """`attention.attend_scored` with the fused low-bit part; the same arguments and results."""
+    return attend_scored(*arguments, kernels=FUSED)

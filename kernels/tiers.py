@@ -115,8 +115,9 @@ def correct(
 ) -> None:  # fmt: skip
     """Bring the pairs that lane 0 wants now, and the slots lack: scores [lanes, B, H, C] as `score_low_bit` gives them.
 
-    missed bool [B, 1]: rows whose guess was not the token that came; the others' slots stay. None: all rows. Returns
-    when the pairs are there. Mutates slots [B, H, k, 2, d], slot_index [B, H, k], and corrected int64 [1], the bytes
+    missed bool [B, 1]: rows whose guess was not the token that came; the others' slots stay. None: all rows. Stands
+    behind a `wait` on its slots, and so behind the offload of every token in the low-bit tier. Returns when the pairs
+    are there. Mutates slots [B, H, k, 2, d], slot_index [B, H, k], and corrected int64 [1], the bytes
     that travelled.
     """
     low_bit = int(cursor[LOW_BIT])
@@ -136,7 +137,7 @@ def correct(
 
 
 def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-    """The copy behind `prefetch`: pairs that stay keep their place."""
+    """The copy behind `prefetch` and `correct`: pairs that stay keep their place."""
     same = wanted.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, wanted, slot]
     stays = same.any(-2) & (slot_index >= 0)
     missing = (wanted >= 0) & ~same.any(-1)

@@ -73,11 +73,12 @@ def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
     """
     word, bit = tl.arange(0, group // 32), tl.arange(0, 32)
     found = tl.zeros([group // 32], tl.int32)
-    for start in range(0, top_k, SLOT_BLOCK):
-        slot = start + tl.arange(0, SLOT_BLOCK)
-        place = tl.load(slot_index + slot, slot < top_k, -1) - first
-        here = (place >> 5)[:, None] == word[None, :]
-        found |= tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
+    if top_k > 0:  # else `slot_index` may be anything, of any type
+        for start in range(0, top_k, SLOT_BLOCK):
+            slot = start + tl.arange(0, SLOT_BLOCK)
+            place = tl.load(slot_index + slot, slot < top_k, -1) - first
+            here = (place >> 5)[:, None] == word[None, :]
+            found |= tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
     return tl.reshape(((found[:, None] >> bit[None, :]) & 1) != 0, [group])
 
 

@@ -58,7 +58,7 @@ class LeftAlone:
 class Input:
     """Where a graph input comes from at run time: the caller's argument, or the session's state."""
 
-    source: Literal["argument", "cursor", "padding", "state", "guess"]
+    source: Literal["argument", "cursor", "padding", "state", "guess", "guessed"]
     argument: int = -1
     site: int = -1
     field: str = ""

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport, Site, call_op, state_input, value_of
+from .context import Context, Input, PassReport, Site, add_input, call_op, state_input, tag_of, value_of
 
 
 def correct(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -20,31 +20,36 @@ def correct(graph_module: GraphModule, context: Context) -> tuple[GraphModule, P
         select_topk(pair[1], wanted_0)           select_topk(both[1][-1], wanted_0)
 
     The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves
-    nothing to correct, a wrong one costs time and no quality. missed = guess != ids, where the recipe corrects a
-    "miss" alone and there is a guess.
+    nothing to correct, a wrong one costs time and no quality. Where the recipe corrects a "miss" alone, `missed` says
+    in which rows the slots were chosen for another token than the one that came.
     """
-    corrected = 0
-    for site in context.sites if context.phase.stores and context.phase.one_token and context.selects else ():
-        selector = context.recipe(site.number).selector
-        if selector is not None and selector.correct != "never":
-            missed = missed_of(graph_module, context) if selector.correct == "miss" else None
-            split_attention(graph_module, context, site, missed)
-            corrected += 1
-    return graph_module, PassReport("correct", {"corrected": corrected})
+    if not (context.phase.stores and context.phase.one_token and context.selects):
+        return graph_module, PassReport("correct", {"corrected": 0})
+    selectors = {site.number: context.recipe(site.number).selector for site in context.sites}
+    sites = [site for site in context.sites if (s := selectors[site.number]) is not None and s.correct != "never"]
+    of_misses = any(s is not None and s.correct == "miss" for s in selectors.values())
+    missed = missed_of(graph_module, context) if of_misses else None
+    for site in sites:
+        split_attention(graph_module, context, site, missed)
+    return graph_module, PassReport("correct", {"corrected": len(sites)})
 
 
 def missed_of(graph_module: GraphModule, context: Context) -> Node | None:
-    """bool [B, 1], made on first use: the rows whose guess was not the token that came. None: nobody guesses."""
-    inputs = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
-    if context.tokens is None or "guess" not in inputs:
+    """bool [B, 1]: the rows whose last guess, which the slots were chosen for, was not the token that came. None:
+    nobody guesses."""
+    if context.tokens is None:
         return None
-    guess, ids = inputs["guess"], inputs[context.tokens]
-    known = next((user for user in guess.users if user.target is torch.ops.aten.ne.Tensor), None)
-    if known is not None:
-        return known
-    with graph_module.graph.inserting_after(list(inputs.values())[-1]):
-        missed = graph_module.graph.call_function(torch.ops.aten.ne.Tensor, (ids, guess))
-    missed.meta["val"] = torch.ne(value_of(ids), value_of(guess))
+    graph = graph_module.graph
+    (ids,) = (node for node in graph.find_nodes(op="placeholder") if node.name == context.tokens)
+    guessed = add_input(graph_module, context, "guessed", Input("guessed"), torch.empty_like(value_of(ids)))
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        other = graph.call_function(torch.ops.aten.ne.Tensor, (ids, guessed))
+    with graph.inserting_after(other):
+        chosen = graph.call_function(torch.ops.aten.ge.Scalar, (guessed, 0))
+    with graph.inserting_after(chosen):
+        missed = graph.call_function(torch.ops.aten.logical_and.default, (other, chosen))
+    for node in (other, chosen, missed):
+        node.meta["val"] = torch.empty_like(value_of(ids), dtype=torch.bool)
     return missed
 
 
@@ -54,11 +59,15 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
     call: Node = site.attention.args[0]  # type: ignore[assignment]
     q, k, v, mask, sinks, cursor, codes, key_params, value_params, recent, slots, slot_index, *settings = call.args
     host, corrected = (state_input(graph_module, context, site.number, field) for field in ("host", "corrected"))
-    with graph.inserting_before(call):
+    # The hit rate, where it is measured, is of what is attended to.
+    measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
+    first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
+    with graph.inserting_before(first):
         asked = (q, k, mask, sinks, cursor, codes, key_params, recent, *settings)
         both = call_op(graph_module, site, "score_low_bit", asked)
         logits, scores = (graph.call_function(operator.getitem, (both, part)) for part in (0, 1))
         call_op(graph_module, site, "correct", (scores, missed, cursor, host, slots, slot_index, corrected))
+    with graph.inserting_before(call):
         given = (q, k, v, mask, sinks, cursor, logits, codes, value_params, recent, slots, slot_index, *settings)
         out = call_op(graph_module, site, "attend_scored", given)
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1))

@@ -139,7 +139,8 @@ def main() -> None:
     for bits, group in [(2, 64), (16, decode.PLAIN_BLOCK)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": 128, "group": group, "stored": 2}
         types = {"logits": "*fp32"}
-        build_attention(f"{bits} bits, to logits", types=types, top_k=0, VALUES=False, ROTATED=bits < 16, **half)
+        unused = {**types, "slot_index": "*i64"}  # the cursor stands for what is not read
+        build_attention(f"{bits} bits, to logits", types=unused, top_k=0, VALUES=False, ROTATED=bits < 16, **half)
         build_attention(f"{bits} bits, from logits", types=types, KEYS=False, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip

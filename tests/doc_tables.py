@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 
 from families import FAMILIES
 from specache_compile.errors import OptionError
-from specache_compile.evaluation.cell_tables import task_table
+from specache_compile.evaluation.cell_tables import table as results_table
 from specache_compile.evaluation.diagnostics import DIAGNOSTICS
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.tasks import TASKS
@@ -207,7 +207,7 @@ def cold_start() -> str:
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
-    return fenced(task_table([row for row in rows if row.task == task]))
+    return fenced(results_table([row for row in rows if row.task == task]))
 
 
 def diagnostic(name: str) -> str:

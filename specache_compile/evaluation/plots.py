@@ -119,7 +119,6 @@ def distance(rows: Sequence[Row]) -> Any:
     """One panel a kind of continuation: KL to the full cache against the device's share of the full cache's bytes."""
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row.kv_ratio is not None and row.kv_ratio < 1]
     kinds = list(rows[0].detail["kinds"])
     figure, axes = plt.subplots(1, len(kinds), figsize=(4 * len(kinds) + 2, 3.8), squeeze=False, sharey=True)
     methods = list(dict.fromkeys(row.method for row in rows))
@@ -150,5 +149,5 @@ PICTURES: tuple[tuple[str, Callable[[Row], bool], Callable[[Sequence[Row]], Any]
     ("depth", has_even_depths, depth_by_length),
     ("position", lambda row: "by_position" in row.detail, by_position),
     ("kv", lambda row: row.kv_ratio is not None and "kinds" not in row.detail, against_kv),
-    ("distance", lambda row: "kinds" in row.detail, distance),
+    ("distance", lambda row: "kinds" in row.detail and (row.kv_ratio or 1) < 1, distance),
 )

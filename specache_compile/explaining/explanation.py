@@ -236,11 +236,13 @@ class Explanation:
             return rows
         top_k = top_k if isinstance(chosen, SpecacheOptions) else (chosen.top_k,)
         every = [(b, g, k) for b in bits for g in group_sizes for k in top_k]
-        own = (chosen.bits, chosen.group_size, chosen.top_k)
+        own = (sum(chosen.layout[:2]) / 2, chosen.group_size, chosen.top_k)
         for b, g, k in dict.fromkeys([own, *every]):
-            options = replace(chosen, bits=b, group_size=g)
+            options = chosen
+            if (b, g, k) != own:
+                options = replace(chosen, bits=b, key_bits=None, value_bits=None, group_size=g)
             if isinstance(options, SpecacheOptions):
-                options = replace(options, top_k=k)
+                options = replace(options, top_k=k, correct=options.correct if k else "never")
             other = replace(self, options=options)
             step = other.step().seconds
             rows.append(

@@ -59,7 +59,8 @@ def options_at(options: MethodOptions, device: torch.device, prompt: int, tokens
 class Session:
     """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
 
-    `guess` [B, 1] is the speculative token; `slots_ready`: the slots were chosen for the next decode step. `asked` are
+    `guess` [B, 1] is the speculative token, `guessed` [B, 1] the one that the slots were chosen for (-1: the token
+    itself); `slots_ready`: the slots were chosen for the next decode step. `asked` are
     the options that the cache was made under, `options` those in force (`options_at`), `pending_options` those that it
     has yet to move over to. `padding` bool [B, 1, 1, C], where a step brought one. State is never made under the
     caller's inference mode: the copy queue's worker writes to it outside of that.
@@ -78,6 +79,7 @@ class Session:
         # The edited view that the tiers were last brought to, while no step has followed: it may be used again.
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
+        self.guessed = self.no_guess()
         self.padding: Tensor | None = None
         # Whether the last step had a padding mask; whether a person has been told that other options are in force.
         self.padded = False
@@ -98,6 +100,9 @@ class Session:
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.cursor = new_cursor(layers[0].device)
         self.cursor[QUEUE] = self.queue.number
+
+    def no_guess(self) -> Tensor:
+        return torch.full((self.batch, 1), -1, device=self.layers[0].device)
 
     def new_queue(self) -> CopyQueue | copy_stream.StreamCopies:
         device = self.layers[0].device
@@ -248,7 +253,7 @@ class Session:
             elif source.source == "state":
                 values.append(self.state[source.site][source.field])
             else:
-                values.append(getattr(self, source.source))  # the cursor, the padding, the guess
+                values.append(getattr(self, source.source))  # the cursor, the padding, the guesses
         return values
 
     @torch.inference_mode(False)
@@ -288,6 +293,7 @@ class Session:
             self.state[number] = copied(self.state[number], self.options, layer, indices)
         if self.guess is not None:
             self.guess = self.guess.index_select(0, indices.to(self.guess.device))
+        self.guessed = self.guessed.index_select(0, indices.to(self.guessed.device))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, indices.to(self.padding.device))
         self.batch = indices.numel()

@@ -7,6 +7,7 @@ formulas, in float64: it knows no slots, no guess and no session.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.kernels import tiers
 from specache_compile.kernels.layout import Layout
 from specache_compile.methods.low_bit import check_head_dim
 from specache_compile.runtime.records import find_record
@@ -142,13 +144,28 @@ def test_a_right_guess_leaves_nothing_to_correct() -> None:
     assert sc.stats(twin).pairs_ahead > 100
 
 
-def test_a_miss_is_corrected_and_a_hit_is_not(llama: LlamaForCausalLM) -> None:
-    """Where every guess is wrong, "miss" is "always"."""
-    ids = prompt(170)
-    always, miss = (compile_copy(llama, **{**SETTINGS, "correct": how}) for how in ("always", "miss"))
-    expected = forced(always, ids, 120)
-    torch.testing.assert_close(forced(miss, ids, 120), expected, rtol=1e-4, atol=1e-4)
-    assert sc.stats(miss).pairs_corrected == sc.stats(always).pairs_corrected
+@torch.no_grad()
+def test_only_the_rows_of_a_miss_are_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every guess is token 0: right for the first row, wrong for the second. The slots of the first step were chosen
+    for its own tokens."""
+    model = tiny_llama()
+    model.lm_head.weight.data.zero_()
+    asked: list[list[bool]] = []
+
+    def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, count: Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():  # a correction; the worker's are fetches ahead
+            asked.append([not torch.equal(*rows) for rows in zip(wanted, slot_index, strict=True)])
+        real(wanted, host, slots, slot_index, count)
+
+    real = tiers.refill
+    monkeypatch.setattr(tiers, "refill", refill)
+    torch._dynamo.reset()
+    twin = compile_copy(model, **{**SETTINGS, "correct": "miss"})
+    out = twin(prompt(130, 2), use_cache=True)
+    for token in torch.cat([torch.zeros(1, 20, dtype=torch.int64), prompt(20, seed=5).clamp(min=1)]).split(1, 1):
+        out = twin(token, past_key_values=out.past_key_values, use_cache=True)
+    assert asked[:2] == [[False, False]] * 2
+    assert asked[2:] == [[False, True]] * (2 * 20 - 2)
 
 
 @pytest.mark.parametrize("correct", ["always", "miss"])
