@@ -128,9 +128,9 @@ def test_two_caches_interleaved_do_not_see_each_other(llama: LlamaForCausalLM) -
         outs = [step(twin, ids) for ids in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]
         for number in (
-            [i for _ in range(60) for i in range(len(prompts))]
+            [i for _ in range(30) for i in range(len(prompts))]
             if interleaved
-            else [i for i in range(len(prompts)) for _ in range(60)]
+            else [i for i in range(len(prompts)) for _ in range(30)]
         ):
             token = outs[number].logits[:, -1:].argmax(-1)
             tokens[number].append(int(token))
