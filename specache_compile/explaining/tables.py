@@ -161,8 +161,8 @@ def traffic_table(e: Explanation) -> str:
     title = (
         f"One decode step on {d.name}: {d.hbm_gbps:,.0f} GB/s memory, {d.pcie_gbps:g} GB/s PCIe, "
         f"{d.tflops:,.0f} TFLOP/s\n"
-        f"({COMPUTED}; times are the roofline's floor; of the wanted pairs {e.reuse:.0%} in the slots already"
-        f"{f', {e.corrected:.0%} corrected' if e.corrects else ''})"
+        f"({COMPUTED}; times are the roofline's floor; {e.reuse:.0%} of wanted pairs in the slots already"
+        f"{f',{chr(10)}{e.corrected:.0%} of them corrected within the step' if e.corrects else ''})"
     )
     headers = ("stream", "op", "n", "GFLOP", "memory", "to device", "to host", "time", "bound by")
     aligned = ("left", "left", *("right",) * 6, "left")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specache_compile.options import MethodOptions, own_options
@@ -17,8 +17,8 @@ class Method:
     """A method of the papers, as a recipe over the same passes and tiers.
 
     options: its class of options. fields: the state tensors of a layer; where layers differ, `fields_at` tells which of
-    them one has. recipe: (options, site's number) → the ops there. settings: by what the option `setting` is, the
-    options that it gives other defaults.
+    them one has. recipe: (options, site's number) → the ops there. defaults: (the options that were
+    given) → those that others of them get, in place of their declared defaults.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Method:
     fields: tuple[Field, ...]
     recipe: Callable[[Any, int], Recipe]
     fields_at: Callable[[Any, LayerShape], tuple[Field, ...]] | None = None
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: {}
 
     @property
     def accepted(self) -> tuple[str, ...]:

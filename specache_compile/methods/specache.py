@@ -3,8 +3,11 @@ step ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from specache_compile.errors import OptionError
 from specache_compile.options import choice, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
@@ -12,6 +15,10 @@ from .host_tier import HOST
 from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_option, rotate_option
 from .method import Method
 from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
+
+# On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
+# (docs/quality.md).
+PAPER = {"bits": 2, "rotate": False, "correct": "never"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,13 @@ class SpecacheOptions(LowBitOptions):
     )
     hit_rate: bool = choice(False, (True, False), "also measure the hit rate (slow: it computes the true attention)")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.correct != "never" and not self.top_k:
+            raise OptionError(
+                f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
+            )
+
     @property
     def in_16_bits(self) -> SpecacheOptions:
         """Nothing is fetched, and nothing guessed for it."""
@@ -52,8 +66,11 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     )
 
 
-# On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
-# (docs/quality.md).
-PAPER = {"bits": 2, "rotate": False, "correct": "never"}
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the setting that was given; where no pair is fetched, none is corrected."""
+    found = dict(PAPER) if given.get("setting") == "paper" else {}
+    return {**found, "correct": "never"} if given.get("top_k") == 0 else found
+
+
 FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)
-METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, settings={"best": {}, "paper": PAPER})
+METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, defaults=defaults)

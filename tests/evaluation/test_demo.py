@@ -34,7 +34,7 @@ def model() -> Any:
 
 def compiled(model: Any, **options: Any) -> Any:
     twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={"lowering": "eager", **options})
+    twin.compile(backend="specache", options={"lowering": "eager", "setting": "paper", **options})
     return twin
 
 

@@ -271,7 +271,7 @@ def test_kcache_keeps_the_values_of_its_first_layers_on_the_device(llama: LlamaF
 def test_kivi_is_specache_that_fetches_nothing(llama: LlamaForCausalLM) -> None:
     ids, settings = prompt(300), {"bits": 1, "group_size": 32}
     ours = under(llama, "kivi", **settings)
-    same = under(llama, "specache", **settings, top_k=0, speculate=False, residual_length=128)
+    same = under(llama, "specache", setting="paper", **settings, top_k=0, speculate=False, residual_length=128)
     assert torch.equal(greedy(ours, ids, 24), greedy(same, ids, 24))
     assert sc.stats(ours).bytes_to_device == 0
 

@@ -171,7 +171,10 @@ def test_live_device_bytes_equal_the_prediction(llama: LlamaForCausalLM) -> None
             if name not in ("host", "fetched", "tally")
         )
         predicted = sc.explain(
-            llama, length, batch, {"bits": bits, "group_size": 32, "residual_length": 32, "top_k": 32}
+            llama,
+            length,
+            batch,
+            {"setting": "paper", "bits": bits, "group_size": 32, "residual_length": 32, "top_k": 32},
         ).device_bytes
         assert abs(live - predicted) <= 0.02 * predicted
         assert sc.stats(twin).device_bytes == live
