@@ -53,7 +53,7 @@ RECIPES = ("full", "offload", "kcache", "roco")
 
 every_method = pytest.mark.parametrize("method", METHODS)
 # What a method keeps and where: the policies differ in which pairs go, which test_eviction.py asks.
-every_kind = pytest.mark.parametrize("method", ["full", "offload", "kivi", "specache", "kcache", "roco"])
+every_kind = pytest.mark.parametrize("method", [name for name in METHODS if name not in EVICTION or name == "roco"])
 
 
 def under(model: LlamaForCausalLM, method: str, **options: Any) -> LlamaForCausalLM:
