@@ -65,7 +65,9 @@ class Setting:
 
     @property
     def options(self) -> SpecacheOptions:
-        return SpecacheOptions(bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, top_k=self.top_k)
+        return SpecacheOptions(
+            bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, top_k=self.top_k, correct="never"
+        )
 
     @property
     def names(self) -> dict[str, Any]:

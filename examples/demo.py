@@ -6,7 +6,7 @@ then pass keys at several depths of texts of several lengths: an answer counts w
 claim to see: plain 1-bit quantisation loses the keys, and fetching the few pairs that matter brings them back.
 
     python examples/demo.py               the whole table, under five minutes on two cores
-    python examples/demo.py --quick       three methods, one length, few depths
+    python examples/demo.py --quick       two methods, one length, few depths
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "specache, 1 bit": {"bits": 1},
     "specache, 1.5 bits (the default)": {},
 }
-QUICK = ("full cache", "KIVI, 1 bit", "specache, 1 bit")
+QUICK = ("full cache", "specache, 1 bit")
 LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
 QUESTION = "\nAccording to the note to the board, what is the password of the archive?"
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -123,7 +123,7 @@ class Asker:
 
 def measure(name: str, asker: Asker, quick: bool, bar: tqdm) -> Row:
     options = METHODS[name]
-    lengths, depths = (LENGTHS[1:2], DEPTHS[::2]) if quick else (LENGTHS, DEPTHS)
+    lengths, depths = (LENGTHS[:1], DEPTHS[::2]) if quick else (LENGTHS, DEPTHS)
     bar.set_postfix_str(f"{name}, question")
     model = asker.compiled(options)
     (answer,) = asker.answers(model, [asker.question(lengths[-1] - CHAT_ANSWER)], CHAT_ANSWER)
@@ -137,7 +137,7 @@ def measure(name: str, asker: Asker, quick: bool, bar: tqdm) -> Row:
         bar.update()
     stats = sc.stats(model) if options is not None else None
     bar.set_postfix_str(f"{name}, speed")
-    rate = asker.speed(model, lengths[-1] - 64, 8 if quick else 24)
+    rate = asker.speed(model, lengths[-1] - 64, 4 if quick else 24)
     bar.update()
     if stats is None:
         return Row(name, answer, accuracy, 1.0, None, None, rate)
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a chat model: a name, folder or .gguf (%(default)s)")
     parser.add_argument("--text", type=Path, default=ROOT / "LICENSE", help="what is read (the Apache licence)")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder of the picture and the JSON")
-    parser.add_argument("--quick", action="store_true", help="three methods, one length, three depths")
+    parser.add_argument("--quick", action="store_true", help="two methods, one length, three depths")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager", help="eager needs no compiler")
     args = parser.parse_args()

@@ -77,7 +77,7 @@ class Case:
     def options(self) -> SpecacheOptions:
         return SpecacheOptions(
             bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, group_size=self.group, residual_length=32,
-            top_k=self.top_k, zero_point=self.zero_point,
+            top_k=self.top_k, correct="never", zero_point=self.zero_point,
         )  # fmt: skip
 
     @property
