@@ -45,6 +45,7 @@ from .state import (
     full_cache_bytes,
     host_bytes,
     moved_over,
+    predicted_bytes,
 )
 from .variant import Variant
 
@@ -71,6 +72,7 @@ class Session:
         self.asked = options
         self.options = options_at(options, layers[0].device, prompt, prompt)
         fixed = options.for_prompt(prompt)
+        predicted_bytes(fixed, layers, batch, prompt)  # refuses heads that cannot be kept so, before a token is
         self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         self.batch = batch

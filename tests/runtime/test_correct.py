@@ -6,6 +6,7 @@ formulas, in float64: it knows no slots, no guess and no session.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Iterator
@@ -175,6 +176,34 @@ def test_lossless_settings_stay_lossless(llama: LlamaForCausalLM, correct: str, 
     assert torch.equal(greedy(twin, prompt(75, 2), 100), greedy(llama, prompt(75, 2), 100))
 
 
+@pytest.mark.parametrize("correct", ["always", "miss"])
+def test_lossless_over_beams_padding_and_turns(llama: LlamaForCausalLM, correct: str) -> None:
+    """Rows are reordered and left padded, the cache is cropped, extended and copied."""
+    twin = compile_copy(llama, setting="best", rotate=True, correct=correct)
+    ids = prompt(90, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    for given in ({"num_beams": 3}, {"attention_mask": mask}):
+        expected, made = (greedy(model, ids, 40, pad_token_id=0, **given) for model in (llama, twin))
+        assert torch.equal(made, expected)
+
+    @torch.no_grad()
+    def turns(model: LlamaForCausalLM) -> Tensor:
+        out = model(ids, use_cache=True)
+        logits = []
+        for token in prompt(12, 2, seed=4).split(1, 1):
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        out.past_key_values.crop(-22)
+        cache = copy.deepcopy(out.past_key_values)
+        for kept in (out.past_key_values, cache):
+            for tokens in (prompt(9, 2, seed=6), *prompt(8, 2, seed=7).split(1, 1)):
+                out = model(tokens, past_key_values=kept, use_cache=True)
+                logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    torch.testing.assert_close(turns(twin), turns(llama), rtol=1e-3, atol=1e-3)
+
+
 def test_the_settings_are_what_they_are_called() -> None:
     paper, best = (sc.Options(setting=name) for name in ("paper", "best"))
     assert (paper.bits, paper.rotate, paper.correct) == (2, False, "never")
@@ -190,6 +219,9 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
         sc.explain(narrow, prompt_length=100, options={"bits": 1})
     narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1})
     with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes at 1 bit; take more bits, or 16"):
+        greedy(narrow, prompt(100), 2)
+    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1, "min_context": 10_000})
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):  # not when it is long enough
         greedy(narrow, prompt(100), 2)
 
 
