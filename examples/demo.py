@@ -5,7 +5,7 @@ time it is the same unmodified model, compiled with other options. First one que
 then pass keys at several depths of texts of several lengths: an answer counts when all five digits are in it. The
 claim to see: plain 1-bit quantisation loses the keys, and fetching the few pairs that matter brings them back.
 
-    python examples/demo.py               the whole table, under five minutes on two cores
+    python examples/demo.py               the whole table, some seven minutes on two cores
     python examples/demo.py --quick       two methods, one length, few depths
 """
 
@@ -39,7 +39,6 @@ from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask
 ROOT = Path(__file__).parents[1]
 METHODS: dict[str, dict[str, Any] | None] = {
     "full cache": None,
-    "KIVI, 2 bits": {"method": "kivi", "bits": 2},
     "KIVI, 1 bit": {"method": "kivi", "bits": 1},
     "SpeCache as in its paper, 1 bit": {"setting": "paper", "bits": 1},
     "specache, 1 bit": {"bits": 1},
@@ -48,7 +47,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 QUICK = ("full cache", "specache, 1 bit")
 LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
 QUESTION = "\nAccording to the note to the board, what is the password of the archive?"
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+DEPTHS = (0.1, 0.4, 0.6, 0.9)
 LENGTHS = (512, 1024, 2048)
 
 
@@ -137,7 +136,7 @@ def measure(name: str, asker: Asker, quick: bool, bar: tqdm) -> Row:
         bar.update()
     stats = sc.stats(model) if options is not None else None
     bar.set_postfix_str(f"{name}, speed")
-    rate = asker.speed(model, lengths[-1] - 64, 4 if quick else 24)
+    rate = asker.speed(model, lengths[-1] - 64, 4 if quick else 12)
     bar.update()
     if stats is None:
         return Row(name, answer, accuracy, 1.0, None, None, rate)
