@@ -96,14 +96,14 @@ FUSED = LowBitKernels(logits_fused, mix_fused)
 
 def decode_attention_fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`attention.decode_attention` with the fused low-bit part; the same arguments and results."""
-    return decode_attention(*arguments, kernels=FUSED)
+    return decode_attention(*arguments, kernels=FUSED)  # type: ignore[misc]
 
 
 def score_low_bit_fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """`attention.score_low_bit` with the fused low-bit part; the same arguments and results."""
-    return score_low_bit(*arguments, kernels=FUSED)
+    return score_low_bit(*arguments, kernels=FUSED)  # type: ignore[misc]
 
 
 def attend_scored_fused(*arguments: Any) -> Tensor:
     """`attention.attend_scored` with the fused low-bit part; the same arguments and results."""
-    return attend_scored(*arguments, kernels=FUSED)
+    return attend_scored(*arguments, kernels=FUSED)  # type: ignore[misc]

@@ -99,7 +99,7 @@ def measure(runner: Runner, known: Continuations) -> Outcome:
             full = logs[kind].float()
             kl[kind] += divergence(full, logits).mean(-1).tolist()
             same[kind] += (full.argmax(-1) == logits.argmax(-1)).float().mean(-1).tolist()
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         kind: {"kl": statistics.fmean(kl[kind]), "interval": interval(kl[kind]),
                "agreement": statistics.fmean(same[kind]), "each": kl[kind]}
         for kind in KINDS
