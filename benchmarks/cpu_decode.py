@@ -1,10 +1,12 @@
 """Decode step time on the CPU: specache beside uncompiled Hugging Face and plain Inductor, in one run.
 
-A random-weight Llama of about 100 million parameters (12 layers, width 768, 12 query heads, 4 KV heads of 64 channels)
-decodes one sequence at several context lengths. The contexts are real prefills; each figure is a median. Steps that
+A random-weight Llama of about 100 million parameters (12 layers, width 768, 12 query heads, 4 KV heads of 64 channels),
+or a checkpoint, decodes one sequence at several context lengths. "best" is the default setting, the other rows are the
+paper's. The contexts are real prefills; each figure is a median. Steps that
 compile are in the warm-up.
 
     python benchmarks/cpu_decode.py                                 1k, 4k and 16k, into benchmarks/results/
+    python benchmarks/cpu_decode.py --model smollm2-135m --dtype bfloat16 --contexts 1024 4096 --out FILE
     python benchmarks/cpu_decode.py --contexts 512 --layers 2       a smoke test
 """
 
@@ -28,13 +30,16 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.evaluation.command import load
 
 SPECACHE: dict[str, dict[str, Any]] = {
-    "specache 2-bit": {"bits": 2},
-    "specache 1-bit": {"bits": 1},
-    "specache 2-bit, one lane": {"bits": 2, "speculate": False},
-    "specache 2-bit, k = 0": {"bits": 2, "top_k": 0},
-    "specache 16 bits, k = 0": {"bits": 16, "top_k": 0},
+    "specache best": {},
+    "specache best, one lane": {"speculate": False},
+    "specache 2-bit": {"setting": "paper", "bits": 2},
+    "specache 1-bit": {"setting": "paper", "bits": 1},
+    "specache 2-bit, one lane": {"setting": "paper", "bits": 2, "speculate": False},
+    "specache 2-bit, k = 0": {"setting": "paper", "bits": 2, "top_k": 0},
+    "specache 16 bits, k = 0": {"setting": "paper", "bits": 16, "top_k": 0},
 }
 CHUNK = 2048
 
@@ -145,7 +150,8 @@ def provenance(args: argparse.Namespace, parameters: int) -> dict[str, Any]:
     processor = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
     return {
         "command": "python benchmarks/cpu_decode.py " + " ".join(args.command),
-        "date": datetime.date.today().isoformat(), "parameters": parameters, "layers": args.layers, "dtype": args.dtype,
+        "date": datetime.date.today().isoformat(), "model": args.model or f"random, {args.layers} layers",
+        "parameters": parameters, "dtype": args.dtype,
         "processor": processor or platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
@@ -155,7 +161,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["uncompiled", "Inductor", *SPECACHE]
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="tokens (1024 4096 16384)")
-    parser.add_argument("--layers", type=int, default=12, help="12 layers are 100 M parameters")
+    parser.add_argument("--model", help="a checkpoint's name or path (default: random weights)")
+    parser.add_argument("--layers", type=int, default=12, help="of the random model: 12 are 100 M parameters")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=30, help="measured steps a method and context (default: 30)")
     parser.add_argument("--warm-up", type=int, default=6, help="steps before them (default: 6)")
@@ -163,7 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu_decode.json")
     args = parser.parse_args(arguments)
     args.command = list(sys.argv[1:] if arguments is None else arguments)
-    model = build(args.layers, getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    model = load(args.model, "cpu", dtype)[0] if args.model else build(args.layers, dtype)
     rows: list[dict[str, Any]] = []
     try:
         with torch.no_grad(), tqdm(total=len(args.contexts) * len(args.methods) * args.steps, file=sys.stderr) as bar:

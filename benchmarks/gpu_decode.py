@@ -51,13 +51,15 @@ MODELS = {
     },
 }  # fmt: skip
 SPECACHE: dict[str, dict[str, Any]] = {
-    "16 bits, k = 0": {"bits": 16, "top_k": 0, "speculate": False},
-    "2-bit, k = 0": {"bits": 2, "top_k": 0, "speculate": False},
-    "1-bit, k = 0": {"bits": 1, "top_k": 0, "speculate": False},
-    "specache 2-bit": {"bits": 2},
-    "specache 1-bit": {"bits": 1},
-    "specache 2-bit, one lane": {"bits": 2, "speculate": False},
-    "specache 2-bit, synchronous fetch": {"bits": 2},
+    "16 bits, k = 0": {"setting": "paper", "bits": 16, "top_k": 0, "speculate": False},
+    "2-bit, k = 0": {"setting": "paper", "bits": 2, "top_k": 0, "speculate": False},
+    "1-bit, k = 0": {"setting": "paper", "bits": 1, "top_k": 0, "speculate": False},
+    "specache 2-bit": {"setting": "paper", "bits": 2},
+    "specache 1-bit": {"setting": "paper", "bits": 1},
+    "specache 2-bit, one lane": {"setting": "paper", "bits": 2, "speculate": False},
+    "specache 2-bit, synchronous fetch": {"setting": "paper", "bits": 2},
+    "specache best": {},
+    "specache best, one lane": {"speculate": False},
 }
 METHODS = [*BASELINES, *SPECACHE]
 # Tokens that a forced context has room to grow by.
@@ -179,15 +181,18 @@ def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
         copy_stream.stream_of, triton_select.select_topk = stream_of, select
 
 
-def forced_selection(select: Callable[[Tensor, Tensor], None], reuse: float) -> Callable[[Tensor, Tensor], None]:
-    """A selection that does the real one's work, and then wants new tokens for all but a share `reuse`.
+def forced_selection(select: Callable[..., None], reuse: float) -> Callable[..., None]:
+    """A selection that does the real one's work, and then wants new tokens for all but a share `reuse`. A correction's,
+    which has the cursor, stays the real one: it is of what the token asks for.
 
     Two small kernels more than the real one: each further one would cost its launch once a layer in every step.
     """
     turns: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def forced(scores: Tensor, wanted: Tensor) -> None:
-        select(scores, wanted)
+    def forced(scores: Tensor, wanted: Tensor, *cursor: Tensor) -> None:
+        select(scores, wanted, *cursor)
+        if cursor:
+            return
         if wanted.data_ptr() not in turns:  # in the first step, which is not captured
             turns[wanted.data_ptr()] = two_turns(scores, wanted, reuse)
         tokens, both = turns[wanted.data_ptr()]

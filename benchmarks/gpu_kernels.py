@@ -28,13 +28,23 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_select
+from specache_compile.kernels import (
+    attention,
+    tiers,
+    triton_append,
+    triton_copy,
+    triton_decode,
+    triton_scored,
+    triton_select,
+)
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
+# Beside the settings that the command names, bits of keys and of values of a rotated tier.
+VARIANTS = ((2, 1), (2, 2))
 # Enough sets of inputs that none of them is still in the L2 cache when its turn comes again.
 ROTATED_BYTES, MOST_SETS = 512 << 20, 16
 # Clock cycles, about a millisecond: longer than the host takes to launch any of the kernels.
@@ -43,17 +53,30 @@ PAUSE = 2_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """One layer's cache: bits of the low-bit tier, cached tokens, rows."""
+    """One layer's cache: bits of the low-bit tier, or of its keys alone, cached tokens, rows."""
 
     bits: int
     context: int
     batch: int
     dtype: torch.dtype
     top_k: int = 64
+    value_bits: int | None = None
+    rotate: bool = False
 
     @property
     def options(self) -> SpecacheOptions:
-        return SpecacheOptions(bits=self.bits, top_k=self.top_k)
+        return SpecacheOptions(
+            bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, top_k=self.top_k, correct="never"
+        )
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What a row says of it."""
+        layout = self.options.layout
+        return {
+            "bits": layout.key_bits, "value_bits": layout.value_bits, "rotated": layout.is_rotated,
+            "context": self.context, "batch": self.batch,
+        }  # fmt: skip
 
     @property
     def low_bit(self) -> int:
@@ -90,10 +113,25 @@ class Inputs:
         self.cursor[LOW_BIT] = self.setting.options.low_bit_length(length)
         self.cursor[NEXT_LOW_BIT] = self.setting.options.low_bit_length(length + tokens)
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The last arguments of an attention."""
+        return (*self.setting.options.layout, HEAD_DIM**-0.5, None)
+
+    def of_state(self, *fields: str) -> list[Tensor]:
+        return [self.state[field] for field in fields]
+
     def attend(self, attend: Any) -> tuple[Tensor, Tensor]:
-        fields = ("codes", "key_params", "value_params", "recent", "slots", "slot_index")
-        given = [self.state[field] for field in fields]
-        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, HEAD_DIM**-0.5, None)
+        given = self.of_state("codes", "key_params", "value_params", "recent", "slots", "slot_index")
+        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, *self.settings)
+
+    def score(self, score: Any) -> tuple[Tensor, Tensor]:
+        given = self.of_state("codes", "key_params", "recent")
+        return score(self.q, self.k, None, None, self.cursor, *given, *self.settings)
+
+    def attend_scored(self, attend: Any, logits: Tensor) -> Tensor:
+        given = self.of_state("codes", "value_params", "recent", "slots", "slot_index")
+        return attend(self.q, self.k, self.v, None, None, self.cursor, logits, *given, *self.settings)
 
 
 def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> None:
@@ -125,6 +163,14 @@ def check(setting: Setting, device: torch.device) -> None:
     got, got_scores = ours.attend(triton_decode.decode_attention)
     torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got_scores, scores.float(), atol=2e-2, rtol=2e-2)
+    logits, by_lane = ours.score(triton_scored.score_low_bit)
+    expected_logits, expected_by_lane = theirs.score(attention.score_low_bit)
+    torch.testing.assert_close(by_lane, expected_by_lane, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        ours.attend_scored(triton_scored.attend_scored, logits),
+        theirs.attend_scored(attention.attend_scored, expected_logits),
+        atol=2e-2, rtol=2e-2,
+    )  # fmt: skip
     triton_select.select_topk(ours.scores, ours.state["wanted"])
     tiers.select_topk(theirs.scores, theirs.state["wanted"])
     chosen = [set_of(x.state["wanted"]) for x in (ours, theirs)]
@@ -167,18 +213,37 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
         ms = milliseconds_on_device(run, device, repeats, before)
         rate = size / ms / 1e6
         return {
-            "kernel": kernel, "bits": setting.bits, "context": setting.context, "batch": setting.batch,
-            "ms": ms, "bytes": size, "GB/s": rate, "limit": against, "share": rate / limit[against],
+            "kernel": kernel, **setting.names, "ms": ms, "bytes": size, "GB/s": rate, "limit": against,
+            "share": rate / limit[against],
         }  # fmt: skip
 
     state = sets[0].state
     item = setting.dtype.itemsize
     exact = setting.batch * HEADS * 2 * HEAD_DIM * item
-    low = setting.pairs * sum(state[f].nbytes for f in ("codes", "key_params", "value_params")) // tokens_of(state)
+    parts = setting.options.layout.split(state["codes"], HEAD_DIM)
+    low_keys, low_values = (
+        setting.pairs * (part.nbytes + state[scales].nbytes) // tokens_of(state)
+        for part, scales in zip(parts, ("key_params", "value_params"), strict=True)
+    )
+    low = low_keys + low_values
     kept = exact * (setting.top_k + setting.context - setting.low_bit)
     attend = row("attention", "copy", low + kept, lambda i: turn(i).attend(triton_decode.decode_attention))
     yield attend | {"elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3}
     if not setting.top_k:
+        return
+    logits = [x.score(triton_scored.score_low_bit)[0] for x in sets]
+    window = exact * (setting.context - setting.low_bit)
+    lanes = 4 * LANES * setting.pairs
+    made = lanes * QUERY_HEADS // HEADS  # bytes of logits
+    yield row(
+        "scores alone", "copy", low_keys + window // 2 + 2 * made + lanes,
+        lambda i: turn(i).score(triton_scored.score_low_bit),
+    )  # fmt: skip
+    yield row(
+        "attention from scores", "copy", made + low_values + kept,
+        lambda i: turn(i).attend_scored(triton_scored.attend_scored, logits[i % len(sets)]),
+    )  # fmt: skip
+    if setting.rotate:  # what follows knows nothing of the layout
         return
     scores = sets[0].scores.nbytes
     select = row(
@@ -215,20 +280,26 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     x.point(0, setting.context)
     given = [x.state[field] for field in ("recent", "codes", "key_params", "value_params")]
     ms = milliseconds_on_device(
-        lambda i: triton_append.append(k, v, None, x.cursor, *given, "midpoint"), device, repeats
-    )
+        lambda i: triton_append.append(k, v, None, x.cursor, *given, *setting.options.layout, "midpoint"),
+        device, repeats,
+    )  # fmt: skip
     written = setting.pairs * sum(t.nbytes for t in given[1:]) // tokens_of(x.state)
     size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
     return {
-        "kernel": "quantise", "bits": setting.bits, "context": setting.context, "batch": setting.batch, "ms": ms,
-        "bytes": size, "GB/s": size / ms / 1e6, "limit": "copy", "share": size / ms / 1e6 / limit["copy"],
+        "kernel": "quantise", **setting.names, "ms": ms, "bytes": size, "GB/s": size / ms / 1e6, "limit": "copy",
+        "share": size / ms / 1e6 / limit["copy"],
     }  # fmt: skip
+
+
+def bits_of(row: dict[str, Any]) -> str:
+    bits = f"{row['bits']}" if row["bits"] == row["value_bits"] else f"{row['bits']} and {row['value_bits']}"
+    return bits + (", rotated" if row["rotated"] else "")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         (
-            row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""), row["bits"],
+            row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""), bits_of(row),
             f"{row['context']:,}", row["batch"], f"{1e3 * row['ms']:.1f}", f"{row['GB/s']:.0f}",
             f"{row['share']:.0%} of {row['limit']}",
             f"{row['of the attention']:.0%} of the attention" if "of the attention" in row else "",
@@ -255,9 +326,15 @@ def main(arguments: list[str] | None = None) -> None:
         args.contexts, args.batches, args.repeats = [256], [1], 1
     # The interpreter's bfloat16 is not the hardware's.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    check(Setting(2, 256 if args.smoke else 4096, 1, dtype), device)
+    for value_bits, rotate in ((2, False), (1, True)):
+        size = 256 if args.smoke else 4096
+        check(Setting(2, size, 1, dtype, value_bits=value_bits, rotate=rotate), device)
     limit = limits(device, 1 << (20 if args.smoke else 30), args.repeats)
     settings = [Setting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
+    settings += [
+        Setting(b, c, n, dtype, value_bits=v, rotate=True)
+        for c in args.contexts for n in args.batches for b, v in VARIANTS[: 1 if args.smoke else None]
+    ]  # fmt: skip
     rows: list[dict[str, Any]] = []
     try:
         for setting in tqdm(settings, unit="setting"):

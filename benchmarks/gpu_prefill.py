@@ -29,8 +29,8 @@ from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "torch.compile": None,
-    "specache 2-bit": {"bits": 2, "min_context": 0},
-    "specache 1-bit": {"bits": 1, "min_context": 0},
+    "specache 2-bit": {"setting": "paper", "bits": 2, "min_context": 0},
+    "specache 1-bit": {"setting": "paper", "bits": 1, "min_context": 0},
 }
 
 

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")
 NEEDLE, TEXT, KEYS = "examples/needle-llama", "examples/text-llama", "examples/keys-llama"
 
-SPECACHE = ("specache:bits=1", "specache:bits=2")
+PAPER = "specache:bits=1,setting=paper"
+SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
 POLICIES = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
 
@@ -56,19 +57,19 @@ TABLES = {
         "pairs fetched (SpeCache, Figure 5)",
         NEEDLE,
         ("needle",),
-        ("uncompiled", *(f"specache:bits=1,top_k={k}" for k in (0, 4, 16, 32, 64, 128))),
+        ("uncompiled", *(f"{PAPER},top_k={k}" for k in (0, 4, 16, 32, 64, 128))),
     ),
     "zero_point": Table(
         "the 1-bit zero point: KIVI's and the paper's (SpeCache, Table 5)",
         NEEDLE,
         ("needle",),
-        ("uncompiled", *(f"{m}:bits=1,zero_point={z}" for m in ("kivi", "specache") for z in ("minimum", "midpoint"))),
+        ("uncompiled", *(f"{m},zero_point={z}" for m in ("kivi:bits=1", PAPER) for z in ("minimum", "midpoint"))),
     ),
     "speculation": Table(
         "who chooses the pairs: the speculative token, or the output token (SpeCache, Table 4, quality)",
         NEEDLE,
         ("needle",),
-        ("uncompiled", *(f"specache:bits=1,top_k={k},speculate={s}" for k in (4, 16, 64) for s in (True, False))),
+        ("uncompiled", *(f"{PAPER},speculate={s},top_k={k}" for k in (4, 16, 64) for s in (True, False))),
     ),
     "groups": Table(
         "group size g and residual length R",
@@ -76,7 +77,7 @@ TABLES = {
         ("needle",),
         (
             "uncompiled",
-            *(f"{m}:bits=1,group_size={g},residual_length={r}" for m in ("kivi", "specache") for g in (32, 64, 128)
+            *(f"{m},group_size={g},residual_length={r}" for m in ("kivi:bits=1", PAPER) for g in (32, 64, 128)
               for r in (32, 64, 128)),
         ),
         ("--lengths", "1024", "2048", "--samples", "22"),
@@ -88,11 +89,18 @@ TABLES = {
         METHODS,
         ("--lengths", "512", "1024", "--samples", "32"),  # at 2,048 tokens the model itself finds but half of them
     ),
+    "closeness": Table(
+        "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
+        "smollm2-135m",
+        ("closeness",),
+        ("uncompiled", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
+        ("--text", "build/unseen.txt", "--lengths", "2048", "--samples", "8", "--lowering", "inductor"),
+    ),
     "beyond": Table(
         "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",
         KEYS,
         ("variables", "aggregation"),
-        ("uncompiled", "kivi:bits=1", "specache:bits=1"),
+        ("uncompiled", "kivi:bits=1", PAPER),
         ("--lengths", "1024", "--samples", "16"),
     ),
 }  # fmt: skip

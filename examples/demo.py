@@ -1,11 +1,12 @@
-"""Ask the shipped model for pass keys through one KV cache after another: a table and a picture.
+"""Ask a real model about a text through one KV cache after another: answers, a table and a picture.
 
-Each row of the table is the same unmodified model, compiled with other options. Every prompt hides one pass key at
-some depth of a text of some length (source code that training never saw); an answer counts when all five digits are
-right. The claim to see: 1-bit quantisation alone loses keys, and fetching the few pairs that matter brings them back.
+SmolLM2-135M-Instruct reads the Apache licence, in which one line is hidden, and is asked for what that line says; each
+time it is the same unmodified model, compiled with other options. First one question, whose answers stand side by side;
+then pass keys at several depths of texts of several lengths: an answer counts when all five digits are in it. The
+claim to see: plain 1-bit quantisation loses the keys, and fetching the few pairs that matter brings them back.
 
-    python examples/demo.py               the whole table, under three minutes on two cores
-    python examples/demo.py --quick       three methods, two lengths, few depths
+    python examples/demo.py               the whole table, some seven minutes on two cores
+    python examples/demo.py --quick       two methods, one length, few depths
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,37 +28,40 @@ import torch
 import transformers
 from tabulate import tabulate
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
 import specache_compile as sc
-from needle import sample
-from specache_compile.evaluation.tasks.haystack import library_source
-from specache_compile.evaluation.tasks.needle import KEY_DIGITS
+from specache_compile.checkpoints import KNOWN
+from specache_compile.evaluation.command import load
+from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.tasks.haystack import hide
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 METHODS: dict[str, dict[str, Any] | None] = {
     "full cache": None,
-    "2-bit, no fetching (KIVI)": {"bits": 2, "top_k": 0},
-    "1-bit, no fetching (KIVI)": {"bits": 1, "top_k": 0},
-    "1-bit SpeCache, k = 4": {"bits": 1, "top_k": 4},
-    "1-bit SpeCache, k = 16": {"bits": 1, "top_k": 16},
-    "1-bit SpeCache, k = 64": {"bits": 1, "top_k": 64},
-    "2-bit SpeCache, k = 64": {"bits": 2, "top_k": 64},
+    "KIVI, 1 bit": {"method": "kivi", "bits": 1},
+    "SpeCache as in its paper, 1 bit": {"setting": "paper", "bits": 1},
+    "specache, 1 bit": {"bits": 1},
+    "specache, 1.5 bits (the default)": {},
 }
-QUICK = ("full cache", "1-bit, no fetching (KIVI)", "1-bit SpeCache, k = 64")
-DEPTHS = tuple(i / 10 for i in range(11))
-LENGTHS = (256, 512, 1024, 2048)
+QUICK = ("full cache", "specache, 1 bit")
+LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
+QUESTION = "\nAccording to the note to the board, what is the password of the archive?"
+DEPTHS = (0.1, 0.4, 0.6, 0.9)
+LENGTHS = (512, 1024, 2048)
 
 
 @dataclass
 class Row:
-    """One method: accuracy by length and depth (shares of keys), device KV ratio, hit rate, decoding speed."""
+    """One method: its answer, the share of keys found by length and depth, device KV / full cache, pairs fetched a
+    token and head (ahead, and corrected), decoding speed."""
 
     method: str
+    answer: str
     accuracy: dict[int, list[float]]
     kv_ratio: float
-    hit_mass: float | None
-    hit_top_k: float | None
+    ahead: float | None
+    corrected: float | None
     tokens_per_second: float
 
     @property
@@ -65,103 +70,121 @@ class Row:
         return sum(every) / len(every)
 
 
-def compiled(model: Any, options: dict[str, Any] | None, lowering: str, **more: Any) -> Any:
-    """The model as it is (no options), or a copy of it compiled in place."""
-    if options is None:
-        return model
-    torch._dynamo.reset()
-    twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options={**options, "lowering": lowering, **more})
-    return twin
+@dataclass
+class Asker:
+    """The model, its reader, and the text that everything is hidden in."""
+
+    model: Any
+    reader: Reader
+    text: Sequence[int]
+    lowering: str
+
+    def compiled(self, options: dict[str, Any] | None) -> Any:
+        """The model as it is (no options), or a copy of it compiled in place."""
+        if options is None:
+            return self.model
+        torch._dynamo.reset()
+        twin = copy.deepcopy(self.model)
+        twin.compile(backend="specache", options={**options, "lowering": self.lowering})
+        return twin
+
+    def question(self, length: int) -> list[int]:
+        """A prompt of `length` tokens: the note in the middle of the text, and the question."""
+        before, behind = self.reader.around()
+        line, asked = self.reader.encode(LINE), self.reader.encode(QUESTION)
+        room = length - len(before) - len(behind)
+        return [*before, *hide(self.text, room, [(0.4, line)], asked, random.Random(1)), *behind]
+
+    def keys(self, length: int, depths: Sequence[float]) -> list[Any]:
+        """A pass key at each depth, the same for every method."""
+        rng = random.Random(length)
+        return [chat_ask(self.reader, self.text, length - CHAT_ANSWER, depth, rng) for depth in depths]
+
+    def answers(self, model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+        """Greedy answers; the prompts are of one length, and one batch."""
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+        return [self.reader.decode(row[ids.shape[1] :].tolist()) for row in out]
+
+    def speed(self, model: Any, length: int, tokens: int) -> float:
+        """Tokens a second of decoding one sequence, prefill left out, after a warm-up."""
+        ids = torch.tensor([self.question(length)], device=model.device)
+
+        def seconds(count: int) -> float:
+            start = time.perf_counter()
+            mask = torch.ones_like(ids)
+            model.generate(ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            return time.perf_counter() - start
+
+        seconds(3)
+        return tokens / (seconds(tokens + 2) - seconds(2))
 
 
-def prompts(source: bytes, length: int, depths: tuple[float, ...], repeats: int) -> list[Any]:
-    """`repeats` prompts at each depth, the same for every method."""
-    rng = random.Random(length)
-    return [sample(source, length - KEY_DIGITS, depth, rng) for depth in depths for _ in range(repeats)]
-
-
-def recalled(model: Any, asked: list[Any]) -> list[bool]:
-    """Which of the prompts (all of one length, one batch) are answered with the whole key."""
-    ids = torch.tensor([list(one.prompt) for one in asked], device=model.device)
-    out = model.generate(ids, max_new_tokens=KEY_DIGITS, do_sample=False)
-    return [bytes(row[-KEY_DIGITS:].tolist()) == one.answer for row, one in zip(out, asked, strict=True)]
-
-
-def speed(model: Any, source: bytes, length: int, tokens: int) -> float:
-    """Tokens a second of decoding one sequence, prefill left out, after a warm-up."""
-    ids = torch.tensor([list(sample(source, length, 0.5, random.Random(7)).prompt)], device=model.device)
-
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        return time.perf_counter() - start
-
-    seconds(4)
-    return tokens / (min(seconds(tokens + 2) for _ in range(2)) - min(seconds(2) for _ in range(2)))
-
-
-def measure(name: str, model: Any, source: bytes, args: argparse.Namespace, bar: tqdm) -> Row:
+def measure(name: str, asker: Asker, quick: bool, bar: tqdm) -> Row:
     options = METHODS[name]
-    depths, lengths = (DEPTHS[::5], LENGTHS[1::2]) if args.quick else (DEPTHS, LENGTHS)
-    runner = compiled(model, options, args.lowering)
+    lengths, depths = (LENGTHS[:1], DEPTHS[::2]) if quick else (LENGTHS, DEPTHS)
+    bar.set_postfix_str(f"{name}, question")
+    model = asker.compiled(options)
+    (answer,) = asker.answers(model, [asker.question(lengths[-1] - CHAT_ANSWER)], CHAT_ANSWER)
+    bar.update()
     accuracy: dict[int, list[float]] = {}
     for length in lengths:
-        bar.set_postfix_str(f"{name}, {length} tokens")
-        asked = prompts(source, length, depths, args.repeats)
-        right = recalled(runner, asked)
-        accuracy[length] = [sum(right[i : i + args.repeats]) / args.repeats for i in range(0, len(right), args.repeats)]
+        bar.set_postfix_str(f"{name}, {length:,} tokens")
+        asked = asker.keys(length, depths)
+        answers = asker.answers(model, [one.prompt for one in asked], CHAT_ANSWER)
+        accuracy[length] = [float(one.references[0] in said) for one, said in zip(asked, answers, strict=True)]
         bar.update()
+    stats = sc.stats(model) if options is not None else None
     bar.set_postfix_str(f"{name}, speed")
-    rate = speed(runner, source, lengths[-1] - 128, 8 if args.quick else 32)
+    rate = asker.speed(model, lengths[-1] - 64, 4 if quick else 12)
     bar.update()
-    if options is None:
-        return Row(name, accuracy, 1.0, None, None, rate)
-    kv_ratio, hit_rate = sc.stats(runner).kv_ratio, None
-    if options["top_k"]:
-        bar.set_postfix_str(f"{name}, hit rate")
-        watched = compiled(model, options, args.lowering, hit_rate=True)
-        recalled(watched, prompts(source, lengths[-1], depths[::2], 1))
-        hit_rate = sc.stats(watched).hit_rate
-    bar.update()
-    return Row(name, accuracy, kv_ratio, hit_rate and hit_rate.mass, hit_rate and hit_rate.top_k, rate)
+    if stats is None:
+        return Row(name, answer, accuracy, 1.0, None, None, rate)
+    config = asker.model.config
+    heads = stats.decodes * len(depths) * config.num_hidden_layers * config.num_key_value_heads
+    ahead, corrected = stats.pairs_ahead / heads, stats.pairs_corrected / heads
+    return Row(name, answer, accuracy, stats.kv_ratio, ahead, corrected, rate)
 
 
-def table(rows: list[Row]) -> str:
-    """One line a method; accuracies in per cent, overall and at each length."""
+def side_by_side(rows: Sequence[Row]) -> str:
+    """Each method's answer to the one question."""
+    lines = [(row.method, row.answer.strip().splitlines()[0] if row.answer.strip() else "") for row in rows]
+    return f"{QUESTION.strip()}\n" + tabulate(lines, tablefmt="plain")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line a method; keys found in per cent, overall and at each length."""
     lengths = list(rows[0].accuracy)
     lines = [
         (
-            row.method, f"{row.overall:.1%}",
+            row.method, f"{row.overall:.0%}",
             *(f"{sum(row.accuracy[n]) / len(row.accuracy[n]):.0%}" for n in lengths),
             f"{row.kv_ratio:.3f}",
-            "" if row.hit_mass is None else f"{row.hit_mass:.0%}",
-            "" if row.hit_top_k is None else f"{row.hit_top_k:.0%}",
+            "" if row.ahead is None else f"{row.ahead:.1f}",
+            "" if row.corrected is None else f"{row.corrected:.1f}",
             f"{row.tokens_per_second:.0f}",
         )
         for row in rows
     ]  # fmt: skip
-    headers = ("", "keys found", *(f"{n:,}" for n in lengths), "device KV", "hit: mass", "hit: top-k", "tokens/s")
+    headers = (
+        "", "keys found", *(f"{n:,}" for n in lengths), "device KV", "pairs ahead", "corrected", "tokens/s",
+    )  # fmt: skip
     return tabulate(lines, headers, colalign=("left", *["right"] * (len(headers) - 1)), disable_numparse=True)
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Depth × length, one panel a method: how many of the keys hidden there were found."""
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Depth × length, one panel a method: which of the keys hidden there were found."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns = 4
+    columns = min(3, len(rows))
+    lines = -(-len(rows) // columns)
     fig, axes = plt.subplots(
-        -(-len(rows) // columns),
-        columns,
-        figsize=(12, 6.4),
-        sharex=True,
-        sharey=True,
-        layout="constrained",
+        lines, columns, figsize=(4 * columns, 3.2 * lines), sharex=True, sharey=True, layout="constrained",
         squeeze=False,
-    )
+    )  # fmt: skip
     for axis in axes.flat[len(rows) :]:
         axis.set_visible(False)
     image = None
@@ -170,12 +193,11 @@ def draw(rows: list[Row], path: Path) -> None:
         image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", interpolation="nearest")
         axis.set_title(f"{row.method}\n{row.overall:.0%} found, device KV {row.kv_ratio:.2f}", fontsize=10)
         axis.set_xticks(range(len(row.accuracy)), [f"{n:,}" for n in row.accuracy])
-        depths = grid.shape[0]
-        axis.set_yticks(range(0, depths, max(1, (depths - 1) // 5)))
-        axis.set_yticklabels([f"{i / (depths - 1):.0%}" for i in range(0, depths, max(1, (depths - 1) // 5))])
+        depths = DEPTHS if grid.shape[0] == len(DEPTHS) else DEPTHS[::2]
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axis.tick_params(labelbottom=True, labelsize=8)
     fig.supxlabel("context, tokens")
-    fig.supylabel("depth of the needle")
+    fig.supylabel("depth of the key")
     fig.colorbar(image, ax=axes, label="keys found", shrink=0.8)
     fig.savefig(path, dpi=110)
     plt.close(fig)
@@ -183,8 +205,9 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "command": f"python examples/demo.py --lowering {args.lowering} --repeats {args.repeats}"
+        "command": f"python examples/demo.py --model {args.model} --lowering {args.lowering}"
         + (" --quick" if args.quick else ""),
+        "model": KNOWN[args.model].origin if args.model in KNOWN else args.model,
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
         "processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
         "device": args.device, "dtype": "bfloat16",
@@ -193,31 +216,30 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", type=Path, default=HERE / "needle-llama", help="checkpoint (default: the shipped one)"
-    )
+    parser.add_argument("--model", default="smollm2-135m", help="a chat model: a name, folder or .gguf (%(default)s)")
+    parser.add_argument("--text", type=Path, default=ROOT / "LICENSE", help="what is read (the Apache licence)")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder of the picture and the JSON")
-    parser.add_argument("--repeats", type=int, default=3, help="prompts at each depth and length (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="three methods, two lengths, three depths")
+    parser.add_argument("--quick", action="store_true", help="two methods, one length, three depths")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager", help="eager needs no compiler")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
-    transformers.utils.logging.disable_progress_bar()
-    source = library_source(held_out=True)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
+    try:
+        model, reader = load(args.model, args.device, torch.bfloat16)
+        asker = Asker(model, reader, reader.encode(args.text.read_text()), args.lowering)
+    except (sc.SpecacheError, OSError) as error:
+        sys.exit(f"demo.py: {error}")
     rows: list[Row] = []
     methods = QUICK if args.quick else tuple(METHODS)
-    steps = len(methods) * ((2 if args.quick else len(LENGTHS)) + 2) - 1
     try:
-        with tqdm(total=steps, file=sys.stderr, desc="needles") as bar:
+        with tqdm(total=len(methods) * (3 if args.quick else len(LENGTHS) + 2), file=sys.stderr, desc="demo") as bar:
             for name in methods:
-                rows.append(measure(name, model, source, args, bar))
+                rows.append(measure(name, asker, args.quick, bar))
     except KeyboardInterrupt:
         print("interrupted: the rows below are finished", file=sys.stderr)
     if not rows:
         return
-    print(table(rows))
+    print(side_by_side(rows), table(rows), sep="\n\n")
     args.out.mkdir(parents=True, exist_ok=True)
     draw(rows, args.out / "needles.png")
     report = {"provenance": provenance(args), "rows": [{**asdict(row), "overall": row.overall} for row in rows]}

@@ -65,7 +65,7 @@ def gallery(device: str, batch: int, bits: int, folder: Path | None, names: list
     rows = []
     for name in names:
         for length in LENGTHS:
-            explained = sc.explain(config_of(name), length, batch, {"bits": bits}, device=device)
+            explained = sc.explain(config_of(name), length, batch, {"setting": "paper", "bits": bits}, device=device)
             explained = replace(explained, name=f"{name}, {length // 1024}k")
             rows.append(row(name, explained))
             if folder is not None:
@@ -86,7 +86,7 @@ def plot(path: Path, name: str, device: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    base = sc.explain(config_of(name), LENGTHS[0], PLOT_BATCH, device=device)
+    base = sc.explain(config_of(name), LENGTHS[0], PLOT_BATCH, {"setting": "paper"}, device=device)
     figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
     figure.suptitle(f"{name}, batch {PLOT_BATCH}, {find_device(device).name}: computed, not measured")
     for bits in (2, 1):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from .layout import Layout, rotated
 from .quantize import dequantize_keys, dequantize_values
 
 # Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.
@@ -21,28 +22,23 @@ BLOCK = 1024
 # An additive mask hides a token with its dtype's minimum, of which float16 has the smallest.
 SEEN = torch.finfo(torch.float16).min / 2
 
-LowBitPart = Callable[..., "Partial"]
 
-
-def stored_bits(codes: Tensor, head_dim: int) -> int:
-    """Bits of a low-bit tier, from the width of its codes [B, H, capacity, 2, width]; 16 means not quantised."""
-    return codes.shape[-1] * 8 // head_dim if codes.dtype == torch.uint8 else 16
-
-
-def low_bit_pairs(
-    codes: Tensor, key_params: Tensor, value_params: Tensor, head_dim: int, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, stop - start, d] in float32 of the low-bit tier's tokens start..stop.
-
-    `start` must lie on a group's border.
-    """
-    bits = stored_bits(codes, head_dim)
-    keys, values = codes[:, :, start:stop].unbind(3)
-    if bits == 16:
-        return keys.float(), values.float()
+def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
+    """Keys [B, H, stop - start, d] in float32 of the low-bit tier's tokens start..stop, rotated where they are stored
+    so. `start` must lie on a group's border."""
+    keys, _ = layout.split(codes[:, :, start:stop], head_dim)
+    if not layout.is_quantised:
+        return keys.float()
     group = codes.shape[2] // key_params.shape[2]
-    key_block = key_params[:, :, start // group : -(-stop // group)]
-    return dequantize_keys(keys, key_block, bits), dequantize_values(values, value_params[:, :, start:stop], bits)
+    return dequantize_keys(keys, key_params[:, :, start // group : -(-stop // group)], layout.key_bits)
+
+
+def low_bit_values(codes: Tensor, value_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
+    """Values, as `low_bit_keys`."""
+    _, values = layout.split(codes[:, :, start:stop], head_dim)
+    if not layout.is_quantised:
+        return values.float()
+    return dequantize_values(values, value_params[:, :, start:stop], layout.value_bits)
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
@@ -105,28 +101,36 @@ def partial_attention(logits: Tensor, values: Tensor) -> Partial:
     return Partial(logits, out, peak, weights.sum(-1, keepdim=True))
 
 
-def low_bit_attention(
-    query: Tensor, codes: Tensor, key_params: Tensor, value_params: Tensor, hidden: Tensor, bias: Tensor | None,
-    length: int, softcap: float | None,
-) -> Partial:  # fmt: skip
-    """Attention of the scaled query [B, H, G, lanes, d] over the low-bit tier's first `length` tokens.
+def low_bit_logits(
+    query: Tensor, codes: Tensor, key_params: Tensor, bias: Tensor | None, length: int, softcap: float | None,
+    layout: Layout,
+) -> Tensor:  # fmt: skip
+    """Logits [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d] and the low-bit tier's first `length`
+    tokens. The reference; block by block, so that the unpacked keys never stand whole in memory."""
+    query = rotated(query) if layout.is_rotated else query
+    blocks = [query.new_empty((*query.shape[:4], 0))]
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        keys = low_bit_keys(codes, key_params, layout, query.shape[-1], start, stop)
+        logits = product(query, keys, softcap)
+        blocks.append(logits if bias is None else logits + bias[..., start:stop])
+    return torch.cat(blocks, -1)
 
-    hidden bool [B, H, length]: tokens whose 16-bit pair is in the slots. The reference; block by block, so that the
-    unpacked keys and values never stand whole in memory.
-    """
+
+def low_bit_mix(logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor, d: int, layout: Layout) -> Partial:
+    """`Partial` of the low-bit tier from its logits [B, H, G, lanes, n], without the tokens that are hidden, bool
+    [B, H, n]: those whose 16-bit pair is in the slots. The reference; block by block."""
+    length = logits.shape[-1]
+    if not length:
+        return partial_attention(logits, logits.new_empty((*logits.shape[:2], 0, d)))
+    logits = logits.masked_fill(hidden[:, :, None, None], -math.inf)
     parts = []
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        keys, values = low_bit_pairs(codes, key_params, value_params, query.shape[-1], start, stop)
-        logits = product(query, keys, softcap)
-        if bias is not None:
-            logits = logits + bias[..., start:stop]
-        logits = logits.masked_fill(hidden[:, :, None, None, start:stop], -math.inf)
-        parts.append(partial_attention(logits, values))
-    if not parts:
-        return partial_attention(query[..., :0], query.new_empty((*codes.shape[:2], 0, query.shape[-1])))
-    merged = merge(parts, None)
-    return Partial(torch.cat([part.logits for part in parts], -1), *merged)
+        values = low_bit_values(codes, value_params, layout, d, start, stop)
+        parts.append(partial_attention(logits[..., start:stop], values))
+    out, peak, total = merge(parts, None)
+    return Partial(logits, rotated(out) if layout.is_rotated else out, peak, total)
 
 
 def product(query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
@@ -149,6 +153,116 @@ def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, T
     return out, peak, total
 
 
+@dataclass(frozen=True)
+class LowBitKernels:
+    """What computes the low-bit tier's share: `low_bit_logits` and `low_bit_mix`, or what equals them."""
+
+    logits: Callable[..., Tensor] = low_bit_logits
+    mix: Callable[..., Partial] = low_bit_mix
+
+
+REFERENCE = LowBitKernels()
+
+
+@dataclass(frozen=True)
+class Query:
+    """A decode step's lanes, in float32: query [B, H, G, lanes, d], scaled; bias [B|1, H|1, G|1, lanes|1, n + 1] and
+    sink [H, G, 1, 1], where there are. length: cached tokens; low_bit: of them in the low-bit tier; candidates: there
+    after this step (with R = 0 the new token is to be low-bit, but is not on the host yet)."""
+
+    query: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+    softcap: float | None
+    length: int
+    low_bit: int
+    candidates: int
+
+    @property
+    def low_bit_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias[..., : self.low_bit]
+
+    def logits(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        """Of the keys [B, H, n, d] of the tokens start..stop; one column of the mask may be all new tokens'."""
+        logits = product(self.query, keys, self.softcap)
+        return logits if self.bias is None else logits + self.bias[..., start:stop]
+
+    def new_logits(self, k: Tensor) -> Tensor:
+        """Of the new keys [B, H, lanes, d], causal between lanes."""
+        logits = self.logits(k, self.length, self.length + 1)
+        lanes = k.shape[2]
+        return logits.masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=k.device).triu(1), -math.inf)
+
+    def hide_unseen(self, scores: Tensor, lanes: slice) -> None:
+        """-1 for the candidates that the mask hides from every query head of a group; scores [B, H, lanes, C]."""
+        if self.bias is not None:
+            seen = (self.bias[..., : self.candidates] > SEEN).any(2)
+            seen = seen.expand(-1, -1, self.query.shape[3], -1)[:, :, lanes]
+            scores[..., : self.candidates].masked_fill_(~seen, -1.0)
+
+
+def query_of(
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, scale: float,
+    softcap: float | None,
+) -> Query:  # fmt: skip
+    length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    heads = k.shape[1]
+    return Query(
+        q.float().unflatten(1, (heads, -1)) * scale,
+        None if mask is None else grouped_bias(mask, heads, length + 1),
+        None if sinks is None else sinks.float().view(heads, -1, 1, 1),
+        softcap, length, low_bit, min(next_low_bit, length),
+    )  # fmt: skip
+
+
+def weights_in(logits: Tensor, peak: Tensor, total: Tensor) -> Tensor:
+    """Attention of logits [B, H, G, lanes, n] by the row's peak and total [..., 1], summed over the query group."""
+    share = total.reciprocal().masked_fill(total == 0, 0.0)
+    base = peak.masked_fill(peak == -math.inf, 0.0)
+    return ((logits - base).exp_() * share).sum(2)
+
+
+def in_slots(slot_index: Tensor, low_bit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the slots [B, H, k] which hold a pair of the low-bit tier, bool, and whose, int64; and of the tier's tokens
+    which are there, bool [B, H, low_bit]."""
+    fetched = (slot_index >= 0) & (slot_index < low_bit)
+    position = slot_index.long().clamp(0, max(low_bit - 1, 0))
+    hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=slot_index.device)
+    if low_bit:
+        hidden.scatter_add_(2, position, fetched.int())
+    return fetched, position, hidden.bool()
+
+
+def attend_over(
+    at: Query, k: Tensor, v: Tensor, logits: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor,
+    slot_index: Tensor, layout: Layout, kernels: LowBitKernels,
+) -> tuple[list[Partial], Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The tiers' parts (low-bit, slots, recent, new) from the low-bit tier's logits, merged: out, peak, total; and the
+    token in each slot."""
+    fetched, position, hidden = in_slots(slot_index, at.low_bit)
+    packed = kernels.mix(logits, hidden, codes, value_params, k.shape[-1], layout)
+    slot_logits = product(at.query, slots[:, :, :, 0], at.softcap)
+    if at.low_bit_bias is not None and at.low_bit:
+        where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
+        slot_logits = slot_logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
+    slot_logits = slot_logits.masked_fill(~fetched[:, :, None, None], -math.inf)
+    window = ring_tokens(recent, at.low_bit, at.length)
+    parts = [
+        packed,
+        # An empty place holds anything, and zero weight does not hide what is not finite.
+        partial_attention(slot_logits, slots[:, :, :, 1].masked_fill(~fetched.unsqueeze(-1), 0.0)),
+        partial_attention(at.logits(window[:, :, :, 0], at.low_bit, at.length), window[:, :, :, 1]),
+        partial_attention(at.new_logits(k), v),
+    ]
+    return parts, *merge(parts, at.sink), position
+
+
+def output_of(out: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, Hq, lanes, d] of the merged sums."""
+    share = total.reciprocal().masked_fill(total == 0, 0.0)
+    return (out * share).flatten(1, 2).to(dtype).contiguous()
+
+
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -162,74 +276,106 @@ def decode_attention(
     recent: Tensor,
     slots: Tensor,
     slot_index: Tensor,
+    key_bits: int,
+    value_bits: int,
+    rotate: bool,
     scale: float,
     softcap: float | None,
-    low_bit_part: LowBitPart = low_bit_attention,
+    kernels: LowBitKernels = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
 
     q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
-    additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, 2, w],
-    key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], recent [B, H, W, 2, d], slots [B, H, k, 2, d],
-    slot_index [B, H, k] (-1: empty). `low_bit_part` computes the low-bit tier's share.
+    additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, w] in the
+    `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], recent
+    [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] (-1: empty).
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
     over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
     everywhere where there are no slots to select for.
     """
-    length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
-    candidates = min(next_low_bit, length)  # with R = 0 the new token is to be low-bit, but is not on the host yet
-    heads, lanes = k.shape[1:3]
-    query = q.float().unflatten(1, (heads, -1)) * scale  # [B, H, G, lanes, d]
-    bias = None if mask is None else grouped_bias(mask, heads, length + 1)
-    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
-
-    fetched = (slot_index >= 0) & (slot_index < low_bit)
-    position = slot_index.long().clamp(0, max(low_bit - 1, 0))
-    hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=q.device)
-    if low_bit:
-        hidden.scatter_add_(2, position, fetched.int())
-    packed = low_bit_part(query, codes, key_params, value_params, hidden.bool(), bias, low_bit, softcap)
-
-    in_slots = product(query, slots[:, :, :, 0], softcap)
-    window = ring_tokens(recent, low_bit, length)
-    in_window = product(query, window[:, :, :, 0], softcap)
-    new = product(query, k, softcap)
-    where = position[:, :, None, None].expand(*query.shape[:-1], -1)
-    if bias is not None:
-        if low_bit:
-            in_slots = in_slots + bias[..., :low_bit].expand(*query.shape[:-1], -1).gather(-1, where)
-        in_window = in_window + bias[..., low_bit:length]
-        new = new + bias[..., length : length + 1]
-    in_slots = in_slots.masked_fill(~fetched[:, :, None, None], -math.inf)
-    new = new.masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=q.device).triu(1), -math.inf)
-
-    parts = [
-        packed,
-        # An empty place holds anything, and zero weight does not hide what is not finite.
-        partial_attention(in_slots, slots[:, :, :, 1].masked_fill(~fetched.unsqueeze(-1), 0.0)),
-        partial_attention(in_window, window[:, :, :, 1]),
-        partial_attention(new, v),
-    ]
-    out, peak, total = merge(parts, sink)
-    share = total.reciprocal().masked_fill(total == 0, 0.0)
-
-    def attention_of_last_lane(logits: Tensor) -> Tensor:
-        base = peak[:, :, :, -1].masked_fill(peak[:, :, :, -1] == -math.inf, 0.0)
-        return ((logits[:, :, :, -1] - base).exp_() * share[:, :, :, -1]).sum(2)
-
+    layout = Layout(key_bits, value_bits, rotate)
+    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
+    logits = kernels.logits(at.query, codes, key_params, at.low_bit_bias, at.low_bit, softcap, layout)
+    parts, out, peak, total, position = attend_over(
+        at, k, v, logits, codes, value_params, recent, slots, slot_index, layout, kernels
+    )
     scores = torch.full(codes.shape[:3], -1.0, device=q.device)
-    if not slots.shape[2]:
-        return (out * share).flatten(1, 2).to(q.dtype).contiguous(), scores
-    if low_bit:
-        whole = attention_of_last_lane(packed.logits)
-        whole.scatter_add_(-1, position, attention_of_last_lane(in_slots))
-        scores[:, :, :low_bit] = whole
-    scores[:, :, low_bit:candidates] = attention_of_last_lane(in_window[..., : candidates - low_bit])
-    if bias is not None:
-        seen = (bias[..., -1, :candidates] > SEEN).any(2)
-        scores[:, :, :candidates].masked_fill_(~seen, -1.0)
-    return (out * share).flatten(1, 2).to(q.dtype).contiguous(), scores
+    if slots.shape[2]:
+        packed, exact, window = (
+            weights_in(part.logits[:, :, :, -1:], peak[:, :, :, -1:], total[:, :, :, -1:])[:, :, 0]
+            for part in parts[:3]
+        )
+        if at.low_bit:
+            scores[:, :, : at.low_bit] = packed.scatter_add_(-1, position, exact)
+        scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
+        at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
+    return output_of(out, total, q.dtype), scores
+
+
+def score_low_bit(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    codes: Tensor,
+    key_params: Tensor,
+    recent: Tensor,
+    key_bits: int,
+    value_bits: int,
+    rotate: bool,
+    scale: float,
+    softcap: float | None,
+    kernels: LowBitKernels = REFERENCE,
+) -> tuple[Tensor, Tensor]:
+    """The first half of a corrected decode attention: what each lane asks for, before it is known what is in the slots.
+
+    Shapes as for `decode_attention`. Returns the low-bit tier's logits [B, Hq, lanes, C] in float32, beyond it
+    anything; and each lane's attention over low-bit tier, window and new pairs, summed over the query group,
+    [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1 elsewhere.
+    """
+    layout = Layout(key_bits, value_bits, rotate)
+    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
+    packed = kernels.logits(at.query, codes, key_params, at.low_bit_bias, at.low_bit, softcap, layout)
+    window = at.logits(ring_tokens(recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
+    peak, share = softmax_denominator([packed, window, at.new_logits(k)], at.sink)
+    scores = torch.full((q.shape[2], *codes.shape[:3]), -1.0, device=q.device)
+    known = torch.cat([packed, window], -1)[..., : at.candidates]
+    by_lane = scores.permute(1, 2, 0, 3)
+    by_lane[..., : at.candidates] = ((known - peak).exp_() * share).sum(2)
+    at.hide_unseen(by_lane, slice(None))
+    logits = torch.full((*q.shape[:3], codes.shape[2]), -math.inf, device=q.device)
+    logits[..., : at.low_bit] = packed.flatten(1, 2)
+    return logits, scores
+
+
+def attend_scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    logits: Tensor,
+    codes: Tensor,
+    value_params: Tensor,
+    recent: Tensor,
+    slots: Tensor,
+    slot_index: Tensor,
+    key_bits: int,
+    value_bits: int,
+    rotate: bool,
+    scale: float,
+    softcap: float | None,
+    kernels: LowBitKernels = REFERENCE,
+) -> Tensor:
+    """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits."""
+    layout = Layout(key_bits, value_bits, rotate)
+    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
+    packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
+    _, out, _, total, _ = attend_over(at, k, v, packed, codes, value_params, recent, slots, slot_index, layout, kernels)
+    return output_of(out, total, q.dtype)
 
 
 def extend_attention(

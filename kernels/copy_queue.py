@@ -25,13 +25,14 @@ _queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictiona
 class CopyQueue:
     """A session's copies in flight, and what they have cost so far.
 
-    `waited` counts seconds that a step stood still for a copy; `error` is the first failed copy's, after which the
-    tiers can no longer be trusted.
+    `waited` counts seconds that a step stood still for a copy, `correcting` for a correction; `error` is the first
+    failed copy's, after which the tiers can no longer be trusted.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.waited = 0.0
+        self.correcting = 0.0
         self.error: BaseException | None = None
         self._prefetches: dict[int, Future[None]] = {}
         self._offloads: deque[Future[None]] = deque()
@@ -50,6 +51,17 @@ class CopyQueue:
         while self._offloads and self._offloads[0].done():
             self._result(self._offloads.popleft())
         self._offloads.append(_worker.submit(run_job, job))
+
+    def run_correction(self, job: Callable[[], object]) -> None:
+        """Run `job` now, on the caller's thread: other layers' copies are overtaken. Raises what it raised."""
+        start = time.perf_counter()
+        try:
+            run_job(job)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        finally:
+            self.correcting += time.perf_counter() - start
 
     def wait_for(self, slots: Tensor) -> None:
         """Block until the prefetch into `slots` is done; raises what it raised. No prefetch under way: no wait."""
@@ -91,7 +103,7 @@ class CopyQueue:
 
 
 def run_job(job: Callable[[], object]) -> None:
-    """What the worker runs for every copy; tests put a delay or a fault here."""
+    """What runs for every copy; tests put a delay or a fault here."""
     job()
 
 

@@ -77,13 +77,33 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
         _fetches[slots.data_ptr()] = copy.record_event()
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> None:
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
     """As `tiers.wait`: what the main stream is given from here on runs behind the fetch; the host goes on."""
     fetch = _fetches.pop(slots.data_ptr(), None)
     if torch.cuda.is_current_stream_capturing():
         fetch = deferred.end_of(slots)
     if fetch is not None:
         torch.cuda.current_stream(slots.device).wait_event(fetch)
+
+
+def correct(
+    scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    corrected: Tensor,
+) -> None:  # fmt: skip
+    """As `tiers.correct`, on the main stream: it has nothing to do meanwhile, and other layers' fetches, which queue on
+    the copy stream, are overtaken. The host decides nothing."""
+    from .triton_copy import gather
+    from .triton_select import select_topk
+
+    wanted = torch.empty_like(slot_index)
+    select_topk(scores[0], wanted, cursor)
+    if missed is not None:
+        wanted = torch.where(missed.unsqueeze(-1), wanted, slot_index)
+    if host.is_pinned():
+        gather(wanted, host, slots, slot_index, corrected)
+    else:
+        join(slots.device)
+        tiers.refill(wanted, host, slots, slot_index, corrected)
 
 
 def copy_rows(source: Tensor, target: Tensor) -> None:
@@ -203,6 +223,7 @@ class StreamCopies:
     # A copy on a stream cannot fail by itself; and how long the main stream stood still for one, the host cannot tell.
     error: BaseException | None = None
     waited: float | None = None
+    correcting: float | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -45,10 +45,14 @@ class Cost:
         return max(times, key=times.__getitem__)
 
 
+# Share of the wanted pairs that a correction must still bring: SmolLM2 under greedy decoding (examples/demo.py).
+CORRECTED = 0.1
+
+
 @dataclass(frozen=True)
 class Workload:
     """How a step is run. options: the method's; layers: `LayerShape` of each site; length: tokens cached before it;
-    reuse: the share of wanted pairs in the slots already."""
+    reuse: the share of wanted pairs in the slots already; corrected: of those that a correction must still bring."""
 
     options: Any
     layers: tuple[Any, ...]
@@ -56,6 +60,7 @@ class Workload:
     batch: int
     length: int
     reuse: float = 0.0
+    corrected: float = 0.0
 
     def at(self, length: int) -> Workload:
         return replace(self, length=length)
@@ -83,21 +88,26 @@ def bytes_of(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Pair:
-    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), low in the low-bit tier."""
+    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), low in the low-bit tier, those of keys
+    and of values."""
 
     exact: int
-    low: float
+    low_keys: float
+    low_values: float
+
+    @property
+    def low(self) -> float:
+        return self.low_keys + self.low_values
 
 
 def pair_bytes(options: Any, layer: Any) -> Pair:
     exact = 2 * layer.head_dim * layer.dtype.itemsize
-    bits = getattr(options, "bits", 16)
-    if bits == 16:
-        return Pair(exact, exact)
-    codes = 2 * layer.head_dim * bits / 8
-    keys = exact / options.group_size
-    values = exact / value_group(layer.head_dim, options.group_size)
-    return Pair(exact, codes + keys + values)
+    layout = getattr(options, "layout", None)
+    if layout is None or not layout.is_quantised:
+        return Pair(exact, exact / 2, exact / 2)
+    keys = layer.head_dim * layout.key_bits / 8 + exact / options.group_size
+    values = layer.head_dim * layout.value_bits / 8 + exact / value_group(layer.head_dim, options.group_size)
+    return Pair(exact, keys, values)
 
 
 def fetched_pairs(options: Any, length: int) -> int:
@@ -120,6 +130,34 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     scores = 4 * rows(load, site) * low if load.options.top_k else 0
     seen = load.length + size_of(q.shape[2])
     return Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
+
+
+def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """The keys of low-bit tier and window once; written: a logit for each query row, a score for each head and lane."""
+    pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
+    low = load.options.low_bit_length(load.length)
+    keys = rows(load, site) * (low * pair.low_keys + (load.length - low) * pair.exact / 2)
+    lanes = size_of(q.shape[2])
+    written = 4 * low * lanes * load.batch * (load.query_heads[site] + load.layers[site].heads)
+    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + written)
+
+
+def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """The logits and the low-bit tier's values once, and the exact pairs."""
+    pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
+    low = load.options.low_bit_length(load.length)
+    exact = load.length - low + fetched_pairs(load.options, load.length)
+    read = rows(load, site) * (low * pair.low_values + exact * pair.exact)
+    logits = 4 * low * size_of(q.shape[2]) * load.batch * load.query_heads[site]
+    return Cost(2 * elements(q) * (load.length + 2 * exact), read + logits + 2 * bytes_of(q))
+
+
+def correct(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """What lane 0 wants, and neither the last step's slots nor the fetch ahead have brought."""
+    pairs = fetched_pairs(load.options, load.length) * load.corrected
+    moved = rows(load, site) * pairs * pair_bytes(load.options, load.layers[site]).exact
+    scores = 4 * rows(load, site) * load.options.low_bit_length(load.length)
+    return Cost(hbm=moved + scores, to_device=moved)
 
 
 def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:

@@ -1,4 +1,5 @@
-// Attention over the low-bit tier on a CPU, in one pass over the packed codes (see low_bit_cpu.py for the shapes).
+// Attention over the low-bit tier on a CPU, one pass over the packed keys, one over the values (see low_bit_cpu.py
+// for the shapes).
 //
 // Keys: q is multiplied by a group's scales once, and q·zero added once a group, so that an element costs a shift, a
 // mask, a conversion and one multiply-add for each query row. Values: a token's codes are unpacked and scaled once, then
@@ -86,15 +87,11 @@ inline void mix_rows(const float* weights, int64_t stride, const float* values, 
 constexpr int64_t kSplit = 1024;
 
 template <int bits>
-void attend(const float* q, const uint8_t* codes, const float* key_params, const float* value_params,
-            const uint8_t* hidden, const float* bias, const int64_t* bias_strides, int64_t batch, int64_t heads,
-            int64_t group_heads, int64_t lanes, int64_t d, int64_t n, int64_t capacity, int64_t group, int64_t channels,
-            float softcap, float* logits, float* out, float* peaks, float* totals) {
+void score(const float* q, const uint8_t* codes, const float* key_params, const float* bias,
+           const int64_t* bias_strides, int64_t batch, int64_t heads, int64_t group_heads, int64_t lanes, int64_t d,
+           int64_t n, int64_t capacity, int64_t group, int64_t row_bytes, float softcap, float* logits) {
   const int64_t rows = group_heads * lanes, width = d * bits / 8, splits = (n + kSplit - 1) / kSplit;
-  const int64_t value_groups = d / channels, key_groups = capacity / group;
-  const float nothing = -std::numeric_limits<float>::infinity();
-  std::vector<float> part_out(batch * heads * splits * rows * d), part_peak(batch * heads * splits * rows, nothing),
-      part_total(batch * heads * splits * rows);
+  const int64_t key_groups = capacity / group;
 
 #pragma omp parallel for schedule(static)
   for (int64_t job = 0; job < batch * heads * splits; ++job) {
@@ -106,10 +103,7 @@ void attend(const float* q, const uint8_t* codes, const float* key_params, const
     Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
     Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
     const Bytes* turned = reinterpret_cast<const Bytes*>(bytes.data());
-    std::vector<float> scaled(rows * d), base(rows), weights(rows * kSplit), values(kLanes * d);
-    float* my_out = part_out.data() + job * rows * d;
-    float* my_peak = part_peak.data() + job * rows;
-    float* my_total = part_total.data() + job * rows;
+    std::vector<float> scaled(rows * d), base(rows);
 
     for (int64_t t = start; t < stop; t += kLanes) {
       if (t % group == 0) {
@@ -126,15 +120,13 @@ void attend(const float* q, const uint8_t* codes, const float* key_params, const
         }
       }
       for (int i = 0; i < kLanes; ++i) {
-        const uint8_t* token = codes + (head * capacity + t + i) * 2 * width;
+        const uint8_t* token = codes + (head * capacity + t + i) * row_bytes;
         for (int64_t j = 0; j < width; ++j) bytes[j * kLanes + i] = token[j];
       }
       for (int plane = 0; plane < 8 / bits; ++plane)
         for (int64_t j = 0; j < width; ++j) tile[plane * width + j] = decode<bits>(turned[j], plane);
       FOR_ROW_BLOCKS(rows, m, score_rows<R>(scaled.data() + m * d, tile, d, scores + m))
       for (int64_t m = 0; m < rows; ++m) {
-        float* row = logits + (head * rows + m) * n + t;
-        const uint8_t* replaced = hidden + head * n + t;
         Floats x = scores[m] + base[m];
         if (softcap > 0)
           for (int i = 0; i < kLanes; ++i) x[i] = std::tanh(x[i] / softcap) * softcap;
@@ -143,16 +135,34 @@ void attend(const float* q, const uint8_t* codes, const float* key_params, const
           const float* first = bias + b * bias_strides[0] + h * bias_strides[1] + g * bias_strides[2] + l * bias_strides[3];
           for (int i = 0; i < kLanes; ++i) x[i] += first[(t + i) * bias_strides[4]];
         }
-        for (int i = 0; i < kLanes; ++i) row[i] = replaced[i] ? nothing : x[i];
-        for (int i = 0; i < kLanes; ++i) my_peak[m] = std::max(my_peak[m], row[i]);
+        *reinterpret_cast<Floats*>(logits + (head * rows + m) * n + t) = x;
       }
     }
+  }
+}
+
+template <int bits>
+void mix(const float* logits, const uint8_t* codes, const float* value_params, int64_t batch, int64_t heads,
+         int64_t rows, int64_t d, int64_t n, int64_t capacity, int64_t channels, int64_t row_bytes, float* out,
+         float* peaks, float* totals) {
+  const int64_t width = d * bits / 8, splits = (n + kSplit - 1) / kSplit, value_groups = d / channels;
+  const float nothing = -std::numeric_limits<float>::infinity();
+  std::vector<float> part_out(batch * heads * splits * rows * d), part_peak(batch * heads * splits * rows, nothing),
+      part_total(batch * heads * splits * rows);
+
+#pragma omp parallel for schedule(static)
+  for (int64_t job = 0; job < batch * heads * splits; ++job) {
+    const int64_t head = job / splits, start = job % splits * kSplit, stop = std::min(n, start + kSplit);
+    std::vector<float> weights(rows * kSplit), values(kLanes * d);
+    float* my_out = part_out.data() + job * rows * d;
+    float* my_peak = part_peak.data() + job * rows;
+    float* my_total = part_total.data() + job * rows;
 
     for (int64_t m = 0; m < rows; ++m) {
       const float* row = logits + (head * rows + m) * n + start;
       float* weight = weights.data() + m * kSplit;
-      const float top = my_peak[m];
-      float total = 0.0f;
+      float top = nothing, total = 0.0f;
+      for (int64_t t = 0; t < stop - start; ++t) top = std::max(top, row[t]);
       if (top == nothing) {
         std::fill_n(weight, stop - start, 0.0f);
       } else {
@@ -160,12 +170,14 @@ void attend(const float* q, const uint8_t* codes, const float* key_params, const
         for (int64_t t = 0; t < stop - start; ++t) weight[t] = row[t] == nothing ? 0.0f : weight[t];
         for (int64_t t = 0; t < stop - start; ++t) total += weight[t];
       }
+      my_peak[m] = top;
       my_total[m] = total;
     }
 
     for (int64_t t = start; t < stop; t += kLanes) {
       for (int i = 0; i < kLanes; ++i) {
-        const uint8_t* token = codes + ((head * capacity + t + i) * 2 + 1) * width;
+        // A token's values lie behind its keys.
+        const uint8_t* token = codes + (head * capacity + t + i + 1) * row_bytes - width;
         float* value = values.data() + i * d;
         for (int plane = 0; plane < 8 / bits; ++plane) {
           int64_t j = 0;
@@ -192,10 +204,10 @@ void attend(const float* q, const uint8_t* codes, const float* key_params, const
 
   for (int64_t row = 0; row < batch * heads * rows; ++row) {
     const int64_t head = row / rows, m = row % rows;
-    float top = -std::numeric_limits<float>::infinity(), total = 0.0f;
+    float top = nothing, total = 0.0f;
     for (int64_t s = 0; s < splits; ++s) top = std::max(top, part_peak[(head * splits + s) * rows + m]);
     std::fill_n(out + row * d, d, 0.0f);
-    for (int64_t s = 0; s < splits && top > -std::numeric_limits<float>::infinity(); ++s) {
+    for (int64_t s = 0; s < splits && top > nothing; ++s) {
       const int64_t part = (head * splits + s) * rows + m;
       if (part_total[part] == 0.0f) continue;
       const float shrink = exponential(part_peak[part] - top);
@@ -209,13 +221,18 @@ void attend(const float* q, const uint8_t* codes, const float* key_params, const
 
 }  // namespace
 
-extern "C" void low_bit_attention(const float* q, const uint8_t* codes, const float* key_params,
-                                  const float* value_params, const uint8_t* hidden, const float* bias,
-                                  const int64_t* bias_strides, int64_t batch, int64_t heads, int64_t group_heads,
-                                  int64_t lanes, int64_t d, int64_t n, int64_t capacity, int64_t group,
-                                  int64_t channels, int64_t bits, float softcap, float* logits, float* out,
-                                  float* peaks, float* totals) {
-  auto run = bits == 1 ? attend<1> : bits == 2 ? attend<2> : bits == 4 ? attend<4> : attend<8>;
-  run(q, codes, key_params, value_params, hidden, bias, bias_strides, batch, heads, group_heads, lanes, d, n, capacity,
-      group, channels, softcap, logits, out, peaks, totals);
+extern "C" void score_low_bit(const float* q, const uint8_t* codes, const float* key_params, const float* bias,
+                              const int64_t* bias_strides, int64_t batch, int64_t heads, int64_t group_heads,
+                              int64_t lanes, int64_t d, int64_t n, int64_t capacity, int64_t group, int64_t row_bytes,
+                              int64_t bits, float softcap, float* logits) {
+  auto run = bits == 1 ? score<1> : bits == 2 ? score<2> : bits == 4 ? score<4> : score<8>;
+  run(q, codes, key_params, bias, bias_strides, batch, heads, group_heads, lanes, d, n, capacity, group, row_bytes,
+      softcap, logits);
+}
+
+extern "C" void mix_low_bit(const float* logits, const uint8_t* codes, const float* value_params, int64_t batch,
+                            int64_t heads, int64_t rows, int64_t d, int64_t n, int64_t capacity, int64_t channels,
+                            int64_t row_bytes, int64_t bits, float* out, float* peaks, float* totals) {
+  auto run = bits == 1 ? mix<1> : bits == 2 ? mix<2> : bits == 4 ? mix<4> : mix<8>;
+  run(logits, codes, value_params, batch, heads, rows, d, n, capacity, channels, row_bytes, out, peaks, totals);
 }

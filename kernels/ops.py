@@ -58,14 +58,30 @@ def fake_decode_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(codes.shape[:3], dtype=torch.float32)
 
 
+def fake_score_low_bit(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, capacity = rest[4].shape[:3]
+    logits = q.new_empty((*q.shape[:3], capacity), dtype=torch.float32)
+    return logits, q.new_empty((q.shape[2], batch, heads, capacity), dtype=torch.float32)
+
+
 def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
+LAYOUT = "int key_bits, int value_bits, bool rotate"
 DECODE = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
-    "Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, float scale, float? softcap) "
+    f"Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, float? softcap) "
     "-> (Tensor, Tensor)"
+)
+SCORE = (
+    "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor recent, "
+    f"{LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
+)
+SCORED = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor logits, Tensor codes, "
+    f"Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, float? softcap) "
+    "-> Tensor"
 )
 
 
@@ -122,6 +138,32 @@ OPS = (
         cost=costs.decode_attention, is_work=True,
     ),
     Op(
+        "score_low_bit" + SCORE,
+        attention.score_low_bit, fake_score_low_bit, "triton_scored:score_low_bit",
+        cost=costs.score_low_bit, is_work=True,
+    ),
+    Op(
+        "score_low_bit_fused" + SCORE,
+        low_bit_cpu.score_low_bit_fused, fake_score_low_bit,
+        cost=costs.score_low_bit, is_work=True,
+    ),
+    Op(
+        "correct(Tensor scores, Tensor? missed, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
+        "Tensor(c!) corrected) -> ()",
+        tiers.correct, fake_nothing, "copy_stream:correct",
+        cost=costs.correct,
+    ),
+    Op(
+        "attend_scored" + SCORED,
+        attention.attend_scored, fake_extend_attention, "triton_scored:attend_scored",
+        cost=costs.attend_scored, is_work=True,
+    ),
+    Op(
+        "attend_scored_fused" + SCORED,
+        low_bit_cpu.attend_scored_fused, fake_extend_attention,
+        cost=costs.attend_scored, is_work=True,
+    ),
+    Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "float scale, float? softcap) -> Tensor",
         attention.extend_attention, fake_extend_attention, "triton_extend:extend_attention",
@@ -139,7 +181,7 @@ OPS = (
         cost=costs.prefetch, copies=True, early=1,
     ),
     Op(
-        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index) -> ()",
+        "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) wanted) -> ()",
         tiers.wait, fake_nothing, "copy_stream:wait",
         is_wait=True,
     ),
@@ -150,7 +192,7 @@ OPS = (
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
-        "Tensor(c!) key_params, Tensor(d!) value_params, str zero_point) -> ()",
+        f"Tensor(c!) key_params, Tensor(d!) value_params, {LAYOUT}, str zero_point) -> ()",
         tiers.append, fake_nothing, "triton_append:append",
         cost=costs.append, early=3,
     ),

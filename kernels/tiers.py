@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import ring_tokens, stored_bits
+from .attention import ring_tokens
 from .copy_queue import queue_of
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from .layout import Layout, rotated
 from .quantize import quantize_keys, quantize_values
 
 EMPTY = -1
@@ -22,20 +23,24 @@ def append(
     codes: Tensor,
     key_params: Tensor,
     value_params: Tensor,
+    key_bits: int,
+    value_bits: int,
+    rotate: bool,
     zero_point: str,
 ) -> None:
     """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
 
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
-    group's range. Mutates recent [B, H, W, 2, d], codes [B, H, C, 2, w], key_params [B, H, C/g, 2, d] and value_params
-    [B, H, C, 2, d/gv].
+    group's range. Mutates recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate,
+    key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv].
     """
+    layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
     new = torch.stack([k, v], dim=3)
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
         leaving = window[:, :, : next_low_bit - low_bit]
-        store_low_bit(leaving, padding, low_bit, codes, key_params, value_params, zero_point)
+        store_low_bit(leaving, padding, low_bit, codes, key_params, value_params, layout, zero_point)
     first = max(length, next_low_bit)
     stop = length + new.shape[2]
     place = torch.arange(first, stop, device=recent.device) % recent.shape[2]
@@ -44,23 +49,23 @@ def append(
 
 def store_low_bit(
     pairs: Tensor, padding: Tensor | None, start: int, codes: Tensor, key_params: Tensor, value_params: Tensor,
-    zero_point: str,
+    layout: Layout, zero_point: str,
 ) -> None:  # fmt: skip
     """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on; padding as for
-    `append`."""
-    bits = stored_bits(codes, pairs.shape[-1])
+    `append`. What is rotated is rounded to the pairs' dtype before."""
     stop = start + pairs.shape[2]
-    if bits == 16:
-        codes[:, :, start:stop] = pairs
+    if not layout.is_quantised:
+        codes[:, :, start:stop] = pairs.flatten(3)
         return
     group = codes.shape[2] // key_params.shape[2]
     channels = pairs.shape[-1] // value_params.shape[-1]
-    keys, values = pairs.unbind(3)
+    keys, values = (rotated(pairs).to(pairs.dtype) if layout.is_rotated else pairs).unbind(3)
     there = None if padding is None else padding[..., start:stop].mT
-    codes[:, :, start:stop, 0], key_params[:, :, start // group : stop // group] = quantize_keys(
-        keys, group, bits, zero_point, there
+    key_codes, value_codes = layout.split(codes[:, :, start:stop], pairs.shape[-1])
+    key_codes[...], key_params[:, :, start // group : stop // group] = quantize_keys(
+        keys, group, layout.key_bits, zero_point, there
     )
-    codes[:, :, start:stop, 1], value_params[:, :, start:stop] = quantize_values(values, channels, bits, zero_point)
+    value_codes[...], value_params[:, :, start:stop] = quantize_values(values, channels, layout.value_bits, zero_point)
 
 
 def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
@@ -104,8 +109,35 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
         queue.submit_prefetch(slots, job)
 
 
+def correct(
+    scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    corrected: Tensor,
+) -> None:  # fmt: skip
+    """Bring the pairs that lane 0 wants now, and the slots lack: scores [lanes, B, H, C] as `score_low_bit` gives them.
+
+    missed bool [B, 1]: rows whose guess was not the token that came; the others' slots stay. None: all rows. Stands
+    behind a `wait` on its slots, and so behind the offload of every token in the low-bit tier. Returns when the pairs
+    are there. Mutates slots [B, H, k, 2, d], slot_index [B, H, k], and corrected int64 [1], the bytes
+    that travelled.
+    """
+    low_bit = int(cursor[LOW_BIT])
+
+    def job() -> None:
+        wanted = torch.empty_like(slot_index)
+        select_topk(scores[0, :, :, :low_bit], wanted)
+        if missed is not None:
+            wanted = torch.where(missed.unsqueeze(-1), wanted, slot_index)
+        refill(wanted, host, slots, slot_index, corrected)
+
+    queue = queue_of(cursor)
+    if queue is None:
+        job()
+    else:
+        queue.run_correction(job)
+
+
 def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
-    """The copy behind `prefetch`: pairs that stay keep their place."""
+    """The copy behind `prefetch` and `correct`: pairs that stay keep their place."""
     same = wanted.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, wanted, slot]
     stays = same.any(-2) & (slot_index >= 0)
     missing = (wanted >= 0) & ~same.any(-1)
@@ -122,8 +154,9 @@ def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetc
     fetched += pairs.nbytes
 
 
-def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor) -> None:
-    """Block until the prefetch into `slots` has ended. Declared to mutate what it guards.
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
+    """Block until the prefetch of `wanted` into `slots` has ended. Declared to mutate what it guards: nobody may choose
+    anew while the old choice is being fetched.
 
     `after` is not read: it is the edge in the graph that keeps the wait behind the work that hides the copy.
     """

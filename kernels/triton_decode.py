@@ -6,24 +6,28 @@ The CUDA implementation of `attention.decode_attention`, in three launches:
     merge_splits   (B·Hq·lanes)        log-sum-exp over the splits and the sink
     score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
 
+before which `rotate_rows` turns q where the low-bit tier is rotated. The halves of a corrected step: `triton_scored`.
 The low-bit tier's loop is in `triton_low_bit`; one group of tokens is one tile there. In shapes: B rows, H KV heads,
 Hq query heads, G = Hq / H, n cached tokens, C tokens' capacity, W tokens' window, k slots, d channels, groups of g
-tokens or gv channels, w bytes of a token's keys or values. Strides are in elements, the channels side by side.
+tokens or gv channels, w bytes of a token's keys and values. Strides are in elements, the channels side by side.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import SEEN, stored_bits
+from .attention import SEEN
+from .layout import Layout, rotation_block
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_low_bit import attend_low_bit
+from .triton_rotate import hadamard, rotated
 from .triton_softmax import biased, capped, grown
 
 # An additive mask below this hides its token.
@@ -46,14 +50,15 @@ MOST_SPLITS = 128
 @triton.jit
 def attend_exact(
     # Of attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which are rows at all,
-    # which of the last lane, and each one's lane.
-    q_row, mask_row, logits_row, out_row, real, last_lane, lane,
+    # which of them keep their logits, and each one's lane.
+    q_row, mask_row, logits_row, out_row, real, kept, lane,
     # The KV head's number in [B, H]; tokens cached, in the low-bit tier, and to be selected from.
     bh, length, low_bit, candidates,
     # As attend_tiers has them, but k and v at this head's first new token.
     recent, slots, slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
-    d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, MASK: tl.constexpr,
-    CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, stored: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Slots, the recent ring, and the lanes' new pairs, in 16 bits: stores their sums, returns peak and total.
 
@@ -93,50 +98,58 @@ def attend_exact(
             scored = within < 0
         loaded = there[:, None] & inside[None, :]
         keys = tl.load(keys_at[:, None] + channel[None, :], loaded, 0.0)
-        values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
+        if VALUES:
+            values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
         logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         logits = capped(logits * scale, softcap, CAP)
         causal = (block < slot_blocks + recent_blocks) | (within[None, :] <= lane[:, None])
         seen = real[:, None] & there[None, :] & causal
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
-        if top_k > 0:
-            tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & scored[None, :])
+        if KEYS and stored > 0:
+            tl.store(logits_row[:, None] + tokens[None, :], logits, kept[:, None] & scored[None, :])
         weights, shrink, peak, total = grown(logits, peak, total)
-        sums = tl.dot(weights.to(kind), values, sums * shrink[:, None], input_precision=PRECISION)
-    tl.store(out_row[:, None] + channel[None, :], sums, real[:, None] & inside[None, :])
+        if VALUES:
+            sums = tl.dot(weights.to(kind), values, sums * shrink[:, None], input_precision=PRECISION)
+    if VALUES:
+        tl.store(out_row[:, None] + channel[None, :], sums, real[:, None] & inside[None, :])
     return peak, total
 
 
 @triton.jit
 def attend_tiers(
-    # q [B, Hq, lanes, d]; k and v [B, H, lanes, d], the new pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything
-    # without a mask; cursor int64 [4].
-    q, k, v, mask, cursor,
-    # The low-bit tier: codes [B, H, C, 2, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., d] of q's
+    # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
+    # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [4].
+    q, turned, k, v, mask, cursor,
+    # The low-bit tier: codes [B, H, C, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., 2·d] of q's
     # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv]: scale, then zero. Tiers are contiguous.
     codes, key_params, value_params,
     # recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
     recent, slots, slot_index,
-    # Written: logits_out [B, Hq, C] 16-bit (float32 for float32); out [B·H, splits + 1, ROWS, d], peaks and totals
-    # [B·H, splits + 1, ROWS] float32.
-    logits_out, out, peaks, totals,
+    # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32.
+    logits,
+    # Written: out [B·H, splits + 1, ROWS, d], where VALUES, peaks and totals [B·H, splits + 1, ROWS] float32.
+    out, peaks, totals,
     # q_batch, q_head, q_lane: strides of q [B, Hq, lanes, d]; of k and v [B, H, lanes, d]; and of the mask
     # [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_row, m_token,
     scale, softcap,
     # H, C in tokens, shares of the low-bit tier.
     heads, capacity, splits,
-    d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, window: tl.constexpr,
-    top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
+    d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
+    window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over its share of the tiers.
 
-    queries: G. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
-    padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
+    queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
+    here; if not, they are there. VALUES: there are sums. ROTATED: the low-bit tier is. MASK: NO_MASK, BOOL_MASK,
+    ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r is lane r % lanes of
+    query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
 
-    Bytes read a KV head: n·(2·w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
+    Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
+    A half has its part of the codes and scales alone, and 4·G·lanes·n of logits in float32.
     """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = bh // heads, bh % heads
@@ -147,30 +160,33 @@ def attend_tiers(
     query_head = head * queries + row // lanes
     q_row = q + batch * q_batch + query_head * q_head + lane * q_lane
     mask_row = batch * m_batch + query_head * m_head + lane * m_row
-    logits_row = logits_out + (batch * heads * queries + query_head) * capacity
-    last_lane = real & (lane == lanes - 1)
+    keeps = lane - (lanes - stored)
+    logits_row = logits + ((batch * heads * queries + query_head) * stored + keeps) * capacity
+    kept = real & (keeps >= 0)
     at = (bh * (splits + 1) + split) * ROWS + row
 
     out_row = out + at * d
     if split > 0:  # the exact tiers take longest, so they start first
+        if ROTATED:
+            q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
         peak, total = attend_low_bit(
-            q_row, mask_row, logits_row, out_row, real, last_lane,
+            q_row, mask_row, logits_row, out_row, real, kept,
             bh=bh, low_bit=low_bit, split=split - 1, splits=splits,
             codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
-            d=d, bits=bits, group=group, value_group=value_group, top_k=top_k,
-            MASK=MASK, CAP=CAP, ROWS=ROWS, SPAN=SPAN, PRECISION=PRECISION,
+            d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
+            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, ROWS=ROWS, SPAN=SPAN, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
         candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), length)
         peak, total = attend_exact(
-            q_row, mask_row, logits_row, out_row, real, last_lane, lane,
+            q_row, mask_row, logits_row, out_row, real, kept, lane,
             bh=bh, length=length, low_bit=low_bit, candidates=candidates,
             recent=recent, slots=slots, slot_index=slot_index, k_row=k_row, v_row=v_row, k_lane=k_lane, v_lane=v_lane,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap,
-            d=d, window=window, top_k=top_k, lanes=lanes, MASK=MASK, CAP=CAP, ROWS=ROWS, CHANNELS=CHANNELS,
-            EXACT=EXACT, PRECISION=PRECISION,
+            d=d, window=window, top_k=top_k, lanes=lanes, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP,
+            ROWS=ROWS, CHANNELS=CHANNELS, EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     tl.store(peaks + at, peak)
     tl.store(totals + at, total)
@@ -178,18 +194,20 @@ def attend_tiers(
 
 @triton.jit
 def merge_splits(
-    # attend_tiers' sums: partial [B·H, parts, ROWS, d], peaks and totals [B·H, parts, ROWS], float32; sinks [Hq].
+    # attend_tiers' sums: partial [B·H, parts, ROWS, d], where VALUES, peaks and totals [B·H, parts, ROWS], float32;
+    # sinks [Hq].
     partial, peaks, totals, sinks,
-    # Written: out [B, Hq, lanes, d] in q's dtype, lse [B, Hq] float32 of the last lane.
+    # Written: out [B, Hq, lanes, d] in q's dtype, where VALUES, lse [B, Hq, stored] float32 of the last lanes.
     out, lse,
     # Splits + 1, Hq.
     parts, query_heads,
-    d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
-    PARTS: tl.constexpr, CHANNELS: tl.constexpr,
+    d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, VALUES: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one query head and lane. Writes its output and its log-sum-exp.
 
-    PARTS, CHANNELS: parts and d, padded. Bytes: 4·(d + 2)·parts read, 2·d + 4 written. FLOPs: 2·d·parts.
+    PARTS, CHANNELS: parts and d, padded. TURNED: channels that the low-bit tier, all parts but the first, has rotated
+    together; 1: none. Bytes: 4·(d + 2)·parts read, 2·d + 4 written. FLOPs: 2·d·parts, and d·log2(TURNED).
     """
     number = tl.program_id(0).to(tl.int64)
     bh, row = number // (queries * lanes), number % (queries * lanes)
@@ -206,31 +224,40 @@ def merge_splits(
     total = tl.sum(tl.load(totals + at, part < parts, 0.0) * shrink, 0)
     if SINKS:
         total += tl.exp(sink - base)
-    there = (part < parts)[:, None] & (channel < d)[None, :]
-    summed = tl.sum(tl.load(partial + at[:, None] * d + channel[None, :], there, 0.0) * shrink[:, None], 0)
-    result = tl.where(total > 0, summed / total, 0.0)
-    tl.store(out + number * d + channel, result.to(out.dtype.element_ty), channel < d)
-    if row % lanes == lanes - 1:
-        tl.store(lse + number // lanes, tl.where(total > 0, base + tl.log(total), float("inf")))
+    if VALUES:
+        there = (part < parts)[:, None] & (channel < d)[None, :]
+        sums = tl.load(partial + at[:, None] * d + channel[None, :], there, 0.0) * shrink[:, None]
+        if TURNED > 1:
+            low_bit = tl.sum(tl.where((part > 0)[:, None], sums, 0.0), 0)
+            summed = tl.reshape(hadamard(tl.reshape(low_bit, [CHANNELS // TURNED, TURNED])), [CHANNELS])
+            summed += tl.sum(tl.where((part == 0)[:, None], sums, 0.0), 0)
+        else:
+            summed = tl.sum(sums, 0)
+        result = tl.where(total > 0, summed / total, 0.0)
+        tl.store(out + number * d + channel, result.to(out.dtype.element_ty), channel < d)
+    keeps = row % lanes - (lanes - stored)
+    if keeps >= 0:
+        tl.store(lse + number // lanes * stored + keeps, tl.where(total > 0, base + tl.log(total), float("inf")))
 
 
 @triton.jit
 def score_tokens(
-    # logits [B, Hq, C] as attend_tiers left them, lse [B, Hq] float32; mask [B, Hq, lanes, > n]; cursor int64 [4].
+    # logits [B, Hq, stored, C] as attend_tiers left them, lse [B, Hq, stored] float32; mask [B, Hq, lanes, > n];
+    # cursor int64 [4].
     logits, lse, mask, cursor,
-    # Written: scores [B, H, C] float32; -1: no candidate.
+    # Written: scores [stored, B, H, C] float32; -1: no candidate.
     scores,
     # m_batch, m_head, m_row, m_token: strides of the mask [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     m_batch, m_head, m_row, m_token,
     # H, C in tokens.
     heads, capacity,
-    lanes: tl.constexpr, queries: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+    lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of tokens of one KV head.
+    """One program: a block of tokens of one KV head, for one of the last `stored` lanes.
 
-    Bytes a token: 2·G and the mask's read, 4 written. FLOPs: 3·G, one of them an exponential.
+    Bytes a token: 2·G, or 4·G in float32, and the mask's read, 4 written. FLOPs: 3·G, one of them an exponential.
     """
-    bh = tl.program_id(0).to(tl.int64)
+    bh, keeps = tl.program_id(0).to(tl.int64), tl.program_id(2)
     tokens = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), tl.load(cursor + AT_LENGTH))
     there = tokens < candidates
@@ -239,78 +266,134 @@ def score_tokens(
     if MASK != 0:
         seen = tokens < 0
     for query in tl.static_range(queries):
-        number = bh * queries + query
+        number = (bh * queries + query) * stored + keeps
         logit = tl.load(logits + number * capacity + tokens, there, float("-inf")).to(tl.float32)
         score += tl.exp(logit - tl.load(lse + number))
-        at = (bh // heads) * m_batch + ((bh % heads) * queries + query) * m_head + (lanes - 1) * m_row
+        at = (bh // heads) * m_batch + ((bh % heads) * queries + query) * m_head
+        at += (lanes - stored + keeps) * m_row
         if MASK == 1:
             seen |= tl.load(mask + at + tokens * m_token, there, 0) != 0
         if MASK == 2:
             seen |= tl.load(mask + at + tokens * m_token, there, float("-inf")) > HIDDEN
-    tl.store(scores + bh * capacity + tokens, tl.where(there & seen, score, -1.0), tokens < capacity)
+    at = (keeps * tl.num_programs(0) + bh) * capacity
+    tl.store(scores + at + tokens, tl.where(there & seen, score, -1.0), tokens < capacity)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What attend_tiers leaves to merge_splits, which has their shapes."""
+
+    partial: Tensor
+    peaks: Tensor
+    totals: Tensor
+
+
+# A mask's kind, what a kernel loads, its strides: see `mask_form`.
+MaskForm = tuple[int, Tensor | None, dict[str, int]]
 
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
     key_params: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    scale: float, softcap: float | None,
+    key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attention.decode_attention`; all lengths are read on the device, so that the step can be captured."""
+    layout = Layout(key_bits, value_bits, rotate)
+    batch, query_heads, lanes, _ = q.shape
+    form = mask_form(mask, batch, query_heads, lanes)
+    # Half precision ranks as well as the model's own dtype does, at half the bytes of float32.
+    logits = torch.empty(
+        (batch, query_heads, 1 if slots.shape[2] else 0, codes.shape[2]),
+        dtype=torch.float32 if q.dtype == torch.float32 else torch.half, device=q.device,
+    )  # fmt: skip
+    sums = attend(
+        q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, logits, layout,
+        scale, softcap, group=group_of(codes, key_params, layout),
+    )  # fmt: skip
+    out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], layout)
+    if not slots.shape[2]:
+        return out, torch.full(codes.shape[:3], -1.0, device=q.device)
+    return out, scores_of(logits, lse, form, cursor, k.shape[1], lanes)[0]
+
+
+def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
+    return codes.shape[2] // key_params.shape[2] if layout.is_quantised else PLAIN_BLOCK
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, codes: Tensor, key_params: Tensor,
+    value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, logits: Tensor, layout: Layout,
+    scale: float, softcap: float | None, group: int, keys: bool = True, values: bool = True,
+) -> Sums:  # fmt: skip
+    """`attend_tiers`, whole or a half of it; of a half, anything stands for the tensors that it does not need.
+
+    Without `values` there are no slots. group: tokens of a tile; g, or without `keys` a divisor of it.
+    """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, lanes, d = q.shape
-    heads, capacity, top_k = k.shape[1], codes.shape[2], slots.shape[2]
-    bits = stored_bits(codes, d)
-    quantized = bits < 16
-    group = capacity // key_params.shape[2] if quantized else PLAIN_BLOCK
-    value_group = d // value_params.shape[-1] if quantized else d
+    heads, capacity = k.shape[1], codes.shape[2]
     queries = query_heads // heads
     rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))
     splits = split_count(batch * heads, capacity // group, q.device)
-    kind, mask, mask_strides = mask_form(mask, batch, query_heads, lanes)
-    channels = max(FEWEST_CHANNELS, triton.next_power_of_2(d))
-    span = math.gcd(d * bits // 8, value_group) if quantized else d
-    if quantized and span % 2 == 0:
+    kind, mask, mask_strides = form
+    value_group = d // value_params.shape[-1] if layout.is_quantised and values else d
+    key_width, value_width = layout.widths(d)
+    span = math.gcd(value_width, value_group)
+    if layout.is_quantised and key_width % 2 == span % 2 == 0:
         codes = codes.view(torch.int16)
 
-    new = functools.partial(torch.empty, device=q.device)
-    out, scores = new(q.shape, dtype=q.dtype), new((batch, heads, capacity), dtype=torch.float32)
-    # Half precision ranks as well as the model's own dtype does, at half the bytes of float32.
-    logits = new(
-        (batch, query_heads, capacity if top_k else 0), dtype=torch.float32 if q.dtype == torch.float32 else torch.half
-    )
-    partial = new((batch * heads, splits + 1, rows, d), dtype=torch.float32)
-    peaks, totals = (new((batch * heads, splits + 1, rows), dtype=torch.float32) for _ in range(2))
-    lse = new((batch, query_heads), dtype=torch.float32)
-
+    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    partial = new((batch * heads, splits + 1, rows, d if values else 0))
+    peaks, totals = (new((batch * heads, splits + 1, rows)) for _ in range(2))
+    turns = layout.is_rotated and keys
     attend_tiers[batch * heads, splits + 1](
-        q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params, recent, slots, slot_index,
-        logits, partial, peaks, totals,
+        q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,
+        recent, slots, slot_index, logits, partial, peaks, totals,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2),
         k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
         scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, splits=splits,
-        d=d, bits=bits, group=group, value_group=value_group, window=recent.shape[2], top_k=top_k,
-        lanes=lanes, queries=queries, MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=channels, SPAN=span,
-        EXACT=EXACT_BLOCK, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
+        d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
+        window=recent.shape[2], top_k=slots.shape[2] if values else 0, lanes=lanes, queries=queries,
+        stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, MASK=kind, CAP=softcap is not None, ROWS=rows,
+        CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)), SPAN=span, EXACT=EXACT_BLOCK,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
+    return Sums(partial, peaks, totals)
+
+
+def merged(
+    sums: Sums, q: Tensor, heads: int, sinks: Tensor | None, stored: int, layout: Layout, values: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`merge_splits`: the output [B, Hq, lanes, d] in q's dtype, without `values` an empty one, and the log-sum-exp
+    [B, Hq, stored] of the last lanes."""
+    batch, query_heads, lanes, d = q.shape
+    _, parts, rows = sums.peaks.shape
+    out = torch.empty(q.shape if values else (0,), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, query_heads, stored), dtype=torch.float32, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
-        partial, peaks, totals, q if sinks is None else sinks, out, lse,
-        parts=splits + 1, query_heads=query_heads, d=d, lanes=lanes, queries=queries, SINKS=sinks is not None,
-        ROWS=rows, PARTS=triton.next_power_of_2(splits + 1), CHANNELS=channels, num_warps=4,
+        sums.partial, sums.peaks, sums.totals, q if sinks is None else sinks, out, lse,
+        parts=parts, query_heads=query_heads, d=d, lanes=lanes, queries=query_heads // heads, stored=stored,
+        VALUES=values, SINKS=sinks is not None, ROWS=rows, PARTS=triton.next_power_of_2(parts),
+        CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
+        TURNED=rotation_block(d) if layout.is_rotated else 1, num_warps=4,
     )  # fmt: skip
-    if top_k:
-        score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK)](
-            logits, lse, q if mask is None else mask, cursor, scores, **mask_strides, heads=heads, capacity=capacity,
-            lanes=lanes, queries=queries, MASK=kind, BLOCK=SCORE_BLOCK, num_warps=4,
-        )  # fmt: skip
-    else:
-        scores.fill_(-1.0)
-    return out, scores
+    return out, lse
 
 
-def mask_form(
-    mask: Tensor | None, batch: int, query_heads: int, rows: int
-) -> tuple[int, Tensor | None, dict[str, int]]:
+def scores_of(logits: Tensor, lse: Tensor, form: MaskForm, cursor: Tensor, heads: int, lanes: int) -> Tensor:
+    """`score_tokens`: [stored, B, H, C] of the lanes that kept their logits."""
+    batch, query_heads, stored, capacity = logits.shape
+    kind, mask, mask_strides = form
+    scores = torch.empty((stored, batch, heads, capacity), dtype=torch.float32, device=logits.device)
+    score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK), stored](
+        logits, lse, lse if mask is None else mask, cursor, scores, **mask_strides, heads=heads, capacity=capacity,
+        lanes=lanes, queries=query_heads // heads, stored=stored, MASK=kind, BLOCK=SCORE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return scores
+
+
+def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> MaskForm:
     """The mask's kind, what the kernel loads, and its strides over [B, Hq, rows, n], by the kernels' names for them; 0
     where it is broadcast. rows: lanes, or new tokens."""
     names = ("m_batch", "m_head", "m_row", "m_token")

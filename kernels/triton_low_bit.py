@@ -1,4 +1,5 @@
-"""Triton: one split's share of the low-bit tier in decode attention, part of `triton_decode.attend_tiers`.
+"""Triton: one split's share of the low-bit tier in decode attention, part of `triton_decode.attend_tiers`, whole or by
+halves: the keys', which ends in logits, and the values', which begins with them.
 
 What a stored number costs decides here, not its bytes: an H200 gives 3.5 instructions to each before 60 % of its
 bandwidth is out of reach (tests/compile_kernels.py counts them). Hence:
@@ -8,15 +9,17 @@ bandwidth is out of reach (tests/compile_kernels.py counts them). Hence:
 - One warp a program: several would unpack the same codes, or meet at a barrier for every tile's maximum.
 
 Codes come out of their words in an order of their own, which q and the sums follow, and times a power of two, which q's
-scales and the sums take back. Worked through for d = 16 channels at 2 bits, groups of g = 4 tokens, gv = 8 channels:
+scales and the sums take back. Keys and values of other bits than one another have their own planes, widths and fields.
+Worked through for d = 16 channels at 2 bits both, groups of g = 4 tokens, gv = 8 channels:
 
     planes = 4         codes in a byte: plane p of byte j is channel 4·p + j (`quantize.pack`)
     plane_width = 4    bytes of a token's keys, and of its values behind them
-    halves = 2         bytes in an element, where they are loaded as int16; width = 2 elements of keys a token
+    halves = 2         bytes in an element, where they are loaded as int16; width = 2 elements of keys a token, and as
+                       many of values: stride = 4 from one token to the next
     fields = 8         codes in an element, planes · halves: field f is plane f % 4 of byte f // 4
 
     With a capacity of C = 8 tokens, head 3's tile 1 starts at token 3 · 8 + 1 · 4 = 28, so at element
-    28 · 2 · width = 112 of the codes; its token i's keys are 4 · i elements on, the values 2 more. Its key scales are
+    28 · stride = 112 of the codes; its token i's keys are 4 · i elements on, the values 2 more. Its key scales are
     those of group 3 · 8 / 4 + 1 = 7, so at number 7 · 2 · d = 224, its key zeros 16 more.
 
     One token's keys, channel by channel, byte by byte, and as a word, element 1 above element 0:
@@ -70,11 +73,12 @@ def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
     """
     word, bit = tl.arange(0, group // 32), tl.arange(0, 32)
     found = tl.zeros([group // 32], tl.int32)
-    for start in range(0, top_k, SLOT_BLOCK):
-        slot = start + tl.arange(0, SLOT_BLOCK)
-        place = tl.load(slot_index + slot, slot < top_k, -1) - first
-        here = (place >> 5)[:, None] == word[None, :]
-        found |= tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
+    if top_k > 0:  # else `slot_index` may be anything, of any type
+        for start in range(0, top_k, SLOT_BLOCK):
+            slot = start + tl.arange(0, SLOT_BLOCK)
+            place = tl.load(slot_index + slot, slot < top_k, -1) - first
+            here = (place >> 5)[:, None] == word[None, :]
+            found |= tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
     return tl.reshape(((found[:, None] >> bit[None, :]) & 1) != 0, [group])
 
 
@@ -168,64 +172,72 @@ def value_rows(
 
 
 @triton.jit
-def load_keys(tile_codes, group: tl.constexpr, width: tl.constexpr, WORDS: tl.constexpr):
+def load_keys(tile_codes, group: tl.constexpr, width: tl.constexpr, stride: tl.constexpr, WORDS: tl.constexpr):
     """A tile's key codes: [group, WIDTH] elements, or [group, WIDTH / 2] words of two, so that none needs joining."""
     WIDTH: tl.constexpr = triton.next_power_of_2(width)
     token = tl.arange(0, group)[:, None]
     if WORDS:
         words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
         pair = tl.arange(0, WIDTH // 2)[None, :]
-        codes = tl.load(words + token * width + pair, pair < width // 2, 0)
+        codes = tl.load(words + token * (stride // 2) + pair, pair < width // 2, 0)
     else:
         element = tl.arange(0, WIDTH)[None, :]
-        codes = tl.load(tile_codes + token * (2 * width) + element, element < width, 0)
+        codes = tl.load(tile_codes + token * stride + element, element < width, 0)
     return codes
 
 
 @triton.jit
 def attend_low_bit(
-    # Of triton_decode.attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which
-    # are rows at all, which of the last lane.
-    q_row, mask_row, logits_row, out_row, real, last_lane,
+    # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits and the
+    # sums of each lie; which are rows at all, and which of them keep their logits.
+    q_row, mask_row, logits_row, out_row, real, kept,
     # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
     bh, low_bit, split, splits,
     # As attend_tiers has them.
     codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
-    d: tl.constexpr, bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, top_k: tl.constexpr,
-    MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+    d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
+    top_k: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr,
+    CAP: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
 
-    An element of `codes` is one or two bytes (`halves`), or a number where bits is 16. SPAN bytes of a token's values
+    An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
     have one scale in a plane. Bytes and FLOPs: those of attend_tiers.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
+    plain: tl.constexpr = key_bits == 16
     # What a code's lowest bit is worth, see `numbers`. The lift keeps sums with bfloat16's in float32's normal range.
     unit: tl.constexpr = 2.0**-133 if kind == tl.bfloat16 else (2.0**-24 if kind == tl.float16 else 1.0)
     lift: tl.constexpr = 2.0**48 if kind == tl.bfloat16 else 1.0
-    undo: tl.constexpr = 1.0 if bits == 16 else 1.0 / (lift * unit)
-    planes: tl.constexpr = 1 if bits == 16 else 8 // bits
-    halves: tl.constexpr = 1 if bits == 16 else codes.dtype.element_ty.primitive_bitwidth // 8
-    fields: tl.constexpr = planes * halves
+    undo: tl.constexpr = 1.0 if plain else 1.0 / (lift * unit)
+    halves: tl.constexpr = 1 if plain else codes.dtype.element_ty.primitive_bitwidth // 8
+    key_planes: tl.constexpr = 1 if plain else 8 // key_bits
+    key_plane_width: tl.constexpr = d // key_planes
+    key_width: tl.constexpr = key_plane_width // halves
+    planes: tl.constexpr = 1 if plain else 8 // value_bits
     plane_width: tl.constexpr = d // planes
     width: tl.constexpr = plane_width // halves
-    WORDS: tl.constexpr = bits < 16 and halves == 2 and width % 2 == 0
+    stride: tl.constexpr = key_width + width
+    WORDS: tl.constexpr = not plain and halves == 2 and key_width % 2 == 0 and width % 2 == 0
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
 
-    channel, plane, element = key_columns(
-        fields=fields, planes=planes, plane_width=plane_width, WIDTH=triton.next_power_of_2(width)
-    )
-    inside = element < width
-    query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
-    lifted = (query.to(tl.float32) * (lift / (1 << plane * bits).to(tl.float32))[None, :]).to(kind)
+    if KEYS:
+        key_channel, key_plane, key_element = key_columns(
+            fields=key_planes * halves, planes=key_planes, plane_width=key_plane_width,
+            WIDTH=triton.next_power_of_2(key_width),
+        )  # fmt: skip
+        inside = key_element < key_width
+        query = tl.load(q_row[:, None] + key_channel[None, :], real[:, None] & inside[None, :], 0.0)
+        powers = lift / (1 << key_plane * key_bits).to(tl.float32)
+        lifted = (query.to(tl.float32) * powers[None, :]).to(kind)
 
     # Values in parts of one scale each: `shared` planes of a span.
     span: tl.constexpr = SPAN // halves
     PIECE: tl.constexpr = triton.next_power_of_2(span)
     shared: tl.constexpr = value_group // plane_width if span == width else 1
     runs: tl.constexpr = planes // shared
-    parts: tl.constexpr = width // span * runs
+    parts: tl.constexpr = width // span * runs if VALUES else 0
     piece = tl.arange(0, PIECE)[None, :]
     sums = ()
     for _ in tl.static_range(parts):
@@ -241,46 +253,53 @@ def attend_low_bit(
     for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
         # The tile's own offset is 64 bits wide, what lies inside it 32.
         first = bh * capacity + tile * group
-        tile_codes = codes + first * (2 * width)
-        key_codes = load_keys(tile_codes, group=group, width=width, WORDS=WORDS)
-        if bits == 16:
-            logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
-        else:
-            params = key_params + (bh * (capacity // group) + tile) * (2 * d) + channel
-            key_scale, key_zero = tl.load(params, inside, 0.0), tl.load(params + d, inside, 0.0)
-            keys = unpacked_keys(key_codes, planes=planes, bits=bits, kind=kind)
-            logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
-            zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
-            logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
-        logits = tl.trans(capped(logits * scale, softcap, CAP))
-
+        tile_codes = codes + first * stride
         tokens = tile * group + within
+        if KEYS:
+            key_codes = load_keys(tile_codes, group=group, width=key_width, stride=stride, WORDS=WORDS)
+            if plain:
+                logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
+            else:
+                params = key_params + (bh * (capacity // group) + tile) * (2 * d) + key_channel
+                key_scale, key_zero = tl.load(params, inside, 0.0), tl.load(params + d, inside, 0.0)
+                keys = unpacked_keys(key_codes, planes=key_planes, bits=key_bits, kind=kind)
+                logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
+                zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
+                logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
+            logits = tl.trans(capped(logits * scale, softcap, CAP))
+
         fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
         seen = real[:, None] & ~fetched[None, :]
-        logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
-        if top_k > 0:
-            tl.store(logits_row[:, None] + tokens[None, :], logits, last_lane[:, None] & ~fetched[None, :])
+        if KEYS:
+            logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+            if stored > 0:
+                tl.store(logits_row[:, None] + tokens[None, :], logits, kept[:, None] & ~fetched[None, :])
+        else:
+            logits = tl.load(logits_row[:, None] + tokens[None, :], seen, float("-inf"))
         weights, shrink, peak, total = grown(logits, peak, total)
 
-        if bits < 16:
-            scales = value_params + first * (2 * groups) + within * (2 * groups)
-            at = scales[None, :] + groups + value_number[:, None]
-            value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
-            constants = constants * shrink[None, :]
-            constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
-        added = ()
-        for part in tl.static_range(parts):
-            at = tile_codes + (width + part // runs * span)
-            value_codes = tl.trans(tl.load(at + within[:, None] * (2 * width) + piece, piece < span, 0))
-            kept = sums[part] * shrink[None, :]
-            if bits == 16:
-                values, scaled = value_codes, weights
-            else:
-                values = unpacked_values(value_codes, first=part % runs * shared, shared=shared, bits=bits, kind=kind)
-                number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
-                scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
-            added = added + (tl.dot(values, tl.trans(scaled.to(kind)), kept, input_precision=PRECISION),)
-        sums = added
+        if VALUES:
+            if not plain:
+                scales = value_params + first * (2 * groups) + within * (2 * groups)
+                at = scales[None, :] + groups + value_number[:, None]
+                value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
+                constants = constants * shrink[None, :]
+                constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
+            added = ()
+            for part in tl.static_range(parts):
+                at = tile_codes + (key_width + part // runs * span)
+                value_codes = tl.trans(tl.load(at + within[:, None] * stride + piece, piece < span, 0))
+                before = sums[part] * shrink[None, :]
+                if plain:
+                    values, scaled = value_codes, weights
+                else:
+                    values = unpacked_values(
+                        value_codes, first=part % runs * shared, shared=shared, bits=value_bits, kind=kind
+                    )
+                    number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+                    scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
+                added = added + (tl.dot(values, tl.trans(scaled.to(kind)), before, input_precision=PRECISION),)
+            sums = added
 
     for part in tl.static_range(parts):
         channel, plane, element = value_rows(
@@ -288,6 +307,6 @@ def attend_low_bit(
         )
         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
         constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
-        result = sums[part] * (undo / (1 << plane * bits).to(tl.float32))[:, None] + constant[None, :]
+        result = sums[part] * (undo / (1 << plane * value_bits).to(tl.float32))[:, None] + constant[None, :]
         tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (element < span)[:, None])
     return peak, total

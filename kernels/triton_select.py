@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_cursor import AT_LOW_BIT
+
 # Elements per program: 4,096 keys are 32 registers of each of 128 threads.
 TILE = 4096
 
@@ -20,15 +22,16 @@ TILE = 4096
 @triton.jit
 def keep_best(
     # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32, not read where FIRST: those
-    # of the first list are its places.
-    scores, tokens,
+    # of the first list are its places. cursor int64 [4], where LOW_BIT_ALONE.
+    scores, tokens, cursor,
     # Written, the next round's: [B·H, tiles·wanted] float32, not where LAST, and int32.
     kept_scores, kept_tokens,
     # Elements of a list, of them to keep a tile, and tiles.
     length, wanted, tiles,
-    FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, LOW_BIT_ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's list: its best `wanted` by score, in the list's order; the rest of the places get -1.
+    LOW_BIT_ALONE, of a first list: only what is in the low-bit tier already.
 
     Bytes an element: 4 read, and 8·wanted / BLOCK written and, of the tokens, read. Integer operations: 62 and a few,
     2 for each bit of a key.
@@ -36,7 +39,10 @@ def keep_best(
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     within = tl.arange(0, BLOCK)
     at = tile * BLOCK + within
-    score = tl.load(scores + row * length + at, at < length, -1.0)
+    there = at < length
+    if LOW_BIT_ALONE:
+        there = there & (at < tl.load(cursor + AT_LOW_BIT))
+    score = tl.load(scores + row * length + at, there, -1.0)
     # Floats that are not negative are in the order of their bits; -1 stands below them all.
     key = tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
     threshold = tl.zeros([], tl.int32)
@@ -64,8 +70,8 @@ def keep_best(
             tl.store(kept_scores + (row * tiles + tile) * wanted + empty, -1.0, left)
 
 
-def select_topk(scores: Tensor, wanted: Tensor) -> None:
-    """As `tiers.select_topk`; the chosen tokens come in rising order."""
+def select_topk(scores: Tensor, wanted: Tensor, cursor: Tensor | None = None) -> None:
+    """As `tiers.select_topk`; the chosen tokens come in rising order. With a cursor: of the low-bit tier alone."""
     count = wanted.shape[-1]
     if count == 0:
         return
@@ -81,8 +87,10 @@ def select_topk(scores: Tensor, wanted: Tensor) -> None:
         kept_scores = scores if last else torch.empty(shape, dtype=torch.float32, device=scores.device)
         block = min(tile, max(128, triton.next_power_of_2(length)))
         keep_best[rows, tiles](
-            scores, tokens, kept_scores, kept_tokens, length=length, wanted=count, tiles=tiles,
-            FIRST=first, LAST=last, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+            scores, tokens, tokens if cursor is None else cursor, kept_scores, kept_tokens,
+            length=length, wanted=count, tiles=tiles,
+            FIRST=first, LAST=last, LOW_BIT_ALONE=first and cursor is not None, BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip
         if last:
             return

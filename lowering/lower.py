@@ -67,12 +67,17 @@ def op_by_op(graph_module: GraphModule) -> GraphModule:
     return own
 
 
+# On a CPU, as one C++ kernel: same schema, same numbers, the codes read once.
+FUSED = ("decode_attention", "score_low_bit", "attend_scored")
+
+
 def use_fused_kernels(graph_module: GraphModule) -> None:
-    """On a CPU, decode attention becomes its fused C++ kernel: same schema, same numbers, the codes read once."""
+    """On a CPU, attention over the low-bit tier becomes its fused kernels."""
     ops = torch.ops.specache
-    for node in graph_module.graph.find_nodes(op="call_function", target=ops.decode_attention.default):
-        if value_of(node.args[0]).device.type == "cpu":
-            node.target = ops.decode_attention_fused.default
+    for name in FUSED:
+        for node in graph_module.graph.find_nodes(op="call_function", target=getattr(ops, name).default):
+            if value_of(node.args[0]).device.type == "cpu":
+                node.target = getattr(ops, f"{name}_fused").default
 
 
 def trust_indices(graph_module: GraphModule) -> None:

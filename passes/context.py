@@ -58,7 +58,7 @@ class LeftAlone:
 class Input:
     """Where a graph input comes from at run time: the caller's argument, or the session's state."""
 
-    source: Literal["argument", "cursor", "padding", "state", "guess"]
+    source: Literal["argument", "cursor", "padding", "state", "guess", "guessed"]
     argument: int = -1
     site: int = -1
     field: str = ""
@@ -110,6 +110,8 @@ class Context:
     # Output positions that HF's cache will see as held tensors → the site's number, and which part of it.
     held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1
+    # The name of the input of token ids [B, 1], in a graph of more than one lane.
+    tokens: str | None = None
     # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False
     # Attentions, counted in the graph's order, that a person wants left as they are.

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from .causal_prefill import causal_prefill
 from .clean_up import clean_up
 from .context import Context, Pass, PassReport
+from .correct import correct
 from .cursor_lengths import cursor_lengths
 from .find_attention import find_attention
 from .fingerprint import graph_hash
@@ -38,6 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     speculate,
     store,
     prefetch,
+    correct,
     overlap,
     clean_up,
 )

@@ -19,8 +19,9 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
                                            specache.select_topk(pair[1], wanted_0)
                                            specache.prefetch(wanted_0, cursor, host_0, slots_0, ...)
 
-    A wait names the query it stands behind: an edge that no scheduler can undo. Selection and fetch stand at the
-    end of the graph, waits right behind their query; `overlap` moves both to where they hide most.
+    A wait names the query it stands behind: an edge that no scheduler can undo; and `wanted`, which the fetch reads.
+    Selection and fetch stand at the end of the graph, waits right behind their query; `overlap` moves both to where
+    they hide most.
     """
     if not (context.phase.one_token and context.selects and context.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
@@ -38,7 +39,7 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         call: Node = site.attention.args[0]  # type: ignore[assignment]
         behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(behind):
-            call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index))
+            call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["wanted"]))
         if context.hit_rate and context.phase.stores:
             tally = state_input(graph_module, context, site.number, "tally")
             measured = (site.q, site.k, site.mask, site.sinks, cursor, state["host"], slot_index, tally)

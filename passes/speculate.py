@@ -48,7 +48,7 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane: no position tensor was found",))
     widened = widen(graph_module, ids, logits, sources)
     context.inputs.append(Input("guess"))
-    context.lanes, context.guesses = LANES, True
+    context.lanes, context.guesses, context.tokens = LANES, True, ids.name
     follow_sites(widened, context)
     return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
 

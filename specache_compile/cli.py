@@ -17,6 +17,7 @@ from .evaluation.command import MODEL, add_eval, limit_of, run_eval
 from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .evaluation.reader import no_chat_template
 from .explaining.devices import find_device
+from .kernels.costs import CORRECTED
 from .methods import METHODS, declared_options, defaults_of, parse_options
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
@@ -42,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
         explain.add_argument(name, type=float, help=f"{what}, in place of the device's")
     explain.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
     explain.add_argument("--reuse", type=float, default=0.0, help="share of wanted pairs in the slots already (0)")
+    explain.add_argument(
+        "--corrected", type=float, default=CORRECTED,
+        help="share of wanted pairs that a correction must still bring (%(default)s)",
+    )  # fmt: skip
     shown = explain.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="everything as JSON")
     shown.add_argument("--nodes", action="store_true", help="each launch of the decode step with its least time")
@@ -115,7 +120,7 @@ def run_explain(args: argparse.Namespace) -> None:
     figures = (args.hbm_gbps, args.pcie_gbps, args.tflops, args.vram_gib)
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options_of(args),
-        device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse,
+        device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
     )  # fmt: skip
     for path in args.save:
         explained.save(path)

@@ -82,6 +82,7 @@ class MethodOptions:
     # What holds where a method has no option of the name: nothing is selected or measured, from the first token on.
     top_k = 0
     speculate = False
+    correct = "never"
     hit_rate = False
     min_context = cast("int | str", 0)
     host_memory = cast("int | None", None)

@@ -118,7 +118,7 @@ class StateFakes:
                 for layer in layers
             ]  # fmt: skip
             self.cursor = new_cursor(device)
-            self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
+            self.guess = self.guessed = torch.empty(batch, 1, dtype=torch.int64, device=device)
             self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
 
     def of(self, source: Input) -> Any:

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 # Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
 # tokens leave the window early.
-LOSSLESS = {"lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
+LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
 
 
-# Of a module marked `one_process`: its name, its models by how they were made and compiled.
+# Of a module (or a class of it) marked `one_process`: its name, its models by how they were made and compiled.
 _shared: dict[str, Any] = {}
 
 
@@ -46,7 +46,8 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip, with the reason, where there is none; a module that is one process runs in one worker."""
+    """GPU tests skip, with the reason, where there is none; a module or a class that is one process runs in one
+    worker."""
     for item in items:
         if not torch.cuda.is_available() and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

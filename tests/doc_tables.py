@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 
 from families import FAMILIES
 from specache_compile.errors import OptionError
-from specache_compile.evaluation.cell_tables import task_table
+from specache_compile.evaluation.cell_tables import table as results_table
 from specache_compile.evaluation.diagnostics import DIAGNOSTICS
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.tasks import TASKS
@@ -156,10 +156,9 @@ def methods() -> str:
 
 
 def summary() -> str:
-    """Of the demo's rows those that make its point."""
-    shown = ("full cache", "2-bit, no fetching (KIVI)", "1-bit, no fetching (KIVI)", "1-bit SpeCache, k = 16",
-             "2-bit SpeCache, k = 64")  # fmt: skip
+    """The demo's rows, as the README shows them."""
     rows = {row["method"]: row for row in load("needles.json")["rows"]}
+    shown = list(rows)
     lengths = list(rows[shown[0]]["accuracy"])
     return markdown(
         ("", *(f"{int(n):,} tokens" for n in lengths), "device KV"),
@@ -208,7 +207,7 @@ def cold_start() -> str:
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
-    return fenced(task_table([row for row in rows if row.task == task]))
+    return fenced(results_table([row for row in rows if row.task == task]))
 
 
 def diagnostic(name: str) -> str:
@@ -286,6 +285,7 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("keys", "multikey"), ("keys", "shared_context"), ("text", "perplexity"), ("text", "fidelity"),
+    ("closeness", "closeness"),
 )  # fmt: skip
 GENERATORS: dict[str, Callable[[], str]] = {
     **{

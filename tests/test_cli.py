@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specache_compile.cli import main
+from specache_compile.explaining import explain as explaining
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
+
+
+_explained: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def explanations_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What several tests ask `explain` for is explained once."""
+    explain = explaining.explain
+
+    def explain_once(*given: Any, **more: Any) -> Any:
+        asked = repr((given, more))
+        if asked not in _explained:
+            _explained[asked] = explain(*given, **more)
+        return _explained[asked]
+
+    monkeypatch.setattr(explaining, "explain", explain_once)
 
 
 def test_explain_prints_tables_of_at_most_100_columns(capsys: pytest.CaptureFixture[str]) -> None:

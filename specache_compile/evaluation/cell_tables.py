@@ -11,12 +11,41 @@ from pathlib import Path
 from tabulate import tabulate
 
 from .rows import Row, sources
+from .tasks.closeness import interval
 
 UNITS = ("perplexity",)  # every other metric is a share
 
 
 def shown(row: Row) -> str:
     return f"{row.score:.3f}" if row.metric in UNITS else f"{row.score:.1%}"
+
+
+def kinds_table(rows: Sequence[Row]) -> str:
+    """Of rows with `kinds`: a line a method and cell, for each kind KL ± its 95 % interval and the top-1 agreement; and
+    the KL's paired difference to the last method's on forced text."""
+    kinds = list(rows[0].detail["kinds"])
+    last = {row.cell: row for row in rows}
+    lines = []
+    for row in rows:
+        cells = [f"{row.detail['kinds'][kind][name]:{form}}" for kind in kinds for name, form in KIND_COLUMNS]
+        paired = difference(row, last[row.cell])
+        lines.append([row.method, row.cell, "" if row.kv_ratio is None else f"{row.kv_ratio:.3f}", *cells, paired])
+    names = [f"{kind}: {name}" for kind in kinds for name in ("KL", "±", "top-1")]
+    headers = [f"{rows[0].task}", "context", "device KV", *names, "forced KL, above the last"]
+    aligned = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(lines, headers, colalign=aligned, disable_numparse=True)
+
+
+KIND_COLUMNS = (("kl", ".4f"), ("interval", ".4f"), ("agreement", ".1%"))
+
+
+def difference(row: Row, other: Row) -> str:
+    """Mean ± 95 % of the paired differences, window by window."""
+    if row is other or row.samples != other.samples:
+        return ""
+    mine, theirs = (r.detail["kinds"]["forced"]["each"] for r in (row, other))
+    paired = [a - b for a, b in zip(mine, theirs, strict=True)]
+    return f"{sum(paired) / len(paired):+.4f} ± {interval(paired):.4f}"
 
 
 def task_table(rows: Sequence[Row]) -> str:
@@ -59,7 +88,8 @@ def mean_of(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """All tasks, one table under the other. device KV is that of the task's longest context."""
     tasks = dict.fromkeys(row.task for row in rows)
-    return "\n\n".join(task_table([row for row in rows if row.task == task]) for task in tasks)
+    by_task = ([row for row in rows if row.task == task] for task in tasks)
+    return "\n\n".join(kinds_table(mine) if "kinds" in mine[0].detail else task_table(mine) for mine in by_task)
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

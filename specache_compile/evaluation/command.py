@@ -34,7 +34,7 @@ from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
-METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1")
+METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
 
 def add_eval(command: argparse.ArgumentParser) -> None:
@@ -58,7 +58,9 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         help="texts for haystacks and perplexity (default: library source held out of training)",
     )  # fmt: skip
     command.add_argument("--data", type=Path, metavar="DIR", help="folder of LongBench's or RULER's files")
-    command.add_argument("--chat", action="store_true", help="put the chat template around LongBench's prompts")
+    command.add_argument(
+        "--chat", action="store_true", help="put the chat template around the prompts of longbench and needle"
+    )
     command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
     command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")
     cuda = torch.cuda.is_available()

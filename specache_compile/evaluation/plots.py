@@ -115,6 +115,31 @@ def against_kv(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def distance(rows: Sequence[Row]) -> Any:
+    """One panel a kind of continuation: KL to the full cache against the device's share of the full cache's bytes."""
+    import matplotlib.pyplot as plt
+
+    kinds = list(rows[0].detail["kinds"])
+    figure, axes = plt.subplots(1, len(kinds), figsize=(4 * len(kinds) + 2, 3.8), squeeze=False, sharey=True)
+    methods = list(dict.fromkeys(row.method for row in rows))
+    for axis, kind in zip(axes.flat, kinds, strict=True):
+        for i, method in enumerate(methods):
+            mine = [row for row in rows if row.method == method]
+            points = [row.detail["kinds"][kind] for row in mine]
+            axis.errorbar(
+                [row.kv_ratio for row in mine], [p["kl"] for p in points], [p["interval"] for p in points],
+                fmt=MARKERS[i // 10 % len(MARKERS)], color=f"C{i % 10}", label=method, markersize=5, capsize=2,
+            )  # fmt: skip
+        axis.set_yscale("log")
+        axis.set_title(kind, fontsize=9)
+        axis.set_xlabel("device KV / full cache", fontsize=8)
+        axis.grid(alpha=0.3)
+    axes.flat[0].set_ylabel("KL to the full cache, nats", fontsize=8)
+    axes.flat[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    return figure
+
+
 def has_even_depths(row: Row) -> bool:
     each = row.detail.get("each", [])
     return row.task == "needle" and bool(each)
@@ -123,5 +148,6 @@ def has_even_depths(row: Row) -> bool:
 PICTURES: tuple[tuple[str, Callable[[Row], bool], Callable[[Sequence[Row]], Any]], ...] = (
     ("depth", has_even_depths, depth_by_length),
     ("position", lambda row: "by_position" in row.detail, by_position),
-    ("kv", lambda row: row.kv_ratio is not None, against_kv),
+    ("kv", lambda row: row.kv_ratio is not None and "kinds" not in row.detail, against_kv),
+    ("distance", lambda row: "kinds" in row.detail and (row.kv_ratio or 1) < 1, distance),
 )

@@ -8,12 +8,16 @@ from typing import Any, Protocol
 
 from specache_compile.errors import SpecacheError
 
+# Stands for a user's words in a chat template.
+WORDS = "the words of the user"
+
 
 class Reader(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def begin(self) -> list[int]: ...
     def chat(self, text: str) -> list[int]: ...
+    def around(self) -> tuple[list[int], list[int]]: ...
 
 
 class ByteReader:
@@ -29,6 +33,9 @@ class ByteReader:
         return []
 
     def chat(self, text: str) -> list[int]:
+        raise no_chat_template()
+
+    def around(self) -> tuple[list[int], list[int]]:
         raise no_chat_template()
 
 
@@ -54,6 +61,15 @@ class TokenizerReader:
             raise no_chat_template()
         turn = [{"role": "user", "content": text}]
         return list(self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """What stands before and behind a user's words in one turn, so that a prompt can be made to a length."""
+        if not self.tokenizer.chat_template:
+            raise no_chat_template()
+        turn = [{"role": "user", "content": WORDS}]
+        text = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        before, _, behind = text.partition(WORDS)
+        return self.encode(before), self.encode(behind)
 
 
 def no_chat_template() -> SpecacheError:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -23,6 +24,7 @@ from specache_compile.captured import Captured, capture
 from specache_compile.checkpoints import config_source, first_line
 from specache_compile.compat import GENERATE_MASKS_ALL
 from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.kernels.costs import CORRECTED
 from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
@@ -50,20 +52,23 @@ def explain(
     device: str | Device | None = None,
     host_gib: float = 128.0,
     reuse: float = 0.0,
+    corrected: float = CORRECTED,
 ) -> Explanation:
     """Explain what `torch.compile(model, backend="specache", options=options)` does to a Hugging Face decoder.
 
     model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
     device: a name from `devices.DEVICES`, or a `Device`; A100 if not given. host_gib: host memory for the host tier.
-    reuse: share of the wanted pairs that are in the slots already (0: all must travel). Nothing is measured.
+    reuse: share of the wanted pairs that are in the slots already (0: all must travel). corrected: share that a
+    correction must still bring. Nothing is measured.
     """
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):
         parsed = parsed.in_16_bits
     if prompt_length < 1 or batch_size < 1:
         raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
-    if not 0 <= reuse <= 1:
-        raise SpecacheError(f"reuse={reuse}: give a share between 0 and 1")
+    for name, share in (("reuse", reuse), ("corrected", corrected)):
+        if not 0 <= share <= 1:
+            raise SpecacheError(f"{name}={share}: give a share between 0 and 1")
     chosen = device if isinstance(device, Device) else find_device(device)
     model = load_config(model) if isinstance(model, (str, Path)) else model
     parsed = parsed.for_prompt(prompt_length)
@@ -88,11 +93,15 @@ def explain(
                 "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
                 "length, say), which shapes do not tell: explain cannot follow it; SPECACHE_DUMP shows it as it runs"
             ) from error
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, SpecacheError):
+                raise error.inner_exception from None
+            raise
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     return explanation_of(
         captured, rewrites, parsed, prompt_length, batch_size,
-        device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, name=name,
+        device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected, name=name,
     )  # fmt: skip
 
 

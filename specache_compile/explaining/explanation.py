@@ -61,7 +61,7 @@ class NodeCost:
 class Alternative:
     """The same model, context and batch with other options. step: seconds; speedup: full cache's step / this step."""
 
-    bits: int
+    bits: float
     group_size: int
     top_k: int
     device_bytes: int
@@ -90,6 +90,7 @@ class Explanation:
     weight_bytes: int
     working_bytes: Mapping[str, int]
     reuse: float = 0.0
+    corrected: float = 0.0
     host_gib: float = 128.0
     name: str = ""
 
@@ -117,8 +118,13 @@ class Explanation:
         return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
 
     @property
+    def corrects(self) -> bool:
+        """Whether a step fetches what its own token asks for, and the fetch ahead did not bring."""
+        return self.options.correct != "never"
+
+    @property
     def bytes_fetched(self) -> int:
-        """Bytes that a decode step fetches from the host tier when no pair is in the slots already."""
+        """Bytes that a decode step fetches ahead from the host tier when no pair is in the slots already."""
         pairs = self.batch_size * fetched_pairs(self.options, self.prompt_length)
         return sum(2 * pairs * x.heads * x.head_dim * x.dtype.itemsize for x in self.layers)
 
@@ -153,7 +159,9 @@ class Explanation:
     def load(self, **changes: Any) -> Workload:
         """The decode step that is explained."""
         heads = tuple(site.query_heads for site in self.sites)
-        load = Workload(self.options, self.layers, heads, self.batch_size, self.prompt_length, self.reuse)
+        load = Workload(
+            self.options, self.layers, heads, self.batch_size, self.prompt_length, self.reuse, self.corrected
+        )
         return replace(load, **changes)
 
     @functools.cached_property
@@ -228,11 +236,13 @@ class Explanation:
             return rows
         top_k = top_k if isinstance(chosen, SpecacheOptions) else (chosen.top_k,)
         every = [(b, g, k) for b in bits for g in group_sizes for k in top_k]
-        own = (chosen.bits, chosen.group_size, chosen.top_k)
+        own = (sum(chosen.layout[:2]) / 2, chosen.group_size, chosen.top_k)
         for b, g, k in dict.fromkeys([own, *every]):
-            options = replace(chosen, bits=b, group_size=g)
+            options = chosen
+            if (b, g, k) != own:
+                options = replace(chosen, bits=b, key_bits=None, value_bits=None, group_size=g)
             if isinstance(options, SpecacheOptions):
-                options = replace(options, top_k=k)
+                options = replace(options, top_k=k, correct=options.correct if k else "never")
             other = replace(self, options=options)
             step = other.step().seconds
             rows.append(

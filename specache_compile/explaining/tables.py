@@ -161,7 +161,8 @@ def traffic_table(e: Explanation) -> str:
     title = (
         f"One decode step on {d.name}: {d.hbm_gbps:,.0f} GB/s memory, {d.pcie_gbps:g} GB/s PCIe, "
         f"{d.tflops:,.0f} TFLOP/s\n"
-        f"({COMPUTED}; times are the roofline's floor; {e.reuse:.0%} of wanted pairs in the slots already)"
+        f"({COMPUTED}; times are the roofline's floor; {e.reuse:.0%} of wanted pairs in the slots already"
+        f"{f',{chr(10)}{e.corrected:.0%} of the wanted corrected within the step' if e.corrects else ''})"
     )
     headers = ("stream", "op", "n", "GFLOP", "memory", "to device", "to host", "time", "bound by")
     aligned = ("left", "left", *("right",) * 6, "left")
@@ -210,6 +211,7 @@ def as_dict(e: Explanation) -> dict[str, Any]:
         "options": {**asdict(e.options), "inductor": dict(e.options.inductor)},
         "device": asdict(e.device),
         "reuse": e.reuse,
+        "corrected": e.corrected,
         "lanes": e.lanes,
         "sites": [asdict(site) for site in e.sites],
         "left_alone": [asdict(item) for item in e.left_alone],

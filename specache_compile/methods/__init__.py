@@ -39,7 +39,7 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
             raise OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")
         if option not in method.accepted:
             raise OptionError(f"option {option}: method {name!r} has none; it takes {', '.join(method.accepted)}")
-    return method.options(**given)
+    return method.options(**{**method.defaults(given), **given})
 
 
 def Options(**given: Any) -> MethodOptions:

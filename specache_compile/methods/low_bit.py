@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
+from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.quantisers import QUANTISERS
-from specache_compile.kernels.quantize import packed_width, value_group
+from specache_compile.kernels.quantize import value_group
 from specache_compile.options import choice, one_of, option, whole
 
 from .field import Cropped, Field, LayerShape, LayerState
 from .host_tier import HostOptions
 
 BITS = (1, 2, 4, 8, 16)
+# Of keys and values, by `bits`: keys decide which pairs are fetched, and an error of theirs is exponentiated.
+BITS_OF_BOTH: dict[float, tuple[int, int]] = {1.5: (2, 1), **{bits: (bits, bits) for bits in BITS}}
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -26,6 +29,22 @@ def check_min_context(name: str, value: Any) -> None:
 
 def check_quantiser(name: str, value: Any) -> None:
     one_of(name, value, tuple(QUANTISERS))
+
+
+def bits_option(default: int | float) -> Any:
+    return choice(
+        default, tuple(sorted(BITS_OF_BOTH)), "of the low-bit tier; 1.5: keys 2, values 1; 16 keeps it unquantised",
+        type=number,
+    )  # fmt: skip
+
+
+def rotate_option(default: bool) -> Any:
+    told = "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out"
+    return choice(default, (True, False), told)
+
+
+def number(text: str) -> int | float:
+    return int(text) if text.isdigit() else float(text)
 
 
 def number_or_auto(text: str) -> int | str:
@@ -39,7 +58,10 @@ class LowBitOptions(HostOptions):
     R is at least one: a token is selected for fetching while it is in the window, where the newest is not yet.
     """
 
-    bits: int = choice(2, BITS, "of the low-bit tier; 16 keeps it unquantised")
+    bits: int | float = bits_option(2)
+    key_bits: int | None = choice(None, (None, *BITS), "of its keys alone, in place of bits", choices=BITS, type=int)
+    value_bits: int | None = choice(None, (None, *BITS), "of its values alone", choices=BITS, type=int)
+    rotate: bool = rotate_option(False)
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
     zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
@@ -54,38 +76,62 @@ class LowBitOptions(HostOptions):
         """W = R + g: the most tokens that the recent tier holds."""
         return self.residual_length + self.group_size
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.layout.key_bits == 16) != (self.layout.value_bits == 16):
+            raise OptionError(
+                f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """How the low-bit tier stores a pair."""
+        keys, values = BITS_OF_BOTH[self.bits]
+        return Layout(
+            keys if self.key_bits is None else self.key_bits,
+            values if self.value_bits is None else self.value_bits,
+            self.rotate,
+        )
+
     @property
     def in_16_bits(self) -> LowBitOptions:
         """What holds below `min_context`: every pair on the device in 16 bits."""
-        return replace(self, bits=16)
+        return replace(self, bits=16, key_bits=None, value_bits=None)
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""
         return self.group_size * max(0, (length - self.residual_length) // self.group_size)
 
 
-def is_quantised(options: LowBitOptions) -> bool:
-    return options.bits < 16
+def check_head_dim(layout: Layout, head_dim: int) -> None:
+    """OptionError where heads of this size cannot be stored so."""
+    if layout.is_rotated and head_dim % 2:
+        raise OptionError(f"option rotate: head_dim {head_dim} is odd, and no block of it can be rotated; rotate=False")
+    if layout.is_quantised and head_dim * min(layout.key_bits, layout.value_bits) % 8:
+        raise OptionError(
+            f"option bits: head_dim {head_dim} fills no whole bytes at {min(layout.key_bits, layout.value_bits)} bit; "
+            "take more bits, or 16"
+        )
 
 
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    width = packed_width(layer.head_dim, options.bits) if is_quantised(options) else layer.head_dim
-    return (batch, layer.heads, capacity, 2, width)
+    check_head_dim(options.layout, layer.head_dim)
+    return (batch, layer.heads, capacity, sum(options.layout.widths(layer.head_dim)))
 
 
 def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
-    return torch.uint8 if is_quantised(options) else layer.dtype
+    return torch.uint8 if options.layout.is_quantised else layer.dtype
 
 
 def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each channel over a group of tokens."""
-    groups = capacity // options.group_size if is_quantised(options) else 0
+    groups = capacity // options.group_size if options.layout.is_quantised else 0
     return (batch, layer.heads, groups, 2, layer.head_dim)
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each token over a group of channels."""
-    tokens = capacity if is_quantised(options) else 0
+    tokens = capacity if options.layout.is_quantised else 0
     return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ class Method:
     """A method of the papers, as a recipe over the same passes and tiers.
 
     options: its class of options. fields: the state tensors of a layer; where layers differ, `fields_at` tells which of
-    them one has. recipe: (options, site's number) → the ops there.
+    them one has. recipe: (options, site's number) → the ops there. defaults: (the options that were
+    given) → those that others of them get, in place of their declared defaults.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Method:
     fields: tuple[Field, ...]
     recipe: Callable[[Any, int], Recipe]
     fields_at: Callable[[Any, LayerShape], tuple[Field, ...]] | None = None
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: {}
 
     @property
     def accepted(self) -> tuple[str, ...]:

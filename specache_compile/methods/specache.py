@@ -3,44 +3,74 @@ step ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from specache_compile.errors import OptionError
 from specache_compile.options import choice, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .host_tier import HOST
-from .low_bit import LOW_BIT, RECENT, LowBitOptions
+from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_option, rotate_option
 from .method import Method
-from .slots import FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
+from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
+
+# On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
+# (docs/quality.md).
+PAPER = {"bits": 2, "rotate": False, "correct": "never"}
 
 
 @dataclass(frozen=True)
 class SpecacheOptions(LowBitOptions):
-    """What `torch.compile(..., options={...})` accepts where no method is named; the defaults are the paper's."""
+    """What `torch.compile(..., options={...})` takes where no method is named; the defaults are "best"."""
 
     method: str = "specache"
+    setting: str = choice(
+        "best", ("best", "paper"), "defaults of bits, rotate and correct: best, or as in SpeCache's paper"
+    )
+    bits: int | float = bits_option(1.5)
+    rotate: bool = rotate_option(True)
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
     speculate: bool = choice(
         True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
     )
+    correct: str = choice(
+        "always",
+        ("never", "miss", "always"),
+        "fetch within the step what the token itself asks for and the slots lack: where the guess was wrong, or always",
+    )
     hit_rate: bool = choice(False, (True, False), "also measure the hit rate (slow: it computes the true attention)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.correct != "never" and not self.top_k:
+            raise OptionError(
+                f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
+            )
 
     @property
     def in_16_bits(self) -> SpecacheOptions:
         """Nothing is fetched, and nothing guessed for it."""
-        return replace(self, bits=16, top_k=0, speculate=False)
+        return replace(self, bits=16, key_bits=None, value_bits=None, top_k=0, speculate=False, correct="never")
 
 
 def recipe(options: LowBitOptions, site: int) -> Recipe:
     """Decode attends over the tiers, an extend over the host's; the `prefetch` and `speculate` passes do the rest."""
     low_bit = tuple(field.name for field in LOW_BIT)
-    over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), scores=True)
+    over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), options.layout, scores=True)
     return Recipe(
         {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
-        (Call("append", ("recent", *low_bit), (options.zero_point,)), Call("offload", ("host",))),
-        Selector("select_topk") if options.top_k else None,
+        (Call("append", ("recent", *low_bit), (*options.layout, options.zero_point)), Call("offload", ("host",))),
+        Selector("select_topk", correct=options.correct) if options.top_k else None,
     )
 
 
-FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, TALLY)
-METHOD = Method("specache", SpecacheOptions, FIELDS, recipe)
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the setting that was given; where no pair is fetched, none is corrected."""
+    found = dict(PAPER) if given.get("setting") == "paper" else {}
+    return {**found, "correct": "never"} if given.get("top_k") == 0 else found
+
+
+FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)
+METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, defaults=defaults)

@@ -25,6 +25,8 @@ class Statistics:
     queue: CopyQueue | StreamCopies
     tallies: list[Tensor] = field(default_factory=list)
     fetched: list[Tensor] = field(default_factory=list)
+    corrected: list[Tensor] = field(default_factory=list)
+    pair_bytes: list[int] = field(default_factory=list)
     bytes_to_host: int = 0
     steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys((phase.name for phase in PHASES), 0))
     seconds: float = 0.0

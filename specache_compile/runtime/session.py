@@ -45,6 +45,7 @@ from .state import (
     full_cache_bytes,
     host_bytes,
     moved_over,
+    predicted_bytes,
 )
 from .variant import Variant
 
@@ -59,7 +60,8 @@ def options_at(options: MethodOptions, device: torch.device, prompt: int, tokens
 class Session:
     """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
 
-    `guess` [B, 1] is the speculative token; `slots_ready`: the slots were chosen for the next decode step. `asked` are
+    `guess` [B, 1] is the speculative token, `guessed` [B, 1] the one that the slots were chosen for (-1: the token
+    itself); `slots_ready`: the slots were chosen for the next decode step. `asked` are
     the options that the cache was made under, `options` those in force (`options_at`), `pending_options` those that it
     has yet to move over to. `padding` bool [B, 1, 1, C], where a step brought one. State is never made under the
     caller's inference mode: the copy queue's worker writes to it outside of that.
@@ -70,6 +72,7 @@ class Session:
         self.asked = options
         self.options = options_at(options, layers[0].device, prompt, prompt)
         fixed = options.for_prompt(prompt)
+        predicted_bytes(fixed, layers, batch, prompt)  # refuses heads that cannot be kept so, before a token is
         self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         self.batch = batch
@@ -78,6 +81,7 @@ class Session:
         # The edited view that the tiers were last brought to, while no step has followed: it may be used again.
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
+        self.guessed = self.no_guess()
         self.padding: Tensor | None = None
         # Whether the last step had a padding mask; whether a person has been told that other options are in force.
         self.padded = False
@@ -98,6 +102,9 @@ class Session:
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.cursor = new_cursor(layers[0].device)
         self.cursor[QUEUE] = self.queue.number
+
+    def no_guess(self) -> Tensor:
+        return torch.full((self.batch, 1), -1, device=self.layers[0].device)
 
     def new_queue(self) -> CopyQueue | copy_stream.StreamCopies:
         device = self.layers[0].device
@@ -189,6 +196,8 @@ class Session:
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
         self.statistics.fetched = self.fields("fetched")
+        self.statistics.corrected = self.fields("corrected")
+        self.statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in self.fields("slots")]
         self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
 
     def drain(self) -> None:
@@ -246,7 +255,7 @@ class Session:
             elif source.source == "state":
                 values.append(self.state[source.site][source.field])
             else:
-                values.append(getattr(self, source.source))  # the cursor, the padding, the guess
+                values.append(getattr(self, source.source))  # the cursor, the padding, the guesses
         return values
 
     @torch.inference_mode(False)
@@ -286,6 +295,7 @@ class Session:
             self.state[number] = copied(self.state[number], self.options, layer, indices)
         if self.guess is not None:
             self.guess = self.guess.index_select(0, indices.to(self.guess.device))
+        self.guessed = self.guessed.index_select(0, indices.to(self.guessed.device))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, indices.to(self.padding.device))
         self.batch = indices.numel()

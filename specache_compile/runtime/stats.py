@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from specache_compile.errors import SpecacheError
 
@@ -26,12 +28,12 @@ class HitRate:
 class Stats:
     """The newest cache of a model: steps by phase, copies, waiting, memory. Bytes are bytes, times are seconds.
 
-    bytes_to_device are those of the pairs that were prefetched; what an extend and the methods `offload` and `kcache`
-    read of the host tier within a step is not counted.
+    bytes_to_device are those of the pairs that were fetched: `pairs_ahead` by prefetches, `pairs_corrected` within a
+    step (option correct); what an extend and the methods `offload` and `kcache` read of the host tier is not counted.
     kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
-    `seconds` were spent finding and binding the session. seconds_waited: that a step stood still for a copy; None on
-    CUDA, where the host does not know. `compiles` counts all graphs of the model so far.
-    hit_rate is None unless the option hit_rate was set.
+    `seconds` were spent finding and binding the session. A step stood still seconds_waited for what was on its way
+    ahead, and seconds_corrected for corrections; both None on CUDA, where the host does not know. `compiles` counts all
+    graphs of the model so far. hit_rate is None unless the option hit_rate was set.
     """
 
     prefills: int
@@ -42,6 +44,9 @@ class Stats:
     seconds: float
     python_seconds: float
     seconds_waited: float | None
+    seconds_corrected: float | None
+    pairs_ahead: int
+    pairs_corrected: int
     bytes_to_device: int
     bytes_to_host: int
     bytes_by_tier: dict[str, int]
@@ -77,7 +82,10 @@ def stats(model: torch.nn.Module) -> Stats:
         seconds=latest.seconds,
         python_seconds=latest.python_seconds,
         seconds_waited=latest.queue.waited,
-        bytes_to_device=sum(int(count) for count in latest.fetched),
+        seconds_corrected=latest.queue.correcting,
+        pairs_ahead=pairs(latest.fetched, latest.pair_bytes),
+        pairs_corrected=pairs(latest.corrected, latest.pair_bytes),
+        bytes_to_device=sum(int(count) for count in [*latest.fetched, *latest.corrected]),
         bytes_to_host=latest.bytes_to_host,
         bytes_by_tier=dict(tier),
         device_bytes=device,
@@ -85,3 +93,8 @@ def stats(model: torch.nn.Module) -> Stats:
         kv_ratio=device / max(1, latest.full_cache_bytes),
         hit_rate=HitRate(mass / count, recall / count) if count else None,
     )
+
+
+def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:
+    """KV pairs of one head that each layer's bytes make."""
+    return sum(int(count) // size for count, size in zip(counts, pair_bytes, strict=True))

@@ -104,14 +104,14 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     again = Interrupted(original, before=0)
     monkeypatch.setattr(command, "measure", again)
     assert evaluate(tmp_path) == 0
-    assert again.calls == 6 - 3
+    assert again.calls == 8 - 3
     every = read_rows(tmp_path / "rows.jsonl")
     assert {key: every[key] for key in kept} == kept
     assert evaluate(tmp_path) == 0
-    assert again.calls == 3
+    assert again.calls == 5
     # Other settings of the same evaluation are other rows.
     assert evaluate(tmp_path, *QUICK, "--methods", "uncompiled", "--seed", "1") == 0
-    assert again.calls == 5
+    assert again.calls == 7
 
 
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:

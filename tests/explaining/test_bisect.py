@@ -16,7 +16,7 @@ from specache_compile.kernels import tiers
 from specache_compile.passes.context import Context, PassReport
 
 LAYERS = 2
-SETTINGS = {"bits": 1, "group_size": 32, "residual_length": 32}
+SETTINGS = {"setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32}
 
 
 @pytest.fixture
@@ -40,7 +40,8 @@ def test_a_fault_planted_in_a_pass_is_found(model: Any, monkeypatch: pytest.Monk
         graph_module, report = real(graph_module, context)
         for node in graph_module.graph.nodes:
             if node.target is torch.ops.specache.decode_attention.default and belongs_to(node, faulty):
-                node.args = (*node.args[:12], node.args[12] / 2, *node.args[13:])
+                *rest, scale, softcap = node.args
+                node.args = (*rest, scale / 2, softcap)
         return graph_module, report
 
     real = next(p for p in rewritten.PIPELINE if p.__name__ == "rewrite_attention")

@@ -16,7 +16,7 @@ from specache_compile.explaining.roofline import Cost
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.state import predicted_bytes
 
-OPTIONS = {"bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
+OPTIONS = {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def wide() -> sc.Explanation:
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
     )  # fmt: skip
-    return sc.explain(config, prompt_length=32_768, batch_size=4, device="H200")
+    return sc.explain(config, prompt_length=32_768, batch_size=4, options={"setting": "paper"}, device="H200")
 
 
 def test_a_step_reads_the_weights_and_the_tiers_once(wide: sc.Explanation) -> None:
@@ -49,8 +49,25 @@ def test_a_step_computes_two_lanes_of_every_weight(wide: sc.Explanation) -> None
 def test_a_step_fetches_k_pairs_a_head_less_those_it_has(wide: sc.Explanation) -> None:
     fetched = 4 * 64 * 4 * 2 * 8 * 128
     assert wide.step_cost().to_device == wide.bytes_fetched == fetched
-    reused = sc.explain(tiny_llama(), prompt_length=500, reuse=0.75)
+    reused = sc.explain(tiny_llama(), prompt_length=500, options={"setting": "paper"}, reuse=0.75)
     assert reused.step_cost().to_device == reused.bytes_fetched / 4
+
+
+def test_a_corrected_step_reads_the_tiers_once_too_and_fetches_what_the_guess_missed() -> None:
+    """W + b·[n·kv·(1.5 + 32/g)/16 + (R + k)·kv], and what it writes between its halves: a logit a query row and lane, a
+    score a head and lane, each written once and read once."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
+    )  # fmt: skip
+    best = sc.explain(config, prompt_length=32_768, batch_size=4, device="H200", corrected=0.25)
+    kv, n, b = 4 * 2 * 8 * 128, 32_768, 4
+    low = best.options.low_bit_length(n)
+    tiers = b * kv * (low * (1.5 + 32 / 64) / 16 + (n - low) * 1.5 + 64)
+    between = 2 * b * 4 * low * 2 * (2 * 32 + 2 * 8)
+    matrices = best.weight_bytes - 128256 * 4096 * 2
+    assert best.step_cost().hbm == pytest.approx(matrices + tiers + between, rel=0.02)
+    assert best.step_cost().to_device == best.bytes_fetched * 1.25
 
 
 def test_the_full_cache_step_is_weights_and_cache(wide: sc.Explanation) -> None:

@@ -21,9 +21,13 @@ WAIT = torch.ops.specache.wait.default
 PREFETCH = torch.ops.specache.prefetch.default
 
 
-@pytest.fixture(scope="module")
-def explained() -> sc.Explanation:
-    return sc.explain(tiny_llama(), prompt_length=1000)
+# What attends over the slots, by setting.
+ATTENTION = {"paper": "decode_attention", "best": "attend_scored"}
+
+
+@pytest.fixture(scope="module", params=ATTENTION)
+def explained(request: pytest.FixtureRequest) -> sc.Explanation:
+    return sc.explain(tiny_llama(), prompt_length=1000, options={"setting": request.param})
 
 
 def changed(explained: sc.Explanation) -> torch.fx.GraphModule:
@@ -41,7 +45,9 @@ def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None
     assert sum(kind == "wait" for _, _, kind in dag.edges(data="kind")) == 2  # the second step's, one a layer
 
 
-@pytest.mark.parametrize("options", [{"hit_rate": True}, {"speculate": False}, {"bits": 16}, {"top_k": 0}])
+@pytest.mark.parametrize(
+    "options", [{"hit_rate": True}, {"speculate": False}, {"correct": "miss"}, {"bits": 16}, {"top_k": 0}]
+)
 def test_every_access_is_ordered_under_other_options(options: dict) -> None:
     other = sc.explain(tiny_llama(), prompt_length=200, options=options)
     assert check_order(other.schedule().dag) == []
@@ -54,16 +60,16 @@ def test_without_a_wait_the_check_names_the_slots_that_are_read_too_early(
     graph = changed(explained)
     graph.graph.erase_node(graph.graph.find_nodes(op="call_function", target=WAIT)[layer])
     problems = check_order(Schedule(launches_of(graph)).dag)
-    assert any(f"reads slots_{layer} unordered after prefetch" in problem for problem in problems)
+    assert any(f"s slots_{layer} unordered after prefetch" in problem for problem in problems)
     assert not any(f"slots_{1 - layer}" in problem for problem in problems)
 
 
 def test_a_wait_behind_its_attention_is_too_late(explained: sc.Explanation) -> None:
     graph = changed(explained)
     wait = graph.graph.find_nodes(op="call_function", target=WAIT)[0]
-    attention = graph.graph.find_nodes(op="call_function", target=torch.ops.specache.decode_attention.default)[0]
-    attention.append(wait)
-    assert any("reads slots_0 unordered" in problem for problem in check_order(Schedule(launches_of(graph)).dag))
+    op = getattr(torch.ops.specache, ATTENTION[explained.options.setting]).default
+    graph.graph.find_nodes(op="call_function", target=op)[0].append(wait)
+    assert any("s slots_0 unordered" in problem for problem in check_order(Schedule(launches_of(graph)).dag))
 
 
 @pytest.mark.parametrize("kind", ["wait", "launch"])

@@ -16,7 +16,7 @@ from specache_compile.kernels.attention import BLOCK
 from specache_compile.kernels.ops import OPS
 
 # Every implementation of the op's contract is judged by the same tests.
-DECODE_OPS = [op.name for op in OPS if op.name.startswith("decode_attention")]
+DECODE_OPS = [op.name for op in OPS if op.name.startswith(("decode_attention", "score_low_bit"))]
 # float32 sums of some hundred terms of size 1; the reference has none of that error.
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
@@ -37,6 +37,8 @@ class Case:
     ratio: int = 2
     head_dim: int = 16
     bits: int = 2
+    value_bits: int | None = None
+    rotate: bool = False
     group: int = 32
     residual: int = 32
     top_k: int = 24
@@ -45,6 +47,10 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
+
+    @property
+    def layout(self) -> tuple[int, int, bool]:
+        return self.bits, self.value_bits or self.bits, self.rotate
 
     def low_bit(self, length: int) -> int:
         return self.group * max(0, (length - self.residual) // self.group)
@@ -64,11 +70,23 @@ class Step:
     state: dict[str, Tensor]
     keys: Tensor
     values: Tensor
+    # As `keys`, with nothing in the slots.
+    unfetched_keys: Tensor
 
     def run(self, op: str) -> tuple[Tensor, Tensor]:
-        scale = self.case.head_dim**-0.5
-        given = (self.q, self.k, self.v, self.mask, self.sinks, self.cursor, *self.state.values())
-        return getattr(torch.ops.specache, op)(*given, scale, self.case.softcap)
+        """Output and the last lane's scores. The two halves of a corrected attention make one op here: their scores are
+        of the low-bit pairs alone, and so those of a step with nothing in its slots."""
+        settings = (*self.case.layout, self.case.head_dim**-0.5, self.case.softcap)
+        tiers = list(self.state.values())
+        if not op.startswith("score"):
+            given = (self.q, self.k, self.v, self.mask, self.sinks, self.cursor, *tiers, *settings)
+            return getattr(torch.ops.specache, op)(*given)
+        codes, key_params, value_params, recent, slots, slot_index = tiers
+        step = (self.mask, self.sinks, self.cursor)
+        asked = (self.q, self.k, *step, codes, key_params, recent, *settings)
+        logits, scores = getattr(torch.ops.specache, op)(*asked)
+        given = (self.q, self.k, self.v, *step, logits, codes, value_params, recent, slots, slot_index, *settings)
+        return getattr(torch.ops.specache, op.replace("score_low_bit", "attend_scored"))(*given), scores[-1]
 
 
 def make_step(case: Case, seed: int = 0) -> Step:
@@ -94,20 +112,25 @@ def make_step(case: Case, seed: int = 0) -> Step:
         codes[:, :, :low_bit] = normal(*rows, low_bit, 2, d)
         key_params, value_params = codes.new_empty((*rows, 0, 2, d)), codes.new_empty((*rows, 0, 2, d // size))
         stored_keys, stored_values = codes[:, :, :low_bit].double().unbind(3)
+        codes = codes.flatten(3)
     else:
-        shape = (*rows, capacity, 2, d * bits // 8)
+        key_bits, value_bits, _ = case.layout
+        width = d * key_bits // 8
+        shape = (*rows, capacity, width + d * value_bits // 8)
         codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         key_params = torch.full((*rows, capacity // case.group, 2, d), math.nan, dtype=case.dtype)
         value_params = torch.full((*rows, capacity, 2, d // size), math.nan, dtype=case.dtype)
-        key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 2, d) / 2**bits
-        value_params[:, :, :low_bit] = normal(*rows, low_bit, 2, d // size) / 2**bits
-        levels = read_levels(codes[:, :, :low_bit], bits, d)
+        key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 2, d) / 2**key_bits
+        value_params[:, :, :low_bit] = normal(*rows, low_bit, 2, d // size) / 2**value_bits
         group_of = torch.arange(low_bit) // case.group
         scale, zero = key_params.double()[:, :, group_of].unbind(3)
-        stored_keys = levels[:, :, :, 0] * scale + zero
+        stored_keys = read_levels(codes[:, :, :low_bit, :width], key_bits, d) * scale + zero
         scale, zero = value_params.double()[:, :, :low_bit][..., torch.arange(d) // size].unbind(3)
-        stored_values = levels[:, :, :, 1] * scale + zero
+        stored_values = read_levels(codes[:, :, :low_bit, width:], value_bits, d) * scale + zero
+        if case.rotate:
+            stored_keys, stored_values = turned(stored_keys), turned(stored_values)
 
+    unfetched_keys = torch.cat([stored_keys, keys[:, :, low_bit:]], 2)
     slots = torch.full((*rows, case.top_k, 2, d), math.nan, dtype=case.dtype)
     slot_index = torch.full((*rows, case.top_k), -1, dtype=torch.int32)
     for b in range(case.batch):
@@ -137,7 +160,16 @@ def make_step(case: Case, seed: int = 0) -> Step:
         },
         keys=keys,
         values=values,
+        unfetched_keys=unfetched_keys,
     )
+
+
+def turned(x: Tensor) -> Tensor:
+    """x [..., d] by the Hadamard matrix of each block: ± by the parity of the bits that i and j share."""
+    d = x.shape[-1]
+    block = next(size for size in (256, 128, 64, 32, 16, 8, 4, 2, 1) if d % size == 0)
+    signs = [[1 - 2 * ((i & j).bit_count() % 2) for j in range(block)] for i in range(block)]
+    return (x.unflatten(-1, (-1, block)) @ (torch.tensor(signs).double() / math.sqrt(block))).flatten(-2)
 
 
 def read_levels(codes: Tensor, bits: int, head_dim: int) -> Tensor:
@@ -200,7 +232,7 @@ def reference(
     return probabilities @ values, probabilities
 
 
-def expected_of(step: Step) -> tuple[Tensor, Tensor]:
+def expected_of(step: Step, op: str) -> tuple[Tensor, Tensor]:
     """The reference's output, and its selection scores."""
     case, n = step.case, step.case.length
     mask = step.mask
@@ -209,6 +241,9 @@ def expected_of(step: Step) -> tuple[Tensor, Tensor]:
     causal = torch.ones(case.lanes, n + case.lanes, dtype=torch.bool).tril(n)
     keys, values = torch.cat([step.keys, step.k.double()], 2), torch.cat([step.values, step.v.double()], 2)
     out, probabilities = reference(step.q, keys, values, mask, causal, step.sinks, case.softcap)
+    if op.startswith("score"):
+        keys = torch.cat([step.unfetched_keys, step.k.double()], 2)
+        _, probabilities = reference(step.q, keys, values, mask, causal, step.sinks, case.softcap)
     scores = probabilities[:, :, -1].unflatten(1, (case.heads, case.ratio)).sum(2)
     if mask is not None:
         hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
@@ -223,7 +258,7 @@ def expected_of(step: Step) -> tuple[Tensor, Tensor]:
 def check(op: str, case: Case, seed: int = 0) -> None:
     step = make_step(case, seed)
     out, scores = step.run(op)
-    expected, expected_scores = expected_of(step)
+    expected, expected_scores = expected_of(step, op)
     assert out.dtype == case.dtype
     torch.testing.assert_close(out.double(), expected, **CLOSE)
     torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)
@@ -234,6 +269,17 @@ def check(op: str, case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
 def test_output_and_scores_are_the_references(op: str, head_dim: int, bits: int) -> None:
     check(op, Case(head_dim=head_dim, bits=bits))
+
+
+@pytest.mark.parametrize("bits", [(2, 1), (1, 2), (4, 1), (1, 8), (2, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
+def test_keys_and_values_of_their_own_bits_turned(op: str, head_dim: int, bits: tuple[int, int]) -> None:
+    check(op, Case(head_dim=head_dim, bits=bits[0], value_bits=bits[1], rotate=True, mask="padding", length=350))
+
+
+def test_unquantised_pairs_are_not_turned(op: str) -> None:
+    case = Case(bits=16)
+    assert torch.equal(make_step(case).run(op)[0], make_step(replace(case, rotate=True)).run(op)[0])
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -303,8 +349,8 @@ def test_slots_empty_to_full(op: str, mask: str, filled: int) -> None:
 def test_without_slots_nothing_is_scored(op: str) -> None:
     step = make_step(Case(top_k=0, filled=0))
     out, scores = step.run(op)
-    torch.testing.assert_close(out.double(), expected_of(step)[0], **CLOSE)
-    assert (scores == -1).all()
+    torch.testing.assert_close(out.double(), expected_of(step, op)[0], **CLOSE)
+    assert op.startswith("score") or (scores == -1).all(), "what is corrected has slots"
 
 
 def test_more_slots_than_tokens(op: str) -> None:
@@ -355,7 +401,7 @@ def test_large_logits_do_not_overflow(op: str) -> None:
     step = make_step(Case(filled=4))
     step.q *= 3e3
     out, scores = step.run(op)
-    expected, expected_scores = expected_of(step)
+    expected, expected_scores = expected_of(step, op)
     # Logits of some thousand have a float32 error of some 1e-3, and that is the weights' relative error.
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(scores.double(), expected_scores, rtol=2e-2, atol=2e-2)
@@ -367,7 +413,7 @@ def test_half_precision_inputs_cost_one_rounding_of_the_output(op: str, bits: in
     """The sums are float32 and the reference has the same rounded inputs: half an ulp of the output's dtype is left."""
     step = make_step(Case(dtype=dtype, bits=bits, mask="padding", sinks=True, head_dim=64))
     out, scores = step.run(op)
-    expected, expected_scores = expected_of(step)
+    expected, expected_scores = expected_of(step, op)
     assert (out.dtype, scores.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps / 2 + 1e-4, atol=2e-5)
     torch.testing.assert_close(scores.double(), expected_scores, **CLOSE)

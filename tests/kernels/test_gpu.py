@@ -278,7 +278,8 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
 
     def attend(rows: slice) -> torch.Tensor:
         tiers = [state[f][rows] for f in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
-        out, _ = torch.ops.specache.decode_attention(q[rows], k[rows], v[rows], None, None, cursor, *tiers, 0.088, None)
+        given = (q[rows], k[rows], v[rows], None, None, cursor, *tiers, *options.layout, 0.088, None)
+        out, _ = torch.ops.specache.decode_attention(*given)
         return out[-1]
 
     torch.testing.assert_close(attend(slice(None)), attend(slice(15, None)), atol=1e-2, rtol=1e-2)

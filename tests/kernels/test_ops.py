@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from specache_compile.kernels import tiers
+from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.ops import OPS, Op, loaded_on_first_use
 
 BY_NAME = {op.name: op for op in OPS}
@@ -35,6 +36,8 @@ class Case:
     lanes: int = 2
     head_dim: int = 16
     bits: int = 2
+    value_bits: int | None = None
+    rotate: bool = False
     dtype: torch.dtype = torch.float32
     mask: str | None = None
     sinks: bool = False
@@ -47,6 +50,7 @@ CASES = (
     Case("additive mask, softcap", mask="additive", softcap=5.0, heads=1, ratio=4, bits=1, head_dim=80),
     Case("16 bits, one row", dtype=torch.bfloat16, bits=16, batch=1, ratio=1, head_dim=32, softcap=5.0, mask="bool"),
     Case("nothing in the low-bit tier", length=20, sinks=True, mask="additive", dtype=torch.bfloat16),
+    Case("keys and values apart, rotated", bits=2, value_bits=1, rotate=True, mask="bool", head_dim=96),
 )
 
 
@@ -69,11 +73,9 @@ class Inputs:
         self.new_k, self.new_v = self.normal(*rows, 1, d), self.normal(*rows, 1, d)
         self.sinks = self.normal(query_heads) if case.sinks else None
         quantized = case.bits < 16
-        self.codes = (
-            torch.randint(0, 256, (*rows, CAPACITY, 2, d * case.bits // 8), dtype=torch.uint8)
-            if quantized
-            else self.normal(*rows, CAPACITY, 2, d)
-        )
+        self.layout = Layout(case.bits, case.value_bits or case.bits, case.rotate)
+        shape = (*rows, CAPACITY, sum(self.layout.widths(d)))
+        self.codes = torch.randint(0, 256, shape, dtype=torch.uint8) if quantized else self.normal(*shape)
         self.key_params = self.normal(*rows, CAPACITY // GROUP if quantized else 0, 2, d)
         self.value_params = self.normal(*rows, CAPACITY if quantized else 0, 2, d // 16)
         self.recent = self.normal(*rows, WINDOW, 2, d)
@@ -84,8 +86,11 @@ class Inputs:
         self.wanted = torch.arange(TOP_K - 1, -1, -1, dtype=torch.int32).expand(*rows, -1) * 2 % 31
         self.wanted = self.wanted.contiguous()
         self.scores = torch.rand(*rows, CAPACITY) - 0.2
+        self.lane_scores = torch.rand(case.lanes, *rows, CAPACITY) - 0.2
+        self.logits = torch.randn(case.batch, query_heads, case.lanes, CAPACITY)
+        self.missed = torch.arange(case.batch).view(-1, 1) % 2 == 0
         self.tally = torch.ones(3, dtype=torch.float64)
-        self.fetched = torch.zeros(1, dtype=torch.int64)
+        self.fetched, self.corrected = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         self.scale = d**-0.5
         self.device_keys = self.normal(*rows, CAPACITY, d)
         self.kept = self.normal(*rows, BUDGET, 2, d)
@@ -113,22 +118,40 @@ class Inputs:
 
 def decode_inputs(i: Inputs) -> tuple[Any, ...]:
     state = (i.codes, i.key_params, i.value_params, i.recent, i.slots, i.slot_index)
-    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, i.scale, i.case.softcap)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
+
+
+def score_inputs(i: Inputs) -> tuple[Any, ...]:
+    state = (i.codes, i.key_params, i.recent)
+    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
+
+
+def scored_inputs(i: Inputs) -> tuple[Any, ...]:
+    state = (i.logits, i.codes, i.value_params, i.recent, i.slots, i.slot_index)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
 
 
 GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "decode_attention": decode_inputs,
     "decode_attention_fused": decode_inputs,
+    "score_low_bit": score_inputs,
+    "score_low_bit_fused": score_inputs,
+    "correct": lambda i: (
+        i.lane_scores, i.missed if i.case.mask else None, i.cursor, i.host, i.slots, i.slot_index, i.corrected,
+    ),
+    "attend_scored": scored_inputs,
+    "attend_scored_fused": scored_inputs,
     "extend_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
     ),
     "append": lambda i: (
-        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, "midpoint",
+        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, *i.layout,
+        "midpoint",
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.wanted),
     "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
-    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index),
+    "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.wanted),
     "budget_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.kept, i.kept_token, i.history, "roco", 1, 0,
         i.scale, i.case.softcap,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
+from specache_compile.kernels.layout import Layout, rotated
 from specache_compile.kernels.quantize import quantize_keys, quantize_values, value_group
 from specache_compile.kernels.tiers import refill
 
@@ -40,6 +41,8 @@ class Cache:
     head_dim: int = HEAD_DIM
     dtype: torch.dtype = torch.float32
     zero_point: str = "midpoint"
+    value_bits: int | None = None
+    rotate: bool = False
     originals: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -49,9 +52,10 @@ class Cache:
         self.cursor = new_cursor(torch.device("cpu"))
         self.recent = torch.full((*ROWS, self.window, 2, d), math.nan, dtype=self.dtype)
         self.host = torch.full((*ROWS, CAPACITY, 2, d), math.nan, dtype=self.dtype)
-        self.codes = torch.full_like(self.host, math.nan)
+        self.layout = Layout(self.bits, self.value_bits or self.bits, self.rotate)
+        self.codes = torch.full((*ROWS, CAPACITY, 2 * d), math.nan, dtype=self.dtype)
         if quantized:
-            self.codes = torch.full((*ROWS, CAPACITY, 2, d * self.bits // 8), 255, dtype=torch.uint8)
+            self.codes = torch.full((*ROWS, CAPACITY, sum(self.layout.widths(d))), 255, dtype=torch.uint8)
         groups, tokens = (CAPACITY // self.group, CAPACITY) if quantized else (0, 0)
         self.key_params = torch.full((*ROWS, groups, 2, d), math.nan, dtype=self.dtype)
         self.value_params = torch.full((*ROWS, tokens, 2, d // self.size), math.nan, dtype=self.dtype)
@@ -71,7 +75,8 @@ class Cache:
         self.cursor[NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
         k, v = pairs.unbind(3)
         ops.append(
-            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.zero_point
+            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, *self.layout,
+            self.zero_point,
         )  # fmt: skip
         ops.offload(k, v, None, self.cursor, self.host)
         self.originals.append(pairs)
@@ -84,13 +89,13 @@ class Cache:
         newest = torch.arange(low_bit, n)
         assert torch.equal(self.recent[:, :, newest % self.window], truth[:, :, newest])
         if self.bits == 16:
-            assert torch.equal(self.codes[:, :, :low_bit], truth[:, :, :low_bit])
+            assert torch.equal(self.codes[:, :, :low_bit].unflatten(3, (2, -1)), truth[:, :, :low_bit])
             assert self.codes[:, :, low_bit:].isnan().all()
             return
-        keys, values = truth[:, :, :low_bit].unbind(3)
-        key_codes, key_params = quantize_keys(keys, self.group, self.bits, self.zero_point)
-        value_codes, value_params = quantize_values(values, self.size, self.bits, self.zero_point)
-        assert torch.equal(self.codes[:, :, :low_bit], torch.stack([key_codes, value_codes], 3))
+        keys, values = (rotated(truth).to(self.dtype) if self.rotate else truth)[:, :, :low_bit].unbind(3)
+        key_codes, key_params = quantize_keys(keys, self.group, self.layout.key_bits, self.zero_point)
+        value_codes, value_params = quantize_values(values, self.size, self.layout.value_bits, self.zero_point)
+        assert torch.equal(self.codes[:, :, :low_bit], torch.cat([key_codes, value_codes], 3))
         assert (self.codes[:, :, low_bit:] == 255).all()
         groups = low_bit // self.group
         assert torch.equal(self.key_params[:, :, :groups], key_params)
@@ -109,6 +114,14 @@ def test_after_any_appends_each_tier_holds_what_it_should(bits: int, group: int,
         if cache.length + tokens <= CAPACITY:
             cache.put(tokens)
             cache.check()
+
+
+@pytest.mark.parametrize(("bits", "value_bits"), [(2, 1), (1, 4), (2, 2)])
+def test_keys_and_values_of_their_own_bits_turned(bits: int, value_bits: int) -> None:
+    cache = Cache(bits, 32, 32, value_bits=value_bits, rotate=True)
+    for tokens in (100, 1, 40, 64):
+        cache.put(tokens)
+        cache.check()
 
 
 @pytest.mark.parametrize("first", [1, 100])
@@ -167,6 +180,7 @@ class Slots:
         self.slot_index = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.wanted = torch.full((*ROWS, k), -1, dtype=torch.int32)
         self.fetched = torch.zeros(1, dtype=torch.int64)
+        self.scores = torch.zeros(1)
         self.pair_bytes = 2 * HEAD_DIM * dtype.itemsize
 
     def held(self, b: int, h: int) -> dict[int, int]:
@@ -270,7 +284,7 @@ def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> Non
     ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     assert (slots.slot_index == -1).all(), "the op must not wait for the copy"
     gate.opened.set()
-    ops.wait(slots.wanted, cursor, slots.slots, slots.slot_index)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
     assert set(slots.held(0, 0)) == {1, 3, 8}
     assert slots.fetched.item() == BATCH * HEADS * 3 * slots.pair_bytes
 
@@ -284,7 +298,7 @@ def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue
     ops.offload(*new.unbind(3), None, cursor, slots.host)
     ops.prefetch(slots.wanted, cursor, slots.host, slots.slots, slots.slot_index, slots.fetched)
     gate.opened.set()
-    ops.wait(slots.wanted, cursor, slots.slots, slots.slot_index)
+    ops.wait(slots.scores, cursor, slots.slots, slots.slot_index, slots.wanted)
     assert torch.equal(slots.slots[0, 1, slots.held(0, 1)[8]], new[0, 1, 0])
 
 

@@ -23,7 +23,18 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from specache_compile.kernels import attention, tiers, triton_append, triton_copy, triton_decode, triton_extend
+from specache_compile.kernels import (
+    attention,
+    copy_stream,
+    layout,
+    tiers,
+    triton_append,
+    triton_copy,
+    triton_decode,
+    triton_extend,
+    triton_rotate,
+    triton_scored,
+)
 from specache_compile.kernels import triton_low_bit as low_bit
 from specache_compile.kernels import triton_select as select
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
@@ -43,6 +54,8 @@ class Case:
     """One layer's shape and options, how many tokens it holds, and what its site has besides."""
 
     bits: int = 2
+    value_bits: int | None = None
+    rotate: bool = False
     group: int = 32
     head_dim: int = 64
     heads: int = 2
@@ -63,8 +76,15 @@ class Case:
     @property
     def options(self) -> SpecacheOptions:
         return SpecacheOptions(
-            bits=self.bits, group_size=self.group, residual_length=32, top_k=self.top_k, zero_point=self.zero_point
-        )
+            bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, group_size=self.group, residual_length=32,
+            top_k=self.top_k, correct="never", zero_point=self.zero_point,
+        )  # fmt: skip
+
+    @property
+    def has_exact_rotation(self) -> bool:
+        """Where a block is a power of four, sums of small numbers of eighths are the same in any order, and so is what
+        the square root of its size leaves of them."""
+        return layout.rotation_block(self.head_dim) in (16, 64, 256)
 
 
 CASES = [
@@ -91,6 +111,18 @@ CASES = [
     Case(mask="additive", softcap=5.0),
     Case(mask="additive", sinks=True, bits=1),
     Case(mask="padding", sinks=True),
+    *(Case(bits=keys, value_bits=values) for keys, values in ((2, 1), (1, 2), (4, 1))),
+    Case(bits=1, value_bits=8, head_dim=72),  # one of them an odd number of bytes a plane, the other not
+    Case(bits=2, value_bits=1, head_dim=96, group=64, mask="bool"),
+    Case(bits=4, value_bits=2, head_dim=80, lanes=1, length=300),
+    Case(rotate=True),
+    Case(rotate=True, bits=1, group=64, length=300, lanes=1),
+    Case(rotate=True, bits=4, value_bits=1, mask="additive", softcap=5.0, sinks=True),
+    Case(rotate=True, head_dim=96, mask="bool"),  # three blocks of 32
+    Case(rotate=True, bits=2, value_bits=1, head_dim=80, mask="padding", sinks=True),  # five of 16
+    Case(rotate=True, bits=16),  # what is not quantised is not rotated
+    Case(rotate=True, dtype=torch.float16, bits=1, head_dim=128),
+    Case(rotate=True, head_dim=256, lanes=1),
     *(
         [
             *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
@@ -112,15 +144,16 @@ class Layer:
         shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
         self.state = allocate(case.options, shape, BATCH, 256 if case.length < 250 else 512)
         self.cursor = new_cursor(DEVICE)
-        self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator).to(
-            DEVICE, case.dtype
-        )
+        self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator)
+        if case.options.layout.is_rotated and case.has_exact_rotation:
+            self.pairs = (self.pairs * 8).round() / 8
+        self.pairs = self.pairs.to(DEVICE, case.dtype)
         at = 0
         for tokens in (case.length - 6, 1, 1, 1, 1, 2):
             self.point(at, tokens)
             k, v = self.pairs[:, :, at : at + tokens].unbind(3)
             tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params"))
-            append(k, v, padding_of(case, len(self)), self.cursor, *tier, case.zero_point)
+            append(k, v, padding_of(case, len(self)), self.cursor, *tier, *case.options.layout, case.zero_point)
             at += tokens
         self.point(at, 1)
 
@@ -156,8 +189,50 @@ def padding_of(case: Case, capacity: int) -> Tensor | None:
 @every_case
 def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
     ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
+    assert torch.equal(ours.state["recent"], reference.state["recent"])
+    if case.options.layout.is_rotated and not case.has_exact_rotation:
+        assert_dequantised_alike(ours, reference)
+        return
+    for field in ("codes", "key_params", "value_params"):
+        assert torch.equal(ours.state[field], reference.state[field]), field
+
+
+def assert_dequantised_alike(ours: Layer, reference: Layer) -> None:
+    """A rotation's sums in another order: scales but for the last bits, and a code on a border may go either way."""
+    case, stop = ours.case, int(ours.cursor[LOW_BIT])
+    for read, scales, tokens in (
+        (attention.low_bit_keys, "key_params", case.group),
+        (attention.low_bit_values, "value_params", 1),
+    ):
+        params, expected = (layer.state[scales] for layer in (ours, reference))
+        precision = 16 * torch.finfo(case.dtype).eps
+        torch.testing.assert_close(params, expected, atol=precision * float(expected.abs().max()), rtol=precision)
+        found, wanted = (
+            read(layer.state["codes"], layer.state[scales], case.options.layout, case.head_dim, 0, stop)
+            for layer in (ours, reference)
+        )
+        step = expected[:, :, : stop // tokens, 0].float().repeat_interleave(tokens, 2)
+        step = step.repeat_interleave(case.head_dim // step.shape[-1], 3)
+        moved = (found - wanted).abs() / step.clamp_min(1e-3)  # 0: one number, or none that is there
+        assert (moved > 0.1).float().mean() < 1e-3
+        assert moved.max() < 1.1
+
+
+def test_a_long_prompt_is_rotated_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_append, "SCRATCH", 2 * BATCH * 2 * 32 * 2 * 64 * 4)
+    assert triton_append.rotated_groups(BATCH * 2 * 32 * 2 * 64 * 4, 9) == 2
+    case = Case(rotate=True, length=290)
+    ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
     for field in ("recent", "codes", "key_params", "value_params"):
         assert torch.equal(ours.state[field], reference.state[field]), field
+
+
+@pytest.mark.parametrize("d", [2, 16, 65, 72, 80, 96, 128, 256])
+def test_rows_are_rotated(d: int) -> None:
+    x = torch.randn(3, BATCH, 5, d, generator=torch.Generator().manual_seed(2)).to(DEVICE).movedim(0, 2)
+    turned = triton_rotate.rotated(x)
+    assert turned.is_contiguous()
+    torch.testing.assert_close(turned, layout.rotated(x), atol=1e-6, rtol=1e-6)
 
 
 def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_codes() -> None:
@@ -169,7 +244,7 @@ def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_cod
         pairs[1, 1, :, :, 3] = float("nan")
         layer.point(0, 90)
         tier = (layer.state[name] for name in ("recent", "codes", "key_params", "value_params"))
-        append(*pairs.unbind(3), None, layer.cursor, *tier, "midpoint")
+        append(*pairs.unbind(3), None, layer.cursor, *tier, 2, 2, False, "midpoint")
         return layer
 
     ours, reference = filled(triton_append.append), filled(tiers.append)
@@ -192,8 +267,39 @@ def mask_of(case: Case) -> Tensor | None:
     return None
 
 
-@every_case
-def test_decode_attention_and_its_scores(case: Case) -> None:
+@dataclass(frozen=True)
+class Step:
+    """One decode step's inputs at a case: what all three attentions are given."""
+
+    layer: Layer
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    sinks: Tensor | None
+
+    def state(self, *fields: str) -> list[Tensor]:
+        return [self.layer.state[field] for field in fields]
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        case = self.layer.case
+        return (*case.options.layout, case.head_dim**-0.5, case.softcap)
+
+    def whole(self, attend: Any) -> tuple[Tensor, Tensor]:
+        tier = self.state("codes", "key_params", "value_params", "recent", "slots", "slot_index")
+        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *self.settings)
+
+    def scored(self, score: Any) -> tuple[Tensor, Tensor]:
+        tier = self.state("codes", "key_params", "recent")
+        return score(self.q, self.k, self.mask, self.sinks, self.layer.cursor, *tier, *self.settings)
+
+    def attended(self, attend: Any, logits: Tensor) -> Tensor:
+        tier = self.state("codes", "value_params", "recent", "slots", "slot_index")
+        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, logits, *tier, *self.settings)
+
+
+def step_of(case: Case) -> Step:
     layer = Layer(case, tiers.append)
     layer.fill_slots()
     query_heads = case.heads * case.queries
@@ -201,13 +307,41 @@ def test_decode_attention_and_its_scores(case: Case) -> None:
     q = torch.randn(case.lanes, BATCH, query_heads, case.head_dim).to(DEVICE, case.dtype).movedim(0, 2)
     k, v = torch.randn(2, case.lanes, BATCH, case.heads, case.head_dim).to(DEVICE, case.dtype).movedim(1, 3)
     sinks = torch.randn(query_heads).to(DEVICE, case.dtype) if case.sinks else None
-    tier = [layer.state[n] for n in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
-    arguments = (q, k, v, mask_of(case), sinks, layer.cursor, *tier, case.head_dim**-0.5, case.softcap)
-    out, scores = triton_decode.decode_attention(*arguments)
-    expected, expected_scores = attention.decode_attention(*arguments)
+    return Step(layer, q, k, v, mask_of(case), sinks)
+
+
+@every_case
+def test_decode_attention_and_its_scores(case: Case) -> None:
+    step = step_of(case)
+    out, scores = step.whole(triton_decode.decode_attention)
+    expected, expected_scores = step.whole(attention.decode_attention)
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
+    assert out.is_contiguous()
+
+
+@every_case
+def test_the_halves_of_a_corrected_decode_attention(case: Case) -> None:
+    step = step_of(case)
+    low_bit = int(step.layer.cursor[LOW_BIT])
+    logits, scores = step.scored(triton_scored.score_low_bit)
+    expected_logits, expected_scores = step.scored(attention.score_low_bit)
+    tolerance = TOLERANCE[case.dtype]
+    assert logits.shape == expected_logits.shape
+    known, expected = logits[..., :low_bit], expected_logits[..., :low_bit]
+    torch.testing.assert_close(known, expected, atol=4 * tolerance, rtol=4 * tolerance)
+    torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
+    assert scores[0].is_contiguous()  # as `select_topk` needs it
+    logits[..., low_bit:] = float("nan")  # nobody reads them
+    before = logits.clone()
+    out = step.attended(triton_scored.attend_scored, logits)
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+    expected = step.attended(attention.attend_scored, expected_logits)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        out, step.whole(triton_decode.decode_attention)[0], atol=2 * tolerance, rtol=2 * tolerance
+    )
     assert out.is_contiguous()
 
 
@@ -229,7 +363,7 @@ def unpack_example(
     column, token = tl.arange(0, columns), tl.arange(0, group)
     channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, WIDTH=width)
     tl.store(channels + column, channel)
-    packed = low_bit.load_keys(elements, group, width, True)
+    packed = low_bit.load_keys(elements, group, width, 2 * width, True)
     numbers = low_bit.unpacked_keys(packed, planes, bits, tl.float32)
     tl.store(key_numbers + token[:, None] * columns + column[None, :], numbers)
     runs: tl.constexpr = planes // shared
@@ -279,25 +413,36 @@ def test_the_low_bit_tiles_worked_example() -> None:
     assert torch.equal(keys.cpu(), (pairs[:, 0] * times)[:, shown["channel"]].int())
     assert torch.equal(values.cpu(), (pairs[:, 1] * times)[:, shown["part's channel"]].int().T)
 
-    codes, params = torch.empty(1, 4, 8, 2, width), torch.empty(1, 4, 2, 2, d)
-    start, scales = codes[0, 3, 4, 0, 0].storage_offset(), params[0, 3, 1, 0, 0].storage_offset()
-    assert f"= {start // (2 * width)}, so at element\n    {start // (2 * width)} · 2 · width = {start} of" in doc
+    stride = 2 * width
+    codes, params = torch.empty(1, 4, 8, stride), torch.empty(1, 4, 2, 2, d)
+    start, scales = codes[0, 3, 4, 0].storage_offset(), params[0, 3, 1, 0, 0].storage_offset()
+    assert f"= {start // stride}, so at element\n    {start // stride} · stride = {start} of" in doc
     assert f"= {scales // (2 * d)}, so at number {scales // (2 * d)} · 2 · d = {scales}," in doc
 
 
-def test_decode_attention_is_split_over_programs_and_merged() -> None:
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+def test_decode_attention_is_split_over_programs_and_merged(rotate: bool) -> None:
     """Two multiprocessors' worth of splits over one head's low-bit tier; shares that are empty add nothing."""
-    case = Case(heads=1, length=1000, top_k=16)
+    case = Case(heads=1, length=1000, top_k=16, rotate=rotate)
     assert triton_decode.split_count(1, 1024 // case.group, torch.device("cpu")) > 4
     layer = Layer(replace(case, length=500), tiers.append)
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
     tier = [layer.state[n][:1] for n in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
-    arguments = (q, k, v, None, None, layer.cursor, *tier, 0.125, None)
+    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, 0.125, None)
     for out, expected in zip(
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
+    codes, key_params, value_params, recent, slots, slot_index = tier
+    settings = (2, 2, rotate, 0.125, None)
+    asked = (q, k, None, None, layer.cursor, codes, key_params, recent, *settings)
+    logits, scores = triton_scored.score_low_bit(*asked)
+    torch.testing.assert_close(scores, attention.score_low_bit(*asked)[1], atol=1e-5, rtol=1e-5)
+    given = (q, k, v, None, None, layer.cursor, logits, codes, value_params, recent, slots, slot_index, *settings)
+    torch.testing.assert_close(
+        triton_scored.attend_scored(*given), attention.attend_scored(*given), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "mask"])
@@ -341,6 +486,33 @@ def test_selection_breaks_ties_by_position_and_takes_no_token_that_is_hidden() -
     scores[scores > 0] = 0.0  # a share that is too small for float32 is a share all the same
     assert chosen(scores, 2) == [[100, 107]]
     assert chosen(torch.full((1, 1, 300), -1.0), 3) == [[]]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["some rows", "all rows"])
+def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # the interpreter reads any memory
+    capacity, heads, k, low_bit = 5000, 2, 8, 4500
+    host = torch.randn(BATCH, heads, capacity, 2, 16)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    scores = torch.rand(2, BATCH, heads, capacity).to(DEVICE)
+    scores[..., low_bit : low_bit + 20] += 1.0  # the next step's candidates, not in the low-bit tier yet
+    cursor = torch.tensor([low_bit + 40, low_bit, low_bit + 20, 0], device=DEVICE)
+    missed = torch.tensor([[True], [False]], device=DEVICE) if given else None
+
+    def corrected(correct: Any) -> tuple[Tensor, ...]:
+        index = torch.arange(k, dtype=torch.int32, device=DEVICE).repeat(BATCH, heads, 1)
+        slots = host[:, :, :k].to(DEVICE, copy=True)
+        moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        correct(scores, missed, cursor, host, slots, index, moved)
+        order = index.sort(-1).indices
+        where = order[..., None, None].expand(-1, -1, -1, 2, 16)
+        return index.gather(-1, order), slots.gather(2, where), moved
+
+    ours, expected = corrected(copy_stream.correct), corrected(tiers.correct)
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+    assert expected[2] > 0
 
 
 @pytest.mark.parametrize("k", [1, 8, 64, 300])

@@ -10,20 +10,22 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 from transformers import LlamaForCausalLM
 
-from conftest import LOSSLESS, greedy, greedy_unmasked, prompt
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.runtime.records import find_record
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}
 
 
-@pytest.fixture
-def code(llama: LlamaForCausalLM) -> dict[str, list[str]]:
+@pytest.fixture(scope="module")
+def code() -> dict[str, list[str]]:
     """The body of each phase's generated wrapper, line by line; and the tokens must be right."""
+    torch._dynamo.reset()
+    llama = tiny_llama()
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options=OPTIONS)
-    tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 60))
-    assert torch.equal(tokens, greedy(llama, prompt(70), 60))
+    tokens, sources = run_and_get_code(lambda: greedy_unmasked(twin, prompt(70), 30))
+    assert torch.equal(tokens, greedy(llama, prompt(70), 30))
     phases = compiled_phases(twin)
     assert len(sources) == len(phases)
     return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}

@@ -385,7 +385,7 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)
     with deferred.made_first(layers[1:], copies.record_event):
         for number, fetch in enumerate(layers):
-            copy_stream.wait(fetch[0], cursor, *fetch[3:5])
+            copy_stream.wait(cursor, cursor, *fetch[3:5], fetch[0])
             launch(f"attend {number}")
             copy_stream.prefetch(*fetch)
     copy_stream.join_capture(CPU)

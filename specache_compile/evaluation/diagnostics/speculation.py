@@ -44,7 +44,8 @@ def continued(run: Inspected, bits: int, k: int, speculate: bool) -> Greedy:
     """The continuation under these options; run once, whoever asks."""
     key = bits, k, speculate
     if key not in run.results:
-        run.results[key] = continue_greedily(run, {"bits": bits, "top_k": k, "speculate": speculate, "hit_rate": True})
+        options = {"setting": "paper", "bits": bits, "top_k": k, "speculate": speculate, "hit_rate": True}
+        run.results[key] = continue_greedily(run, options)
         run.tick()
     return run.results[key]
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import aggregation, fidelity, longbench, multikey, needle, perplexity, ruler, shared_context, variables
+from . import (
+    aggregation,
+    closeness,
+    fidelity,
+    longbench,
+    multikey,
+    needle,
+    perplexity,
+    ruler,
+    shared_context,
+    variables,
+)
 from .task import Bench, Cell
 
 TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
@@ -15,6 +26,7 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "shared_context": shared_context.cells,
     "perplexity": perplexity.cells,
     "fidelity": fidelity.cells,
+    "closeness": closeness.cells,
     "longbench": longbench.cells,
     "ruler": ruler.cells,
 }

@@ -20,7 +20,7 @@ class Bench:
     """What the person asked for. lengths: contexts in tokens. samples: questions (or windows of text) a cell.
 
     limit: the model's longest context. texts: files to read in place of the held-out library source. data: folder of
-    LongBench or RULER files. chat: put the tokenizer's chat template around LongBench's prompts.
+    LongBench or RULER files. chat: put the tokenizer's chat template around LongBench's prompts, and the needles'.
     """
 
     reader: Reader

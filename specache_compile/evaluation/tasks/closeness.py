@@ -1,0 +1,122 @@
+"""How close the next tokens' distributions are to the full cache's: forced text, its own greedy tokens, sampled ones.
+
+A guess of the next token is right for most greedy tokens, for half of sampled ones and for few of a forced text; so the
+three are told apart. Every method reads the same tokens behind the same prompts: what is compared is paired.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from specache_compile.evaluation.runner import Runner, chunks
+
+from .fidelity import divergence
+from .perplexity import windows
+from .task import Bench, Cell, Outcome
+
+KINDS = ("forced", "greedy", "sampled")
+# Tokens of a continuation, each measured: enough that what is fetched turns over, few beside the prompt.
+STEPS = 24
+
+
+class Continuations:
+    """Prompts of a cell, and what the full cache says behind them: made on first use, then shared by all methods.
+
+    tokens: {kind: [rows, STEPS]}; logs: {kind: log-probabilities [rows, STEPS, vocabulary]}, float16 (its error in a
+    KL is some 1e-4 of a nat, the same for every method).
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], seed: int) -> None:
+        self.rows, self.seed = rows, seed
+        self.made: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+    def of(self, runner: Runner) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """By batch, in the order of `chunks(rows, runner.batch_size)`."""
+        if not self.made:
+            with runner.uncompiled():
+                for number, batch in enumerate(chunks(self.rows, runner.batch_size)):
+                    self.made.append(self.full(runner, runner.ids(batch), number))
+        return self.made
+
+    def full(self, runner: Runner, ids: Tensor, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        prompt, text = ids[:, :-STEPS], ids[:, -STEPS:]
+        generator = torch.Generator().manual_seed(self.seed * 1_000 + number)
+        cache, first = prefill(runner, prompt[:, :-1]), prompt[:, -1:]
+
+        def sample(logits: Tensor) -> Tensor:
+            return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+        choose = {"greedy": lambda logits: logits.argmax(-1, keepdim=True), "sampled": sample}
+        tokens, logs = {"forced": text}, {}
+        for kind in KINDS:
+            logits, chosen = decode(runner, copy.deepcopy(cache), first, tokens.get(kind), choose.get(kind))
+            tokens[kind], logs[kind] = chosen, logits.log_softmax(-1).half()
+        return tokens, logs
+
+
+@torch.inference_mode()
+def prefill(runner: Runner, ids: Tensor) -> Any:
+    cache = DynamicCache()
+    runner.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+@torch.inference_mode()
+def decode(runner: Runner, cache: Any, first: Tensor, given: Tensor | None, choose: Any) -> tuple[Tensor, Tensor]:
+    """Logits [rows, STEPS, vocabulary] in float32 on the host, and the tokens that they were asked about [rows, STEPS]:
+    the given ones, or those that `choose` takes of the logits. The first step reads `first`."""
+    steps: list[Tensor] = []
+    chosen: list[Tensor] = []
+    token = first
+    for step in range(STEPS):
+        out = runner.model(token, past_key_values=cache, use_cache=True)
+        steps.append(out.logits[:, -1].float().cpu())
+        token = choose(steps[-1]).to(first.device) if given is None else given[:, step : step + 1]
+        chosen.append(token)
+    return torch.stack(steps, 1), torch.cat(chosen, 1)
+
+
+def measure(runner: Runner, known: Continuations) -> Outcome:
+    """The score is top-1 agreement on forced text; `kinds` has for each kind the KL(full || method) in nats, its
+    interval, agreement, and the KL of every window."""
+    kl: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    same: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    batches = chunks(known.rows, runner.batch_size)
+    for batch, (tokens, logs) in zip(batches, known.of(runner), strict=True):
+        prompt = runner.ids(batch)[:, :-STEPS]
+        cache = prefill(runner, prompt[:, :-1])
+        for kind in KINDS:
+            logits, _ = decode(runner, copy.deepcopy(cache), prompt[:, -1:], tokens[kind], None)
+            full = logs[kind].float()
+            kl[kind] += divergence(full, logits).mean(-1).tolist()
+            same[kind] += (full.argmax(-1) == logits.argmax(-1)).float().mean(-1).tolist()
+    kinds: dict[str, dict[str, Any]] = {
+        kind: {"kl": statistics.fmean(kl[kind]), "interval": interval(kl[kind]),
+               "agreement": statistics.fmean(same[kind]), "each": kl[kind]}
+        for kind in KINDS
+    }  # fmt: skip
+    return Outcome(kinds["forced"]["agreement"], "top-1 agreement", len(known.rows), {"kinds": kinds})
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean, by the normal approximation; NaN of a single value."""
+    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def cells(bench: Bench) -> list[Cell]:
+    """One cell a length, its continuation included."""
+
+    def cell(length: int) -> Cell:
+        known = Continuations(windows(bench, length), bench.seed)
+        return Cell(str(length), length, functools.partial(measure, known=known), {"steps": STEPS})
+
+    return [cell(length) for length in bench.lengths]

@@ -1,0 +1,100 @@
+"""Closeness to the full cache: the same continuations for every method, each of its kind."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import greedy, prompt, tiny_llama
+from specache_compile.evaluation.cell_tables import difference, table
+from specache_compile.evaluation.reader import ByteReader
+from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.runner import Runner
+from specache_compile.evaluation.settings import parse_setting, running
+from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, interval, measure
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from unseen_text import release_notes
+
+LENGTH = 160
+LOSSLESS = "specache:bits=1,group_size=32,residual_length=32,setting=paper,top_k=1024"
+LOSSY = "kivi:bits=1,group_size=32,residual_length=32"
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return Runner(tiny_llama(), ByteReader(), batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def known() -> Continuations:
+    return Continuations(prompt(LENGTH, 3).tolist(), seed=0)
+
+
+def test_the_continuations_are_the_text_the_greedy_tokens_and_sampled_ones(
+    runner: Runner, known: Continuations
+) -> None:
+    ids = runner.ids(known.rows)
+    tokens = {kind: torch.cat([batch[kind] for batch, _ in known.of(runner)]) for kind in KINDS}
+    assert torch.equal(tokens["forced"], ids[:, -STEPS:])
+    assert torch.equal(tokens["greedy"], greedy(runner.model, ids[:, :-STEPS], STEPS)[:, -STEPS:])
+    assert not torch.equal(tokens["sampled"], tokens["greedy"])
+    again = Continuations(known.rows, seed=0).of(runner)[0][0]["sampled"]
+    assert torch.equal(again, tokens["sampled"][:2]), "the seed says them"
+
+
+@pytest.mark.parametrize("method", ["uncompiled", LOSSLESS])
+def test_what_is_lossless_is_at_no_distance(runner: Runner, known: Continuations, method: str) -> None:
+    with running(runner.model, parse_setting(method), "eager"):
+        kinds = measure(runner, known).detail["kinds"]
+    for kind in KINDS:
+        assert abs(kinds[kind]["kl"]) < 1e-3  # the full cache's log-probabilities are kept in half precision
+        assert kinds[kind]["agreement"] == 1.0
+
+
+def test_what_is_lossy_is_at_its_mean_distance(runner: Runner, known: Continuations) -> None:
+    with running(runner.model, parse_setting(LOSSY), "eager"):
+        outcome = measure(runner, known)
+    forced = outcome.detail["kinds"]["forced"]
+    assert outcome.samples == len(forced["each"]) == 3
+    assert forced["kl"] == pytest.approx(sum(forced["each"]) / 3)
+    assert forced["kl"] > 0.01
+    assert outcome.score == forced["agreement"] < 1
+
+
+def test_an_interval_is_of_the_mean() -> None:
+    assert interval([1.0, 3.0]) == pytest.approx(1.96 * math.sqrt(2) / math.sqrt(2))
+    assert math.isnan(interval([1.0]))
+
+
+def row(method: str, each: list[float]) -> Row:
+    kind = {"kl": sum(each) / len(each), "interval": interval(each), "agreement": 0.5, "each": each}
+    return Row(
+        key=method, task="closeness", method=method, cell="160", context=160, score=0.5, metric="top-1 agreement",
+        samples=len(each), seed=0, kv_ratio=0.2, seconds=1.0, provenance="",
+        detail={"kinds": dict.fromkeys(KINDS, kind)},
+    )  # fmt: skip
+
+
+def test_differences_are_paired() -> None:
+    """Two methods that are apart by the same in every window differ for certain, however far the windows are apart."""
+    far, near = row("far", [1.1, 2.1, 9.1]), row("near", [1.0, 2.0, 9.0])
+    assert difference(far, near) == "+0.1000 ± 0.0000"
+    assert "+0.1000 ± 0.0000" in table([far, near])
+
+
+def test_the_unseen_text_is_the_release_notes_in_order() -> None:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for name in ("6.1", "5.2.10", "5.2", "5.1", "5.2.2"):
+            data = f"notes of {name}".encode()
+            member = tarfile.TarInfo(f"django-6.1.3/docs/releases/{name}.txt")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    assert release_notes(archive.getvalue()) == "notes of 5.2\nnotes of 5.2.2\nnotes of 5.2.10\nnotes of 6.1"

@@ -1,0 +1,243 @@
+"""A corrected choice: what lane 0 attends to is what its own low-bit logits ask for, whatever was fetched ahead.
+
+The reference is an attention function for the uncompiled model that has the whole cache and takes the method from its
+formulas, in float64: it knows no slots, no guess and no session.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import specache_compile as sc
+from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.kernels import tiers
+from specache_compile.kernels.layout import Layout
+from specache_compile.methods.low_bit import check_head_dim
+from specache_compile.runtime.records import find_record
+
+pytestmark = pytest.mark.one_process
+
+G, R, K = 32, 32, 8
+SETTINGS = {"group_size": G, "residual_length": R, "top_k": K, "correct": "always"}
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x [..., d] times the orthonormal Hadamard matrix, entry by entry; d a power of two."""
+    d = x.shape[-1]
+    signs = [[1.0 - 2 * ((i & j).bit_count() % 2) for j in range(d)] for i in range(d)]
+    return x @ torch.tensor(signs, dtype=x.dtype) / math.sqrt(d)
+
+
+def quantised(groups: Tensor, bits: int, dim: int) -> Tensor:
+    """Each group along `dim` at 2**bits levels between its ends, at 1 bit the midpoints of its halves (section 3.4)."""
+    low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
+    scale, zero = ((high - low) / 2, low + (high - low) / 4) if bits == 1 else ((high - low) / (2**bits - 1), low)
+    return ((groups - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+
+def simulated(key_bits: int, value_bits: int, rotate: bool) -> Any:
+    """An attention of transformers: exact but for one token's, whose far pairs are of low bits, k of them exact."""
+    turn = hadamard if rotate else lambda x: x
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:
+        queries = q.shape[1] // k.shape[1]
+        q, k, v = q.double().unflatten(1, (-1, queries)), k.double(), v.double()
+        cached = k.shape[2] - q.shape[3]
+        far = G * max(0, (cached - R) // G) if q.shape[3] == 1 else 0
+        low_k = turn(quantised(turn(k[:, :, :far]).unflatten(2, (-1, G)), key_bits, 3).flatten(2, 3))
+        low_v = turn(quantised(turn(v[:, :, :far]), value_bits, 3))
+        keys, values = torch.cat([low_k, k[:, :, far:]], 2), torch.cat([low_v, v[:, :, far:]], 2)
+        causal = torch.ones(q.shape[3], k.shape[2], dtype=torch.bool).tril(cached)
+
+        def weights() -> Tensor:
+            logits = q @ keys.unsqueeze(2).transpose(3, 4) * scaling
+            return logits.masked_fill(~causal, -math.inf).softmax(-1)
+
+        chosen = weights()[:, :, :, -1, :far].sum(2).topk(min(K, far), -1).indices.unsqueeze(-1).expand(-1, -1, -1, 16)
+        keys.scatter_(2, chosen, k.gather(2, chosen))
+        values.scatter_(2, chosen, v.gather(2, chosen))
+        return (weights() @ values.unsqueeze(2)).flatten(1, 2).transpose(1, 2).float().contiguous(), None
+
+    return attend
+
+
+@contextmanager
+def attending(model: LlamaForCausalLM, attention: Any) -> Iterator[None]:
+    ALL_ATTENTION_FUNCTIONS.register("simulated", attention)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "simulated"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+@torch.no_grad()
+def forced(model: LlamaForCausalLM, ids: Tensor, first: int) -> Tensor:
+    """Logits of the tokens behind the first ones, each given by itself."""
+    out = model(ids[:, :first], use_cache=True)
+    steps = []
+    for token in ids[:, first:].split(1, 1):
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        steps.append(out.logits)
+    return torch.cat(steps, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ({"bits": 1}, (1, 1, True)),
+        ({}, (2, 1, True)),
+        ({"bits": 2, "rotate": False}, (2, 2, False)),
+        ({"key_bits": 1, "value_bits": 4}, (1, 4, True)),
+    ],
+    ids=["1 bit", "best", "2 bits, not rotated", "1 and 4 bits"],
+)
+def test_each_steps_logits_are_the_formulas(
+    llama: LlamaForCausalLM, options: dict[str, Any], layout: tuple[int, int, bool]
+) -> None:
+    ids = prompt(170)
+    with attending(llama, simulated(*layout)):
+        expected = forced(llama, ids, 120)
+    twin = compile_copy(llama, **SETTINGS, **{"setting": "best", "bits": 1.5, "rotate": True, **options})
+    torch.testing.assert_close(forced(twin, ids, 120), expected, rtol=1e-3, atol=1e-3)
+    assert sc.stats(twin).pairs_corrected > 0
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_the_guess_changes_what_travels_when_and_no_logit(llama: LlamaForCausalLM, lowering: str) -> None:
+    ids, made, stats = prompt(170), [], []
+    for speculate in (True, False):
+        twin = compile_copy(llama, **SETTINGS, lowering=lowering, speculate=speculate)
+        made.append(forced(twin, ids, 120))
+        stats.append(sc.stats(twin))
+    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
+    assert stats[0].pairs_ahead != stats[1].pairs_ahead
+    assert all(s.bytes_to_device == (s.pairs_ahead + s.pairs_corrected) * 2 * 16 * 4 for s in stats)
+
+
+@torch.no_grad()
+def test_a_right_guess_leaves_nothing_to_correct() -> None:
+    """In the first layer; in later ones the guess's query has come through pairs that were chosen for the token."""
+    model = tiny_llama()
+    model.lm_head.weight.data.zero_()  # every argmax is token 0
+    twin = compile_copy(model, **SETTINGS)
+    out = twin(prompt(130), use_cache=True)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(20):
+        out = twin(token, past_key_values=out.past_key_values, use_cache=True)
+    record = find_record(twin)
+    assert record is not None
+    assert record.latest is not None
+    first, *_ = (int(count) for count in record.latest.corrected)
+    assert first == 0
+    assert sc.stats(twin).pairs_ahead > 100
+
+
+@torch.no_grad()
+def test_only_the_rows_of_a_miss_are_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every guess is token 0: right for the first row, wrong for the second. The slots of the first step were chosen
+    for its own tokens."""
+    model = tiny_llama()
+    model.lm_head.weight.data.zero_()
+    asked: list[list[bool]] = []
+
+    def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, count: Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():  # a correction; the worker's are fetches ahead
+            asked.append([not torch.equal(*rows) for rows in zip(wanted, slot_index, strict=True)])
+        real(wanted, host, slots, slot_index, count)
+
+    real = tiers.refill
+    monkeypatch.setattr(tiers, "refill", refill)
+    torch._dynamo.reset()
+    twin = compile_copy(model, **{**SETTINGS, "correct": "miss"})
+    out = twin(prompt(130, 2), use_cache=True)
+    for token in torch.cat([torch.zeros(1, 20, dtype=torch.int64), prompt(20, seed=5).clamp(min=1)]).split(1, 1):
+        out = twin(token, past_key_values=out.past_key_values, use_cache=True)
+    assert asked[:2] == [[False, False]] * 2
+    assert asked[2:] == [[False, True]] * (2 * 20 - 2)
+
+
+@pytest.mark.parametrize("correct", ["always", "miss"])
+@pytest.mark.parametrize("speculate", [True, False])
+def test_lossless_settings_stay_lossless(llama: LlamaForCausalLM, correct: str, speculate: bool) -> None:
+    twin = compile_copy(llama, setting="best", rotate=True, correct=correct, speculate=speculate)
+    assert torch.equal(greedy(twin, prompt(75, 2), 100), greedy(llama, prompt(75, 2), 100))
+
+
+@pytest.mark.parametrize("correct", ["always", "miss"])
+def test_lossless_over_beams_padding_and_turns(llama: LlamaForCausalLM, correct: str) -> None:
+    """Rows are reordered and left padded, the cache is cropped, extended and copied."""
+    twin = compile_copy(llama, setting="best", rotate=True, correct=correct)
+    ids = prompt(90, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    for given in ({"num_beams": 3}, {"attention_mask": mask}):
+        expected, made = (greedy(model, ids, 40, pad_token_id=0, **given) for model in (llama, twin))
+        assert torch.equal(made, expected)
+
+    @torch.no_grad()
+    def turns(model: LlamaForCausalLM) -> Tensor:
+        out = model(ids, use_cache=True)
+        logits = []
+        for token in prompt(12, 2, seed=4).split(1, 1):
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        out.past_key_values.crop(-22)
+        cache = copy.deepcopy(out.past_key_values)
+        for kept in (out.past_key_values, cache):
+            for tokens in (prompt(9, 2, seed=6), *prompt(8, 2, seed=7).split(1, 1)):
+                out = model(tokens, past_key_values=kept, use_cache=True)
+                logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    torch.testing.assert_close(turns(twin), turns(llama), rtol=1e-3, atol=1e-3)
+
+
+def test_the_settings_are_what_they_are_called() -> None:
+    paper, best = (sc.Options(setting=name) for name in ("paper", "best"))
+    assert (paper.bits, paper.rotate, paper.correct) == (2, False, "never")
+    assert best == sc.Options()
+    assert sc.Options(setting="paper", rotate=True).rotate, "what is given goes before"
+
+
+def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
+    with pytest.raises(sc.OptionError, match="head_dim 65 is odd, and no block of it can be rotated; rotate=False"):
+        check_head_dim(Layout(8, 8, True), 65)
+    narrow = tiny_llama(head_dim=4)
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):
+        sc.explain(narrow, prompt_length=100, options={"bits": 1})
+    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1})
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes at 1 bit; take more bits, or 16"):
+        greedy(narrow, prompt(100), 2)
+    narrow.compile(backend="specache", options={"lowering": "eager", "bits": 1, "min_context": 10_000})
+    with pytest.raises(sc.SpecacheError, match="head_dim 4 fills no whole bytes"):  # not when it is long enough
+        greedy(narrow, prompt(100), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"correct": "miss", "top_k": 0}, "correct='miss' with top_k=0: where no pair is fetched"),
+        ({"method": "full", "key_bits": 2}, "key_bits: method 'full' has none"),
+        ({"key_bits": 16}, "key_bits 16 and value_bits 1: 16 bits go with 16 bits"),
+        ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'miss', 'always'"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(sc.OptionError, match=told):
+        sc.Options(**options)
+
+
+def test_where_nothing_is_fetched_nothing_is_corrected() -> None:
+    assert sc.Options(top_k=0).correct == "never"
