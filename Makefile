@@ -11,11 +11,11 @@ demo: .venv/ready          ## ask the shipped model for needles: table and pictu
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready          ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
 test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"
-	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+	OMP_NUM_THREADS=1 $(OLDEST)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff check .

@@ -130,7 +130,8 @@ class Decoder:
             self.cache = forced_session(self.model, self.token, case.context)
             return
         if case.method in COMPILED:
-            self.model.compile(mode=mode, dynamic=False)
+            how = {"mode": mode} if self.device.type == "cuda" else {"backend": "eager"}
+            self.model.compile(dynamic=False, **how)
         room = bucket(case.context + STEPS)
         self.cache = forced_cache(case.method, model.config, shapes_of(model), batch, case.context, room)
 
@@ -154,6 +155,8 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
         for field, tensor in layer.items():
             if tensor.dtype == torch.uint8:
                 tensor.random_(0, 256)
+            elif field == "host":  # what is fetched must be numbers; of these there are too many to draw
+                tensor.fill_(0.5)
             elif field in ("codes", "key_params", "value_params", "recent"):
                 tensor.normal_()
     session.length = context

@@ -8,6 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+# The inputs whose sizes differ between calls, which Dynamo is to trace as symbols from the start, in the processes too
+# that tests start. A test marked `asks_for_sizes` leaves it to the backend to ask for them, as people's programs do.
+os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
+    r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\], L\['args'\]\[0\]"
+)
+
 import torch
 
 # Where there is no GPU, Triton's kernels run in its interpreter, which it decides on when it is first imported.
@@ -30,29 +37,32 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test compiles on its own, on one thread a worker, from one seed; those of a module marked `one_process` go
     on with the graphs that the ones before have made."""
     torch.manual_seed(0)
+    sizes = "" if request.node.get_closest_marker("asks_for_sizes") else torch.compiler.config.dynamic_sources
     module = request.module.__name__ if request.node.get_closest_marker("one_process") else None
     if module is None or _shared.get("module") != module:
         torch._dynamo.reset()
         _shared.clear()
     if module is None:
-        yield
+        with torch.compiler.config.patch(dynamic_sources=sizes):
+            yield
         torch._dynamo.reset()
         return
     _shared["module"] = module
     # Each of its models compiled in another way needs graphs of its own, and Dynamo counts those of all together.
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+    with (
+        torch.compiler.config.patch(dynamic_sources=sizes),
+        torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),
+    ):
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip, with the reason, where there is none; a module or a class that is one process runs in one
-    worker."""
+    """GPU tests skip, with the reason, where there is none. The kernels' modules, short ones, come last: workers take
+    modules whole (`--dist loadfile`), and end together then."""
     for item in items:
         if not torch.cuda.is_available() and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-        if "one_process" in item.keywords:
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))  # type: ignore[attr-defined]
+    items.sort(key=lambda item: item.path.parent.name == "kernels")
 
 
 def pytest_configure(config: pytest.Config) -> None:

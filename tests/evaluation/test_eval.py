@@ -22,7 +22,7 @@ from specache_compile.evaluation.rows import Row, append_row, read_rows
 from specache_compile.evaluation.settings import parse_setting, running
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "needle-llama")
-QUICK = ("--lengths", "200", "300", "--samples", "3", "--no-plots")
+QUICK = ("--lengths", "200", "--samples", "2", "--no-plots")
 
 
 def evaluate(out: Path, *more: str) -> int:
@@ -93,25 +93,25 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = command.measure
-    monkeypatch.setattr(command, "measure", Interrupted(original, before=4))
+    monkeypatch.setattr(command, "measure", Interrupted(original, before=3))
     assert evaluate(tmp_path) == 130
     captured = capsys.readouterr()
     assert "the same command goes on from here" in captured.err
     assert "uncompiled" in captured.out  # the finished rows are shown
     kept = read_rows(tmp_path / "rows.jsonl")
-    assert len(kept) == 3
+    assert len(kept) == 2
 
     again = Interrupted(original, before=0)
     monkeypatch.setattr(command, "measure", again)
     assert evaluate(tmp_path) == 0
-    assert again.calls == 8 - 3
+    assert again.calls == 4 - 2
     every = read_rows(tmp_path / "rows.jsonl")
     assert {key: every[key] for key in kept} == kept
     assert evaluate(tmp_path) == 0
-    assert again.calls == 5
+    assert again.calls == 2
     # Other settings of the same evaluation are other rows.
     assert evaluate(tmp_path, *QUICK, "--methods", "uncompiled", "--seed", "1") == 0
-    assert again.calls == 7
+    assert again.calls == 3
 
 
 def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,7 @@ def test_a_model_that_makes_causal_masks_prefills_without_one() -> None:
 GROUP, ROWS = 32, 64
 
 
+@functools.cache
 def distances(bits: int, pad: int) -> tuple[Tensor, Tensor]:
     """Logits [rows, steps, vocabulary] of the low-bit model, and each row's distance to the uncompiled one's, over a
     whole group of forced steps: where a group ends then counts for no padding more than for another."""

@@ -170,15 +170,14 @@ def test_only_the_rows_of_a_miss_are_corrected(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("correct", ["always", "miss"])
-@pytest.mark.parametrize("speculate", [True, False])
-def test_lossless_settings_stay_lossless(llama: LlamaForCausalLM, correct: str, speculate: bool) -> None:
-    twin = compile_copy(llama, setting="best", rotate=True, correct=correct, speculate=speculate)
+def test_lossless_settings_stay_lossless_without_a_guess(llama: LlamaForCausalLM, correct: str) -> None:
+    twin = compile_copy(llama, setting="best", rotate=True, correct=correct, speculate=False)
     assert torch.equal(greedy(twin, prompt(75, 2), 100), greedy(llama, prompt(75, 2), 100))
 
 
 @pytest.mark.parametrize("correct", ["always", "miss"])
 def test_lossless_over_beams_padding_and_turns(llama: LlamaForCausalLM, correct: str) -> None:
-    """Rows are reordered and left padded, the cache is cropped, extended and copied."""
+    """With a guess: rows are reordered and left padded, the cache is cropped, extended and copied."""
     twin = compile_copy(llama, setting="best", rotate=True, correct=correct)
     ids = prompt(90, 2)
     mask = torch.ones_like(ids)

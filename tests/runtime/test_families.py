@@ -11,24 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 
 from conftest import LOSSLESS, prompt
 from families import FAMILIES, Family
 from specache_compile import SpecacheWarning
+from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
 
-EVERY = pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
-WIDENED = [family for family in FAMILIES if family.rewritten and family.lanes == 2]
 BY_NAME = {family.name: family for family in FAMILIES}
+WIDENED = [family for family in FAMILIES if family.rewritten and family.lanes == 2]
 # What differs behind the graph's words: positions, masks, softcap, sinks, experts, exact layers beside rewritten ones.
 DISTINCT = (
     "llama 3", "llama, dynamic rope", "llama, eager attention", "mixtral", "gemma2", "gemma3_text", "phi3, longrope",
     "smollm3", "gpt_neox", "opt", "gpt_oss",
 )  # fmt: skip
 SOME = pytest.mark.parametrize("family", [BY_NAME[name] for name in DISTINCT], ids=DISTINCT)
-# Their rotary tables change with the length: these go beyond 144 and 128 tokens.
+# Their rotary tables change with the length: these go beyond 144 and 128 tokens, beside a cache that does so too.
 CHANGING_ROPE = ("llama, dynamic rope", "phi3, longrope")
+OTHERS = [family for family in FAMILIES if family.name not in DISTINCT or family.name in CHANGING_ROPE]
 
 
 def compiled(family: Family, **options: Any) -> Any:
@@ -54,34 +55,23 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
 
-def assert_same_generation(model: Any, plain: Any, **inputs: Any) -> None:
-    asked = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    expected, got = plain.generate(**inputs, **asked), model.generate(**inputs, **asked)
+def assert_same_generation(model: Any, plain: Any, ours: dict[str, Any] | None = None, **inputs: Any) -> None:
+    """The same tokens, logits, and hidden states where they are asked for; `ours` is for the compiled model alone."""
+    asked = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **inputs}
+    expected, got = plain.generate(**asked), model.generate(**asked, **(ours or {}))
     close(torch.stack(got.logits), torch.stack(expected.logits))
     assert torch.equal(got.sequences, expected.sequences)
+    for layers, others in zip(got.hidden_states or (), expected.hidden_states or (), strict=True):
+        for states, other in zip(layers, others, strict=True):
+            close(states, other)
 
 
-@EVERY
-def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
-    """Long enough that tokens leave the recent tier (64) for the low-bit tier; rewritten and widened as listed.
-
-    Beside sliding layers (window 24) from below the window to beyond, in at most five graphs: a prefill, a decode below
-    the window, and three where plain Dynamo makes four, at its edge and beyond. Then a prompt that is longer.
-    """
-    model, plain = compiled(family), family.model()
-    counters.clear()
-    with told(family):
-        if family.exact:
-            assert_same_generation(model, plain, input_ids=prompt(20, 2), max_new_tokens=50)
-            made = counters["stats"]["unique_graphs"]
-            assert made <= (5 if family.rewritten else 6), "of a model with nothing to rewrite all are Dynamo's own"
-        new = 90 if family.name in CHANGING_ROPE else 16
-        assert_same_generation(model, plain, input_ids=prompt(60, 2 if family.exact else 1), max_new_tokens=new)
+def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None:
     record = find_record(model)
     graphs = record.graphs if record else []
     for graph in graphs:
         assert (len(graph.captured.sites), len(graph.captured.left_alone)) == (family.rewritten, family.exact)
-    assert {graph.phase for graph in graphs} == ({"prefill", "decode"} if family.rewritten else set())
+    assert {graph.phase for graph in graphs} == (set(phases) if family.rewritten else set())
     lanes = {
         report.counts["lanes"]
         for graph in graphs
@@ -90,6 +80,16 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
         if trace.phase == "decode" and report.name == "speculate"
     }
     assert lanes == ({family.lanes} if family.rewritten else set())
+
+
+@pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
+def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
+    """Long enough that tokens leave the recent tier (64) for the low-bit tier; rewritten and widened as listed."""
+    model = compiled(family)
+    with told(family):
+        ids, new = prompt(60, 2 if family.exact else 1), 90 if family.name in CHANGING_ROPE else 16
+        assert_same_generation(model, family.model(), input_ids=ids, max_new_tokens=new)
+    assert_rewritten_as_listed(model, family, "prefill", "decode")
 
 
 @pytest.mark.parametrize("name", ["llama 3", "llama, eager attention", "gemma2", "gpt_oss"])
@@ -101,53 +101,68 @@ def test_one_lane_gives_the_same_tokens(name: str) -> None:
         assert_same_generation(model, family.model(), input_ids=prompt(90), max_new_tokens=12)
 
 
-class Conversation:
-    """A model called step by step beside the uncompiled one, which sees the whole text anew each time.
+@pytest.mark.parametrize("name", ["llama 3", "gemma2"])
+def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
+    family = BY_NAME[name]
+    inputs = {"input_ids": prompt(50), "max_new_tokens": 6, "output_hidden_states": True}
+    with told(family):
+        assert_same_generation(compiled(family), family.model(), **inputs)
 
-    `checked` counts the guesses that were compared: lane 1 must predict what the uncompiled model does behind the
-    output token and the guess before. That needs the right positions, masks and lane 0's pair in every layer.
-    """
 
-    def __init__(self, family: Family, mask: Tensor | None = None) -> None:
-        self.plain, self.model = family.model(), compiled(family)
-        self.rows = 1 if mask is None else mask.shape[0]
-        self.mask, self.text = mask, torch.empty(self.rows, 0, dtype=torch.int64)
-        self.cache: Any = None
+class Guesses(LogitsProcessor):
+    """Compares each step's guess with what the uncompiled model says behind the text and the guess before: lane 1 needs
+    the right positions, masks and lane 0's pair in every layer. `checked` counts the comparisons."""
+
+    def __init__(self, plain: Any, cache: DynamicCache, mask: Tensor | None = None) -> None:
+        self.plain, self.cache, self.mask = plain, cache, mask
+        self.before: Tensor | None = None
         self.checked = 0
 
-    def hears(self, ids: Tensor) -> Tensor:
-        """Feed tokens to both; the next greedy token."""
-        self.text = torch.cat([self.text, ids], 1)
-        out = self.model(ids, past_key_values=self.cache, use_cache=True, **self.padding(self.text, ids.shape[1]))
-        self.cache = out.past_key_values
-        close(out.logits[:, -1], self.predict(self.text))
-        return out.logits[:, -1].argmax(-1, keepdim=True)
+    def __call__(self, text: Tensor, scores: Tensor) -> Tensor:
+        held = [layer.keys for layer in self.cache.layers if isinstance(layer.keys, HeldTensor)]
+        guess = held[0].handle.session.guess if held else None
+        if self.before is not None and guess is not None:
+            assert torch.equal(guess, self.predict(torch.cat([text, self.before], 1)).argmax(-1, keepdim=True))
+            self.checked += 1
+        self.before = guess
+        return scores
 
     def predict(self, text: Tensor) -> Tensor:
-        return self.plain(text, use_cache=False, **self.padding(text, text.shape[1])).logits[:, -1]
-
-    def padding(self, text: Tensor, new: int) -> dict[str, Tensor]:
-        """The mask and the positions, as `generate` would give them; nothing where there is no padding."""
+        """The uncompiled model's logits [rows, vocabulary] behind a text."""
         if self.mask is None:
-            return {}
-        mask = torch.cat([self.mask, self.mask.new_ones(self.rows, text.shape[1] - self.mask.shape[1])], 1)
-        return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]}
+            return self.plain(text, use_cache=False).logits[:, -1]
+        mask = torch.cat([self.mask, self.mask.new_ones(len(text), text.shape[1] - self.mask.shape[1])], 1)
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        return self.plain(text, use_cache=False, attention_mask=mask, position_ids=places).logits[:, -1]
 
-    def goes_on(self, token: Tensor, steps: int) -> Tensor:
-        """Greedy steps; from the second on, the guess is compared."""
-        before = None
-        for _ in range(steps):
-            token = self.hears(token)
-            guess = self.guess()
-            if before is not None and guess is not None:
-                assert torch.equal(guess, self.predict(torch.cat([self.text, before], 1)).argmax(-1, keepdim=True))
-                self.checked += 1
-            before = guess
-        return token
 
-    def guess(self) -> Tensor | None:
-        held = [layer.keys for layer in self.cache.layers if hasattr(layer.keys, "handle")]
-        return held[0].handle.session.guess if held else None
+@pytest.mark.asks_for_sizes
+@SOME
+@torch.no_grad()
+def test_tokens_equal_over_several_turns(family: Family) -> None:
+    """A second turn extends the cache; positions are computed in the graph, not given.
+
+    Beside sliding layers (window 24) the first turn goes from below the window to beyond, in at most five graphs: a
+    prefill, a decode below the window, and three where plain Dynamo makes four, at its edge and beyond.
+    """
+    rows, length, steps = (2, 20, 50) if family.exact else (1, 60, 6)
+    model, plain = compiled(family), family.model()
+    cache = DynamicCache(config=model.config)
+    guesses, text, made = Guesses(plain, cache), prompt(0, rows), []
+    counters.clear()
+    with told(family):
+        for turn, new in ((prompt(length, rows), steps), (prompt(9, rows, seed=2), 6)):
+            token = turn
+            for _ in range(1 + new):
+                text = torch.cat([text, token], 1)
+                logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+                close(logits, guesses.predict(text))
+                guesses(text, logits)
+                token = logits.argmax(-1, keepdim=True)
+            made.append(counters["stats"]["unique_graphs"])
+    assert guesses.checked == (steps - 1 + 5 if family in WIDENED else 0)
+    assert made[0] <= 5 or not family.exact
+    assert_rewritten_as_listed(model, family, "prefill", "decode", "extend")
 
 
 @SOME
@@ -155,32 +170,14 @@ def test_left_padded_batches(family: Family) -> None:
     """Long enough that a group leaves the recent tier while padded rows decode, at 96 tokens."""
     mask = torch.ones(3, 90, dtype=torch.int64)
     mask[1, :20], mask[2, :81] = 0, 0
-    with torch.no_grad(), told(family):
-        conversation = Conversation(family, mask)
-        conversation.goes_on(conversation.hears(prompt(90, 3)), 12)
-    assert conversation.checked == (11 if family in WIDENED else 0)
-
-
-@SOME
-def test_several_turns(family: Family) -> None:
-    """A second turn extends the cache; positions are computed in the graph, not given."""
-    with torch.no_grad(), told(family):
-        conversation = Conversation(family)
-        conversation.goes_on(conversation.hears(prompt(60)), 6)
-        conversation.goes_on(conversation.hears(prompt(9, seed=2)), 6)
-    assert conversation.checked == (10 if family in WIDENED else 0)
-
-
-@pytest.mark.parametrize("name", ["llama 3", "gemma2"])
-def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
-    family = BY_NAME[name]
-    asked = {"do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True, "max_new_tokens": 6}
+    model, plain = compiled(family), family.model()
+    cache = DynamicCache(config=model.config)
+    guesses = Guesses(plain, cache, mask)
+    ours = {"past_key_values": cache, "logits_processor": [guesses]}
     with told(family):
-        got = compiled(family).generate(prompt(50), **asked)
-    expected = family.model().generate(prompt(50), **asked)
-    for layers, others in zip(got.hidden_states, expected.hidden_states, strict=True):
-        for states, other in zip(layers, others, strict=True):
-            close(states, other)
+        inputs = {"input_ids": prompt(90, 3), "attention_mask": mask, "max_new_tokens": 13}
+        assert_same_generation(model, plain, ours, **inputs)
+    assert guesses.checked == (11 if family in WIDENED else 0)
 
 
 def test_returned_attention_weights_leave_the_model_exact() -> None:

@@ -32,11 +32,12 @@ def uncompiled(length: int, tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}]
+    "settings",
+    [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}, {"speculate": False}],
 )
-@pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
-def test_greedy_tokens_equal_for_200_tokens(llama: LlamaForCausalLM, settings: dict, speculate: bool) -> None:
-    twin = compile_copy(llama, **settings, speculate=speculate)
+def test_greedy_tokens_equal_for_200_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
+    """In two lanes, and in one."""
+    twin = compile_copy(llama, **settings)
     assert torch.equal(greedy(twin, prompt(75), 200), uncompiled(75, 200))
 
 
@@ -47,7 +48,7 @@ def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausal
     assert torch.equal(greedy(compiled, ids, new), greedy(llama, ids, new))
 
 
-@pytest.mark.parametrize(("residual", "group"), [(1, 32), (7, 64), (128, 32), (64, 128)])
+@pytest.mark.parametrize(("residual", "group"), [(1, 64), (7, 128), (128, 32)])
 def test_windows_of_any_size(llama: LlamaForCausalLM, residual: int, group: int) -> None:
     twin = compile_copy(llama, residual_length=residual, group_size=group)
     assert torch.equal(greedy(twin, prompt(150), 70), uncompiled(150, 70))
