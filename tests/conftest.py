@@ -33,6 +33,15 @@ LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32
 _shared: dict[str, Any] = {}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def garbage() -> None:
+    """What imports and other modules' tests have made stays: Python need not look through it for garbage, which took a
+    tenth of Dynamo's time, and seconds in each `gc.collect()`."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 @pytest.fixture(autouse=True)
 def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test compiles on its own, on one thread a worker, from one seed; those of a module marked `one_process` go
@@ -64,14 +73,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available() and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
     items.sort(key=lambda item: item.path.parent.name == "kernels")
-
-
-def pytest_collection_finish() -> None:
-    """What the imports have made stays: Python need not look through it for garbage, which in the midst of Dynamo's
-    tracing took a tenth of the time, and in each `gc.collect()` a second."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:
