@@ -269,10 +269,9 @@ def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captu
     twin = compile_copy(llama, mode="reduce-overhead")
     with torch.no_grad():
         cache = twin(prompt(40, 2), use_cache=True).past_key_values
-        masks = [torch.ones(2, 1, 1, n, dtype=torch.bool) for n in (41, 42)]
+        mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
         with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
-            for mask in masks:
-                twin(prompt(1, 2), past_key_values=cache, attention_mask=mask)
+            twin(prompt(1, 2), past_key_values=cache, attention_mask=mask)
 
 
 def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
