@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .methods import Options
     from .runtime.materialize import materialize
     from .runtime.stats import Stats, stats
+    from .saving import load, save
 
 __all__ = [
     "Bisection",
@@ -28,8 +29,10 @@ __all__ = [
     "Stats",
     "bisect",
     "explain",
+    "load",
     "materialize",
     "release_host_memory",
+    "save",
     "stats",
 ]
 
@@ -41,8 +44,10 @@ _PLACES = {
     "Stats": "runtime.stats:Stats",
     "bisect": "explaining.bisect:bisect",
     "explain": "explaining.explain:explain",
+    "load": "saving:load",
     "materialize": "runtime.materialize:materialize",
     "release_host_memory": "kernels.host_memory:release_host_memory",
+    "save": "saving:save",
     "stats": "runtime.stats:stats",
 }
 

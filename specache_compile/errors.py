@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -36,8 +37,60 @@ def held_read(operation: str) -> HeldTensorError:
 
 def held_saved() -> HeldTensorError:
     return HeldTensorError(
-        "a cache that the specache backend holds in its own tiers cannot be pickled or saved. Save the plain copy that "
-        "specache_compile.materialize(past_key_values) makes; copy.deepcopy copies the held cache itself."
+        "a cache that the specache backend holds in its own tiers cannot be pickled. specache_compile.save(cache, "
+        "folder) and load(folder, model) take it to another process; materialize(cache) makes a plain copy, and "
+        "copy.deepcopy one that is held."
+    )
+
+
+def plain_already() -> SpecacheError:
+    return SpecacheError("this cache holds plain tensors already: the specache backend does not hold it")
+
+
+def cannot_be_saved(number: int, kind: str) -> SpecacheError:
+    return SpecacheError(
+        f"layer {number} of this cache, a {kind}, has more than keys and values: such a cache cannot be saved"
+    )
+
+
+def model_is_gone() -> SpecacheError:
+    return SpecacheError(
+        "the model that filled this cache is gone, and its weights are what a saved session is known by: save it while "
+        "the model is there"
+    )
+
+
+def not_compiled() -> SpecacheError:
+    return SpecacheError(
+        "load: this model is not compiled by the backend, which alone can go on from a saved session: "
+        "model.compile(backend='specache', options=...) first"
+    )
+
+
+def no_saved_session(folder: Path) -> SpecacheError:
+    return SpecacheError(f"no session was saved in {folder}: specache_compile.save(cache, folder) makes one")
+
+
+def unreadable_session(path: Path, why: str) -> SpecacheError:
+    return SpecacheError(f"{path} of a saved session cannot be read: {why}. Prefill again, and save anew")
+
+
+def other_model(folder: Path, different: int, weights: int) -> SpecacheError:
+    return SpecacheError(
+        f"the session in {folder} was made with another model: of its {weights} weights {different} are not this one's "
+        "(values, shapes or dtype)"
+    )
+
+
+def other_layers(kinds: Sequence[str]) -> SpecacheError:
+    return SpecacheError(
+        f"this transformers gives the model no cache with the layers that were saved: {', '.join(kinds)}"
+    )
+
+
+def other_options(folder: Path, told: str) -> SpecacheError:
+    return SpecacheError(
+        f"the session in {folder} was made with other options: {told}. Compile the model with those, or prefill again"
     )
 
 

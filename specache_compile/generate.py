@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo.eval_frame import OptimizedModule
+
+from .compiled_options import options_given
 
 
 def is_ours(module: OptimizedModule) -> bool:
     """Whether this module was compiled with the backend "specache"."""
     return options_given(module.dynamo_ctx) is not None
-
-
-def options_given(context: Any) -> Mapping[str, Any] | None:
-    """The options that a context of Dynamo's hands to the backend "specache"; None where its backend is another."""
-    from .backend import specache
-
-    compiler: Any = getattr(context, "callback", None)
-    while compiler is not None:
-        if getattr(compiler, "compiler_fn", None) is specache:
-            return compiler.kwargs.get("options", {})
-        if compiler is specache:
-            return {}
-        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
-    return None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ computes is exact (`Session.phases`), so that what is not drafted is slow, and n
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 import warnings
 from collections.abc import Mapping
@@ -28,8 +27,8 @@ from transformers.generation import (
 from transformers.generation.utils import GenerationMixin
 
 from .compat import WINDOWS_TAKE_DRAFTS, missing_for_drafts
-from .errors import SpecacheWarning, not_drafted, unseen_options
-from .generate import options_given
+from .compiled_options import options_of
+from .errors import SpecacheWarning, not_drafted
 from .methods import parse_options
 from .runtime.draft_length import DraftLength
 from .runtime.records import find_record
@@ -65,18 +64,8 @@ def route_verification() -> None:
 
 def is_to_verify(model: torch.nn.Module) -> bool:
     """Whether the model's calls are compiled by this backend, with the option."""
-    options = compiled_options(model._compiled_call_impl) or compiled_options(model.__dict__.get("forward"))
+    options = options_of(model)
     return bool(options) and parse_options(options).verify is not None
-
-
-def compiled_options(function: Any) -> Mapping[str, Any] | None:
-    """The options that a compiled function was compiled with; None where it is none, or not this backend's."""
-    if not hasattr(function, "get_compiler_config"):
-        return None
-    context = inspect.getclosurevars(function.get_compiler_config).nonlocals.get("self")
-    if context is None:
-        warnings.warn(unseen_options(torch.__version__), SpecacheWarning, stacklevel=4)
-    return options_given(context)
 
 
 def reason_not_to_draft(

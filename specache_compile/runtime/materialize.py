@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 from transformers import DynamicCache
 
-from specache_compile.errors import SpecacheError
-
 from .held import HeldTensor
-from .step import agreed_session
+from .step import session_behind
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:
@@ -18,15 +17,11 @@ def materialize(cache: DynamicCache) -> DynamicCache:
 
     `cache` stays usable; SpecacheError where it is plain already.
     """
-    every: list[Any] = list(cache.layers)
-    layers = [layer for layer in every if isinstance(layer.keys, HeldTensor)]
-    if not layers:
-        raise SpecacheError("this cache holds plain tensors already: the specache backend does not hold it")
-    session = agreed_session([(i, t.handle) for i, layer in enumerate(layers) for t in (layer.keys, layer.values)])
+    session = session_behind(cache)
     plain = DynamicCache()
     plain.layers = []
-    held = iter(range(len(layers)))
-    for layer in every:
+    held, layers = itertools.count(), list[Any](cache.layers)
+    for layer in layers:
         twin = copy.copy(layer)
         if isinstance(layer.keys, HeldTensor):
             number = next(held)

@@ -84,6 +84,8 @@ class Session:
         fixed = options.for_prompt(prompt)
         self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
+        # The model's, by which a saved session knows it again.
+        self.weights: list[weakref.ref[Tensor]] = []
         self.batch = batch
         self.length = 0
         self.version = 0

@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches
+import torch
+
+from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches, plain_already
 from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions, own_options
 
-from .held import Handle
+from .held import Handle, HeldTensor
 from .records import record_of
 from .session import Session
 
 if TYPE_CHECKING:
+    from transformers import DynamicCache
+
     from specache_compile.captured import Captured  # noqa: TID251  (types alone)
     from specache_compile.rewritten import Rewrites, Rewritten  # noqa: TID251
 
@@ -53,6 +58,7 @@ class CompiledGraph:
         if not captured.phase.has_past:
             batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
             session = Session(captured.options, captured.layers, batch, tokens)
+            session.weights = [weakref.ref(value) for value in arguments if isinstance(value, torch.nn.Parameter)]
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles)
@@ -113,24 +119,28 @@ class CompiledGraph:
         )
 
 
-def warn_of_other_options(made_under: MethodOptions, compiled_with: MethodOptions) -> bool:
-    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else. Returns
-    whether there was something to say."""
-    # How a model is lowered is the model's own, whichever cache comes to it.
+def differences(made_under: MethodOptions, compiled_with: MethodOptions) -> str:
+    """The options of a cache that a model has otherwise; empty where there are none. How a model is lowered is its own,
+    whichever cache comes to it."""
     names = ["method", *(name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))]
-    differences = ", ".join(
+    return ", ".join(
         f"{name} {getattr(made_under, name)!r} (the model's: {getattr(compiled_with, name)!r})"
         for name in names
         if hasattr(compiled_with, name) and getattr(made_under, name) != getattr(compiled_with, name)
     )
-    if differences:
+
+
+def warn_of_other_options(made_under: MethodOptions, compiled_with: MethodOptions) -> bool:
+    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else. Returns
+    whether there was something to say."""
+    told = differences(made_under, compiled_with)
+    if told:
         warnings.warn(
-            "this cache was made with other options than the model is compiled with, and goes on with its own: "
-            f"{differences}",
+            f"this cache was made with other options than the model is compiled with, and goes on with its own: {told}",
             SpecacheWarning,
             stacklevel=2,
         )
-    return bool(differences)
+    return bool(told)
 
 
 def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
@@ -144,3 +154,13 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
     assert first is not None
     first.session.replay(first.version, first.edits)
     return first.session
+
+
+def session_behind(cache: DynamicCache) -> Session:
+    """The session of a held cache, brought to the view that the cache is; SpecacheError where it is plain."""
+    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer.keys, HeldTensor)]
+    if not layers:
+        raise plain_already()
+    return agreed_session(
+        [(site, part.handle) for site, layer in enumerate(layers) for part in (layer.keys, layer.values)]
+    )

@@ -1,0 +1,327 @@
+"""`save(cache, folder)` and `load(folder, model)`: a held cache that outlives its process.
+
+    folder/
+      session.json                     what the session is, and the files of its tensors with their sizes
+      tensors-3f9c21d0/
+        layer-000.safetensors          the state tensors of a layer; plain keys and values, where it is not held
+        ...
+        step.safetensors               what the next step starts from: guesses, padding
+
+`session.json` is replaced in one move when all else is on disk: whoever is stopped while saving leaves the session that
+was there before. One process at a time may save into a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from .compiled_options import options_of
+from .errors import (
+    cannot_be_saved,
+    model_is_gone,
+    no_host_memory,
+    no_saved_session,
+    not_compiled,
+    other_layers,
+    other_model,
+    other_options,
+    unreadable_session,
+)
+from .kernels.host_memory import allowance
+from .methods import METHODS, parse_options
+from .methods.field import LayerShape, LayerState
+from .options import MethodOptions, own_options
+from .passes.context import Part
+from .runtime.held import HeldTensor
+from .runtime.session import Session
+from .runtime.state import adopt, empty, fields_of, host_bytes
+from .runtime.step import differences, session_behind
+
+FORMAT = 1
+HEADER = "session.json"
+STEP = "step.safetensors"
+PACKAGES = ("specache-compile", "torch", "transformers")
+# Values of each weight that a model is known again by.
+SAMPLED = 256
+# What the next step of a session starts from, beside its tiers.
+NUMBERS = ("batch", "length", "capacity", "slots_ready", "padded")
+TENSORS = ("guess", "guessed", "padding")
+PARTS: tuple[Part, Part] = ("keys", "values")
+OPTIONS = ("asked", "options", "pending_options")
+# The model's own, whichever cache comes to it: how its graphs are lowered.
+OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes")
+
+
+def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
+    """Write a held cache to `folder`, for `load`; every tier as it is, bit for bit.
+
+    A session that is there already stays until this one is whole. The cache stays usable. SpecacheError where it is
+    plain, where a layer of it has more than keys and values, and where its model is gone.
+    """
+    layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
+    session = session_behind(cache)
+    session.drain()
+    header = {
+        "format": FORMAT,
+        "versions": {name: version(name) for name in PACKAGES},
+        "weights": sorted({weight_hash(weight) for weight in weights_of(session)}),
+        "options": {name: described_options(getattr(session, name)) for name in OPTIONS},
+        "numbers": {name: getattr(session, name) for name in NUMBERS},
+        "shapes": [[shape.heads, shape.head_dim, name_of(shape.dtype)] for shape in session.layers],
+        "layers": layers,
+    }
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    tensors = root / f"tensors-{uuid.uuid4().hex[:8]}"
+    tensors.mkdir()
+    try:
+        for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
+            site = layers[number]["site"]
+            held = {"keys": layer.keys, "values": layer.values} if site is None else whole(session, site)
+            write(held, tensors / layer_file(number))
+        write({name: x for name in TENSORS if (x := getattr(session, name)) is not None}, tensors / STEP)
+        header["folder"] = tensors.name
+        header["files"] = {path.name: path.stat().st_size for path in sorted(tensors.iterdir())}
+        replace_header(root, header)
+    except BaseException:
+        shutil.rmtree(tensors, ignore_errors=True)
+        raise
+    for other in root.glob("tensors-*"):
+        if other != tensors:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
+    """The cache that `save` wrote to `folder`, for the same weights under the same options: `model` is compiled by this
+    backend. The host tier is mapped from the file where it stays in ordinary memory, and read as steps need it.
+
+    SpecacheError where there is none, a file of it is cut short, or it was made with another model or other options.
+    """
+    root = Path(folder)
+    header = read_header(root)
+    given = options_of(model)
+    if given is None:
+        raise not_compiled()
+    asked, options, pending = (restored_options(header["options"][name], parse_options(given)) for name in OPTIONS)
+    assert asked is not None
+    assert options is not None
+    if told := differences(asked, parse_options(given)):
+        raise other_options(root, told)
+    check_weights(root, header["weights"], model)
+    files = checked_files(root, header)
+    first = next(model.parameters())
+    shapes = [
+        LayerShape(heads, head_dim, getattr(torch, dtype), first.device, number)
+        for number, (heads, head_dim, dtype) in enumerate(header["shapes"])
+    ]
+    numbers = header["numbers"]
+    session = Session(asked, shapes, numbers["batch"], numbers["length"])
+    session.options, session.pending_options = options, pending
+    check_host_memory(session, numbers["capacity"])
+    for name in NUMBERS:
+        setattr(session, name, numbers[name])
+    session.allocated = session.capacity
+    return filled(session, model, header, files)
+
+
+def filled(
+    session: Session, model: torch.nn.Module, header: Mapping[str, Any], files: Mapping[str, Path]
+) -> DynamicCache:
+    """The cache of a session, with what the files hold."""
+    cache = empty_cache(model, [layer["kind"] for layer in header["layers"]])
+    device = session.layers[0].device
+    plain: dict[int, LayerState] = {}
+    states: dict[int, LayerState] = {}
+    for number, layer in enumerate(tqdm(header["layers"], "loading", unit="layer", disable=None, leave=False)):
+        path, site = files[layer_file(number)], layer["site"]
+        if site is None:
+            plain[number] = {name: tensor.to(device, copy=True) for name, tensor in read(path).items()}
+        else:
+            states[site] = placed(session, site, path)
+    session.state = [states[site] for site in range(len(session.layers))]
+    for name, tensor in read(files[STEP]).items():
+        setattr(session, name, tensor.to(device, copy=True))
+    session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.note_memory()
+    for number, (layer, told) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        site = told["site"]
+        pairs = [plain[number][part] if site is None else session.held(site, part) for part in PARTS]
+        layer.lazy_initialization(*pairs)
+        layer.keys, layer.values = pairs
+        for name, value in told["numbers"].items():
+            setattr(layer, name, value)
+    return cache
+
+
+def described_layer(number: int, layer: Any) -> dict[str, Any]:
+    """A layer of the cache: its class, its numbers, and its site; None where its keys and values are plain."""
+    held = isinstance(layer.keys, HeldTensor)
+    more = [name for name, value in vars(layer).items() if holds_pairs(value) and name not in PARTS]
+    if more or not isinstance(layer, DynamicLayer):
+        raise cannot_be_saved(number, type(layer).__name__)
+    return {
+        "kind": type(layer).__name__,
+        "site": layer.keys.handle.site if held else None,
+        "numbers": {name: value for name, value in vars(layer).items() if type(value) in (int, bool)},
+    }
+
+
+def holds_pairs(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
+def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
+    """A cache with layers of these classes: as the model's configuration has them, or all alike."""
+    for cache in (DynamicCache(config=model.config.get_text_config(decoder=True)), DynamicCache()):
+        cache.layers = cache.layers or [DynamicLayer() for _ in kinds]
+        if [type(layer).__name__ for layer in cache.layers] == list(kinds):
+            return cache
+    raise other_layers(kinds)
+
+
+def whole(session: Session, site: int) -> LayerState:
+    """A layer's state tensors, with zeros where the host tier holds no token yet: memory that was never written is
+    nobody's to read."""
+    state = dict(session.state[site])
+    for field in fields_of(session.options, session.layers[site]):
+        if field.on_host:
+            state[field.name] = state[field.name].clone()
+            state[field.name][:, :, session.length :] = 0
+    return state
+
+
+def placed(session: Session, site: int, path: Path) -> LayerState:
+    """A layer's state tensors where they live; SpecacheError unless they are what the options say."""
+    shape = session.layers[site]
+    found, state = read(path), {}
+    for field in fields_of(session.options, shape):
+        wanted = torch.Size(field.shape(session.options, shape, session.batch, session.capacity))
+        tensor = found.get(field.name)
+        if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
+            raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
+        stays = field.on_host and shape.device.type == "cpu"
+        state[field.name] = tensor if stays else empty(field, tuple(wanted), tensor.dtype, shape).copy_(tensor)
+    adopt(state, shape)
+    return state
+
+
+def check_host_memory(session: Session, capacity: int) -> None:
+    """SpecacheError where the host tier would outgrow its budget."""
+    options = session.options
+    needed = host_bytes(options, session.layers, session.batch, capacity)
+    allowed = allowance(0, options.host_memory)
+    if needed > allowed:
+        raise no_host_memory(needed, allowed, session.length, session.batch, options.host_memory)
+
+
+def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
+    """The options that decide what a session holds; None of None."""
+    if options is None:
+        return None
+    names = [name for name in own_options(type(options)) if name not in OF_THE_MODEL]
+    return {"method": options.method, **{name: getattr(options, name) for name in names}}
+
+
+def restored_options(told: Mapping[str, Any] | None, given: MethodOptions) -> MethodOptions | None:
+    """Those that `described_options` described, for a model that is compiled under `given`."""
+    if told is None:
+        return None
+    return METHODS[told["method"]].options(**told, **{name: getattr(given, name) for name in OF_THE_MODEL})
+
+
+def weights_of(session: Session) -> list[Tensor]:
+    weights = [weight() for weight in session.weights]
+    if not weights or any(weight is None for weight in weights):
+        raise model_is_gone()
+    return [weight for weight in weights if weight is not None]
+
+
+def weight_hash(weight: Tensor) -> str:
+    """16 hex digits of a weight's shape, dtype, and some of its values."""
+    flat = weight.detach().flatten()
+    values = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous().view(torch.uint8)
+    told = f"{tuple(weight.shape)} {weight.dtype} {bytes(values.tolist()).hex()}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def check_weights(root: Path, told: Sequence[str], model: torch.nn.Module) -> None:
+    missing = set(told) - {weight_hash(weight) for weight in model.parameters()}
+    if missing:
+        raise other_model(root, len(missing), len(told))
+
+
+def read_header(root: Path) -> dict[str, Any]:
+    path = root / HEADER
+    try:
+        header = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise no_saved_session(root) from None
+    except ValueError as error:
+        raise unreadable_session(path, f"it is no JSON ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise unreadable_session(path, f"it is not of format {FORMAT}")
+    return header
+
+
+def checked_files(root: Path, header: Mapping[str, Any]) -> dict[str, Path]:
+    """The files by name; SpecacheError where one is missing or has another size than it was written with."""
+    files = {name: root / header["folder"] / name for name in header["files"]}
+    for name, size in header["files"].items():
+        there = files[name].stat().st_size if files[name].exists() else 0
+        if there != size:
+            raise unreadable_session(files[name], f"it has {there:,} bytes of {size:,}")
+    return files
+
+
+def layer_file(number: int) -> str:
+    return f"layer-{number:03d}.safetensors"
+
+
+def read(path: Path) -> LayerState:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise unreadable_session(path, str(error)) from error
+
+
+def write(tensors: LayerState, path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    sync(path)
+
+
+def replace_header(root: Path, header: Mapping[str, Any]) -> None:
+    """The one moment in which a session takes the place of the one before."""
+    new = root / f"{HEADER}.new"
+    new.write_text(json.dumps(header, indent=1) + "\n")
+    sync(new)
+    os.replace(new, root / HEADER)
+    sync(root)
+
+
+def sync(path: Path) -> None:
+    """On disk when this returns, a crash of the machine or not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,213 @@
+"""Sessions on disk: bit for bit what was saved, in another process too; and what is refused, in words."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import compile_copy, compiled_with, prompt, tiny_llama
+from families import FAMILIES
+from specache_compile import saving
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.session import session_of
+
+pytestmark = pytest.mark.one_process
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "best": {"bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32},
+    "the paper's": {"setting": "paper", "bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32},
+    "still in 16 bits": {"bits": 1, "min_context": 4096},
+    "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32},
+    "kcache": {"method": "kcache"},
+    "eviction": {"method": "h2o", "budget": 0.5},
+}
+
+
+@torch.no_grad()
+def step(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, DynamicCache]:
+    out = model(ids, past_key_values=cache, use_cache=True)
+    return out.logits, out.past_key_values
+
+
+def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
+    """Logits of an extend and of decode steps, far enough that pairs leave the window."""
+    rows = next(layer.keys.shape[0] for layer in cache.layers)
+    logits = [step(model, prompt(5, rows), cache)[0][:, -1]]
+    for _ in range(steps):
+        logits.append(step(model, logits[-1].argmax(-1, keepdim=True), cache)[0][:, -1])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
+    """From the middle of a generation, slots chosen and a guess made; two rows."""
+    model = compiled_with(llama, {**SETTINGS[name], "lowering": "eager"})
+    logits, cache = step(model, prompt(150, 2))
+    for _ in range(3):
+        logits, cache = step(model, logits[:, -1:].argmax(-1), cache)
+    sc.save(cache, tmp_path / "session")
+    again = sc.load(tmp_path / "session", model)
+    token = logits[:, -1:].argmax(-1)
+    (expected, cache), (got, again) = step(model, token, cache), step(model, token, again)
+    assert torch.equal(got, expected)
+    assert torch.equal(go_on(model, again), go_on(model, cache))
+
+
+def test_a_cropped_cache_is_saved_as_it_is_seen(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    _, cache = step(compiled, prompt(200))
+    cache.crop(-60)
+    sc.save(cache, tmp_path)
+    again = sc.load(tmp_path, compiled)
+    assert again.get_seq_length() == 140
+    assert torch.equal(go_on(compiled, again, 3), go_on(compiled, cache, 3))
+
+
+@torch.no_grad()
+def test_layers_that_stay_plain_are_saved_beside_the_held_ones(tmp_path: Path) -> None:
+    """gemma2: every other layer has a window, and stays as Hugging Face wrote it."""
+    model = copy.deepcopy(next(family for family in FAMILIES if family.name == "gemma2").model())
+    model.compile(backend="specache", options={"lowering": "eager", "bits": 1})
+    cache = DynamicCache(config=model.config)
+    step(model, prompt(60), cache)
+    sc.save(cache, tmp_path)
+    again = sc.load(tmp_path, model)
+    assert [type(layer) for layer in again.layers] == [type(layer) for layer in cache.layers]
+    assert any(not isinstance(layer.keys, HeldTensor) for layer in again.layers)
+    assert torch.equal(go_on(model, again, 8), go_on(model, cache, 8))
+
+
+@pytest.mark.parametrize("cycles", [100])
+def test_bits_survive_a_hundred_saves_and_loads(compiled: LlamaForCausalLM, tmp_path: Path, cycles: int) -> None:
+    _, cache = step(compiled, prompt(100))
+    first = [{name: x.clone() for name, x in state.items()} for state in session_of(cache).state]
+    for _ in range(cycles):
+        sc.save(cache, tmp_path)
+        cache = sc.load(tmp_path, compiled)
+    for before, after in zip(first, session_of(cache).state, strict=True):
+        before["host"], after["host"] = before["host"][:, :, :100], after["host"][:, :, :100]
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert len(list(tmp_path.glob("tensors-*"))) == 1
+
+
+PROCESS = """
+import sys, torch
+sys.path[:0] = sys.argv[3:]
+import specache_compile as sc
+from conftest import prompt, tiny_llama
+torch.manual_seed(0)
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+model = tiny_llama()
+model.compile(backend="specache", options={"bits": 1, "top_k": 16, "lowering": "eager"})
+folder, tokens = sys.argv[1], int(sys.argv[2])
+cache = None if tokens == 0 else sc.load(folder, model)
+out = model(prompt(150) if cache is None else prompt(1, seed=tokens), past_key_values=cache, use_cache=True)
+sc.save(out.past_key_values, folder)
+print(out.logits[0, -1].tolist())
+"""
+
+
+def test_a_session_outlives_its_process(tmp_path: Path) -> None:
+    """Each step in a process of its own, beside the same steps in this one."""
+    said = []
+    for tokens in range(3):
+        command = [sys.executable, "-c", PROCESS, str(tmp_path), str(tokens), str(Path(__file__).parents[1])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append(torch.tensor(json.loads(done.stdout.splitlines()[-1])))
+    model = compiled_with(tiny_llama(), {"bits": 1, "top_k": 16, "lowering": "eager"})
+    logits, cache = step(model, prompt(150))
+    for tokens in range(3):
+        assert torch.equal(logits[0, -1], said[tokens])
+        logits, cache = step(model, prompt(1, seed=tokens + 1), cache)
+
+
+def test_an_interrupted_save_leaves_the_session_before(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, cache = step(compiled, prompt(100))
+    sc.save(cache, tmp_path)
+    expected = go_on(compiled, sc.load(tmp_path, compiled), 2)
+    step(compiled, prompt(1), cache)
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sc.save(cache, tmp_path)
+    monkeypatch.undo()
+    assert len(list(tmp_path.glob("tensors-*"))) == 1
+    assert torch.equal(go_on(compiled, sc.load(tmp_path, compiled), 2), expected)
+
+
+def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    _, cache = step(compiled, prompt(100))
+    for state in session_of(cache).state:
+        state["host"][:, :, 100:] = 7.0
+    sc.save(cache, tmp_path)
+    for state in session_of(sc.load(tmp_path, compiled)).state:
+        assert not state["host"][:, :, 100:].any()
+
+
+class TestRefusals:
+    @pytest.fixture
+    def folder(self, compiled: LlamaForCausalLM, tmp_path: Path) -> Path:
+        sc.save(step(compiled, prompt(70))[1], tmp_path / "session")
+        return tmp_path / "session"
+
+    def test_a_folder_without_a_session(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match="no session was saved in"):
+            sc.load(tmp_path / "nowhere", compiled)
+
+    def test_a_file_cut_short(self, compiled: LlamaForCausalLM, folder: Path) -> None:
+        file = next(folder.glob("tensors-*/layer-001*"))
+        os.truncate(file, file.stat().st_size - 10)
+        with pytest.raises(sc.SpecacheError, match=r"layer-001.safetensors of a saved session cannot be read: it has"):
+            sc.load(folder, compiled)
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}'])
+    def test_a_header_that_is_none(self, compiled: LlamaForCausalLM, folder: Path, text: str) -> None:
+        (folder / "session.json").write_text(text)
+        with pytest.raises(sc.SpecacheError, match=r"session\.json of a saved session cannot be read"):
+            sc.load(folder, compiled)
+
+    def test_another_models_session(self, folder: Path) -> None:
+        other = compile_copy(tiny_llama(seed=1))
+        with pytest.raises(sc.SpecacheError, match="made with another model"):
+            sc.load(folder, other)
+
+    def test_another_option(self, llama: LlamaForCausalLM, folder: Path) -> None:
+        other = compile_copy(llama, bits=2)
+        with pytest.raises(sc.SpecacheError, match=r"made with other options: bits 1 \(the model's: 2\)\. Compile"):
+            sc.load(folder, other)
+
+    def test_an_uncompiled_model(self, llama: LlamaForCausalLM, folder: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match="not compiled by the backend"):
+            sc.load(folder, llama)
+
+    def test_a_plain_cache(self, llama: LlamaForCausalLM, tmp_path: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match="plain tensors already"):
+            sc.save(step(llama, prompt(10))[1], tmp_path)
+
+    def test_pickle_says_where_to_go(self, compiled: LlamaForCausalLM) -> None:
+        with pytest.raises(sc.HeldTensorError, match=r"specache_compile\.save\(cache, folder\)"):
+            pickle.dumps(step(compiled, prompt(10))[1])
+
+    def test_a_host_tier_over_its_budget(
+        self, compiled: LlamaForCausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(saving, "allowance", lambda held, asked: 10)
+        with pytest.raises(sc.SpecacheError, match="host tier would need"):
+            sc.load(folder, compiled)
