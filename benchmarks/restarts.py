@@ -1,0 +1,117 @@
+"""A session that outlives its process: how long until the first token behind a context that was saved, and is it bit for
+bit the cache that it was?
+
+A long context is read once and saved. Then process after process loads it, says one token, and saves: each beside the
+cold way, a process that reads the context anew. Seconds are counted from when the model is loaded, compiling included.
+
+    python benchmarks/restarts.py                                       16,384 tokens of SmolLM2; 3 restarts, 1 cold run
+    python benchmarks/restarts.py --tokens 1024 --restarts 100          does it drift?
+    python benchmarks/restarts.py --tokens 300 --restarts 2 --model examples/needle-llama --lowering eager   a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import provenance
+from tabulate import tabulate
+from tqdm import tqdm
+
+import specache_compile as sc
+from specache_compile.evaluation.command import load
+from specache_compile.runtime.session import session_of
+
+
+def digest(cache: Any) -> str:
+    """16 hex digits over what every tier holds of the cached tokens."""
+    session, hasher = session_of(cache), hashlib.sha256()
+    assert session is not None
+    session.drain()
+    for state in session.state:
+        for name, tensor in state.items():
+            held = tensor[:, :, : session.length] if name == "host" else tensor
+            hasher.update(held.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()[:16]
+
+
+@torch.no_grad()
+def child(args: argparse.Namespace) -> dict[str, Any]:
+    """One process: read the context, or load it; say a token; save. Told too: what the cache held as it came and went."""
+    torch.manual_seed(0)
+    model, _ = load(args.model, "cpu", torch.float32)
+    model.compile(backend="specache", options={"lowering": args.lowering})
+    generator = torch.Generator().manual_seed(args.number)
+    ids = torch.randint(0, model.config.vocab_size, (1, 1 if args.number else args.tokens), generator=generator)
+    start = time.perf_counter()
+    cache = sc.load(args.folder, model) if args.number else None
+    loading = time.perf_counter() - start
+    came = digest(cache) if args.number else ""
+    start = time.perf_counter()
+    out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    int(out.logits[0, -1].argmax())
+    seconds = loading + time.perf_counter() - start
+    start = time.perf_counter()
+    sc.save(out.past_key_values, args.folder)
+    saving = time.perf_counter() - start
+    size = sum(path.stat().st_size for path in Path(args.folder).rglob("*") if path.is_file())
+    return {"seconds": seconds, "saving": saving, "bytes": size, "came": came, "went": digest(out.past_key_values)}
+
+
+def in_new_process(number: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Process `number`; the first, 0, is the cold one."""
+    command = [
+        sys.executable, __file__, "--number", str(number), "--folder", folder, "--model", args.model,
+        "--tokens", str(args.tokens), "--lowering", args.lowering,
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="a checkpoint's name or path (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=16_384, help="of context (%(default)s)")
+    parser.add_argument("--restarts", type=int, default=3, help="processes that load it in turn (%(default)s)")
+    parser.add_argument("--lowering", choices=("inductor", "eager"), default="eager", help="(%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "restarts.json")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.folder:
+        print(json.dumps(child(args)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        processes = tqdm(range(1 + args.restarts), "processes", file=sys.stderr)
+        cold, *restarts = [in_new_process(number, folder, args) for number in processes]
+    equal = sum(after["came"] == before["went"] for before, after in itertools.pairwise([cold, *restarts]))
+    first = statistics.median(row["seconds"] for row in restarts)
+    rows = {
+        "tokens of context": args.tokens,
+        "restarts": args.restarts,
+        "of them bit for bit": equal,
+        "cold: seconds to the first token": round(cold["seconds"], 2),
+        "restarted: seconds to the first token, median": round(first, 2),
+        "share": round(first / cold["seconds"], 4),
+        "seconds to save": round(cold["saving"], 2),
+        "MiB on disk": round(cold["bytes"] / 2**20, 1),
+    }
+    print(tabulate(rows.items()))
+    report = {"provenance": provenance(torch.device("cpu"), "benchmarks/restarts.py"), **rows}
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return int(equal < args.restarts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
