@@ -1,5 +1,5 @@
-"""A session that outlives its process: how long until the first token behind a context that was saved, and is it bit for
-bit the cache that it was?
+"""A session that outlives its process: how long until the first token behind a saved context, and is it bit for bit the
+cache that it was?
 
 A long context is read once and saved. Then process after process loads it, says one token, and saves: each beside the
 cold way, a process that reads the context anew. Seconds are counted from when the model is loaded, compiling included.
@@ -47,7 +47,7 @@ def digest(cache: Any) -> str:
 
 @torch.no_grad()
 def child(args: argparse.Namespace) -> dict[str, Any]:
-    """One process: read the context, or load it; say a token; save. Told too: what the cache held as it came and went."""
+    """One process: read the context, or load it; say a token; save. And what the cache held as it came and went."""
     torch.manual_seed(0)
     model, _ = load(args.model, "cpu", torch.float32)
     model.compile(backend="specache", options={"lowering": args.lowering})
