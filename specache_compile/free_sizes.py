@@ -56,6 +56,6 @@ def tell(node: Node, dims: int) -> bool:
     known = process_automatic_dynamic(translator, name, FrameStateSizeEntry())
     if all(known.is_size_dynamic(dim) for dim in free):
         return False
-    sizes = tuple(auto_dynamic if dim in free else auto_unset for dim in range(dims))
+    sizes: tuple[Any, ...] = tuple(auto_dynamic if dim in free else auto_unset for dim in range(dims))
     process_automatic_dynamic(translator, name, FrameStateSizeEntry.make_size(sizes))
     return True

@@ -48,7 +48,6 @@ from .methods import METHODS, parse_options
 from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
 from .passes.context import Part
-from .runtime.held import HeldTensor
 from .runtime.session import Session
 from .runtime.state import adopt, empty, fields_of, host_bytes
 from .runtime.step import differences, session_behind
@@ -159,7 +158,8 @@ def filled(
         setattr(session, name, tensor.to(device, copy=True))
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.note_memory()
-    for number, (layer, told) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+    layers: list[Any] = list(cache.layers)
+    for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):
         site = told["site"]
         pairs = [plain[number][part] if site is None else session.held(site, part) for part in PARTS]
         layer.lazy_initialization(*pairs)
@@ -171,13 +171,13 @@ def filled(
 
 def described_layer(number: int, layer: Any) -> dict[str, Any]:
     """A layer of the cache: its class, its numbers, and its site; None where its keys and values are plain."""
-    held = isinstance(layer.keys, HeldTensor)
+    handle = getattr(layer.keys, "handle", None)
     more = [name for name, value in vars(layer).items() if holds_pairs(value) and name not in PARTS]
     if more or not isinstance(layer, DynamicLayer):
         raise cannot_be_saved(number, type(layer).__name__)
     return {
         "kind": type(layer).__name__,
-        "site": layer.keys.handle.site if held else None,
+        "site": None if handle is None else handle.site,
         "numbers": {name: value for name, value in vars(layer).items() if type(value) in (int, bool)},
     }
 

@@ -158,9 +158,10 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
 
 def session_behind(cache: DynamicCache) -> Session:
     """The session of a held cache, brought to the view that the cache is; SpecacheError where it is plain."""
-    layers: list[Any] = [layer for layer in cache.layers if isinstance(layer.keys, HeldTensor)]
-    if not layers:
+    layers: list[Any] = list(cache.layers)
+    held = [layer for layer in layers if isinstance(layer.keys, HeldTensor)]
+    if not held:
         raise plain_already()
     return agreed_session(
-        [(site, part.handle) for site, layer in enumerate(layers) for part in (layer.keys, layer.values)]
+        [(site, part.handle) for site, layer in enumerate(held) for part in (layer.keys, layer.values)]
     )
