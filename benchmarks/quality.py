@@ -93,8 +93,11 @@ TABLES = {
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
         "smollm2-135m",
         ("closeness",),
-        ("uncompiled", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
-        ("--text", "build/unseen.txt", "--lengths", "2048", "--samples", "8", "--lowering", "inductor"),
+        ("uncompiled", "fp8", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
+        (
+            "--text", "build/unseen.txt", "--lengths", "2048", "--samples", "64",
+            "--lowering", "inductor",
+        ),
     ),
     "beyond": Table(
         "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import sys
 import tarfile
@@ -17,10 +18,11 @@ from specache_compile.evaluation.reader import ByteReader
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, interval, measure
+from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, interval, measure, windows_apart
+from specache_compile.evaluation.tasks.task import Bench
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from unseen_text import release_notes
+from unseen_text import SOURCES, release_notes
 
 LENGTH = 160
 LOSSLESS = "specache:bits=1,group_size=32,residual_length=32,setting=paper,top_k=1024"
@@ -97,4 +99,18 @@ def test_the_unseen_text_is_the_release_notes_in_order() -> None:
             member = tarfile.TarInfo(f"django-6.1.3/docs/releases/{name}.txt")
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    assert release_notes(archive.getvalue()) == "notes of 5.2\nnotes of 5.2.2\nnotes of 5.2.10\nnotes of 6.1"
+    assert (
+        release_notes(archive.getvalue(), SOURCES[0].notes)
+        == "notes of 5.2\nnotes of 5.2.2\nnotes of 5.2.10\nnotes of 6.1"
+    )
+
+
+@pytest.mark.parametrize(("samples", "apart"), [(5, 200), (10, 1)])
+def test_windows_do_not_overlap_where_the_text_is_long_enough(samples: int, apart: int) -> None:
+    bench = Bench(ByteReader(), (200,), samples, 0, 1 << 20)
+    vars(bench)["haystack"] = list(range(1024))
+    rows = windows_apart(bench, 200)
+    assert all(row == list(range(row[0], row[0] + 200)) for row in rows)
+    assert all(after[0] - before[0] >= apart for before, after in itertools.pairwise(rows))
+    assert len(rows) == samples
+    assert windows_apart(bench, 200) == rows

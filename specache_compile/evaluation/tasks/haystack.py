@@ -20,10 +20,14 @@ def library_source(held_out: bool) -> bytes:
     return b"\n".join(path.read_bytes() for path in chosen)
 
 
+def too_short(tokens: int, asked: int) -> SpecacheError:
+    return SpecacheError(f"the text has {tokens:,} tokens, and {asked:,} are asked for: give more --text")
+
+
 def window(haystack: Sequence[int], length: int, rng: random.Random) -> Sequence[int]:
     """`length` neighbouring tokens of the haystack, from a random place."""
     if length >= len(haystack):
-        raise SpecacheError(f"the text has {len(haystack):,} tokens, and {length:,} are asked for: give more --text")
+        raise too_short(len(haystack), length)
     start = rng.randrange(len(haystack) - length)
     return haystack[start : start + length]
 
