@@ -5,7 +5,7 @@ time it is the same unmodified model, compiled with other options. First one que
 then pass keys at several depths of texts of several lengths: an answer counts when all five digits are in it. The
 claim to see: plain 1-bit quantisation loses the keys, and fetching the few pairs that matter brings them back.
 
-    python examples/demo.py               the whole table, some seven minutes on two cores
+    python examples/demo.py               the whole table, some six minutes on two cores
     python examples/demo.py --quick       two methods, one length, two depths
 """
 
@@ -47,7 +47,9 @@ METHODS = {
     "SpeCache as in its paper, 1 bit": "specache:setting=paper,bits=1",
     "specache, 1 bit": "specache:bits=1",
     "specache, 1.5 bits (the default)": "specache",
+    "the same, verified: exact": "specache:verify=16",
 }
+VERIFIED = "the same, verified: exact"
 LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
 QUESTION = "\nAccording to the note to the board, what is the password of the archive?"
 
@@ -62,7 +64,7 @@ class Size:
     timed: int
 
 
-WHOLE = Size(tuple(METHODS), (512, 1024, 2048), (0.1, 0.4, 0.6, 0.9), 12)
+WHOLE = Size(tuple(METHODS), (512, 2048), (0.1, 0.4, 0.6, 0.9), 12)
 QUICK = Size(("full cache", "specache, 1 bit"), (512,), (0.1, 0.6), 4)
 
 
@@ -127,7 +129,8 @@ def measure(name: str, runner: Runner, text: Sequence[int], size: Size, bar: tqd
     if stats is None:
         return Row(name, answer, accuracy, 1.0, None, None, rate)
     config = runner.model.config
-    heads = stats.decodes * len(size.depths) * config.num_hidden_layers * config.num_key_value_heads
+    rows = min(len(size.depths), runner.batch_size)  # of the last run
+    heads = stats.decodes * rows * config.num_hidden_layers * config.num_key_value_heads
     ahead, corrected = stats.pairs_ahead / heads, stats.pairs_corrected / heads
     return Row(name, answer, accuracy, stats.kv_ratio, ahead, corrected, rate)
 
@@ -210,7 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         model, reader = load(args.model, args.device, torch.bfloat16)
-        runner, text = Runner(model, reader), reader.encode(args.text.read_text())
+        text = reader.encode(args.text.read_text())
     except (sc.SpecacheError, OSError) as error:
         sys.exit(f"demo.py: {error}")
     rows: list[Row] = []
@@ -218,6 +221,8 @@ def main() -> None:
     try:
         with tqdm(total=len(size.methods) * (len(size.lengths) + 2), file=sys.stderr, desc="demo") as bar:
             for name in size.methods:
+                # Drafts are of one sequence.
+                runner = Runner(model, reader, 1 if name == VERIFIED else len(size.depths))
                 with running(model, parse_setting(METHODS[name]), args.lowering):
                     rows.append(measure(name, runner, text, size, bar))
     except KeyboardInterrupt:
