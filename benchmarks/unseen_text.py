@@ -1,6 +1,7 @@
 """A text that SmolLM2 (November 2024) cannot have seen: release notes of later versions of three projects.
 
-    python benchmarks/unseen_text.py build/unseen.txt        for `specache eval --text build/unseen.txt`
+    python benchmarks/unseen_text.py build/unseen.txt                       for `specache eval --text build/unseen.txt`
+    python benchmarks/unseen_text.py build/django.txt --projects django     one of them
 
 Django 5.2 (April 2025) to 6.1.3 (BSD licence), SQLAlchemy 2.1 (MIT licence) and NumPy 2.2 (December 2024) to 2.5.5 (BSD
 licence), from their source distributions on PyPI, which are taken by their hashes; some 140,000 tokens.
@@ -91,9 +92,11 @@ def release_notes(sdist: bytes, wanted: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the file to write")
+    names = [source.name.partition("-")[0] for source in SOURCES]
+    parser.add_argument("--projects", nargs="+", choices=names, default=names, help="(all)")
     args = parser.parse_args()
     try:
-        text = "\n".join(unseen_text(source).read_text() for source in SOURCES)
+        text = "\n".join(unseen_text(SOURCES[names.index(name)]).read_text() for name in args.projects)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text)
     except OSError as error:  # urllib's errors are of its kind

@@ -204,6 +204,14 @@ def cold_start() -> str:
     return fenced(table(load("cold_start.json")["rows"]))
 
 
+def verification() -> str:
+    """What benchmarks/verify.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from verify import table
+
+    return fenced(table(load("verify.json")["rows"]))
+
+
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
@@ -292,7 +300,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, cold_start, diagnostics, tasks, devices,
+            families, versions, options, methods, summary, demo, cold_start, verification, diagnostics, tasks, devices,
             passes, ops, fields,
         )
     },
