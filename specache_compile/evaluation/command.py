@@ -25,9 +25,10 @@ from .cell_tables import table, write_csv, write_json
 from .plots import draw
 from .provenance import model_hash, provenance
 from .reader import ByteReader, Reader, TokenizerReader
-from .rows import Row, append_row, read_rows, sources
+from .rows import Row, read_rows, sources
 from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
+from .sharing import own_device, rank, shared_rows
 from .tasks import NO_QUESTION, TASKS
 from .tasks.records import file_hash
 from .tasks.task import Bench, Cell, Outcome
@@ -86,12 +87,13 @@ def add_eval(command: argparse.ArgumentParser) -> None:
 
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Check everything, load the model, measure what is not on disk yet, print and write the results."""
+    """Check everything, load the model, measure what is not on disk yet, print and write the results. Of several ranks
+    each measures a part, and the first reports."""
     settings = list(dict.fromkeys(parse_setting(text) for text in args.methods))
     if args.blind:
         settings = list(dict.fromkeys(evicting_once(setting) for setting in settings))
     check_arguments(args)
-    model, reader = load(args.model, args.device, DTYPES[args.dtype])
+    model, reader = load(args.model, own_device(args.device), DTYPES[args.dtype])
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
         args.data, args.chat, args.blind,
@@ -118,7 +120,8 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         raise
     finally:
         done = read_rows(path)
-        report([done[key] for key in keys.values() if key in done], args)
+        if rank() == 0:
+            report([done[key] for key in keys.values() if key in done], args)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -203,16 +206,21 @@ def measure_missing(
     runner: Runner, settings: Sequence[Setting], cells: Sequence[tuple[str, Cell]], keys: dict[Any, str], path: Path,
     args: argparse.Namespace, line: str,
 ) -> None:  # fmt: skip
-    """Measure every row whose key is not on disk; each goes to the disk as soon as it is finished."""
-    done = read_rows(path)
-    with tqdm(total=len(keys), file=sys.stderr, desc="specache eval", unit="row") as bar:
-        for setting in settings:
-            for task, cell in cells:
-                key = keys[setting, task, cell.name]
-                bar.set_postfix_str(f"{setting}, {task} {cell.name}")
-                if key not in done:
-                    append_row(path, measure(runner, setting, task, cell, key, args, line))
-                bar.update()
+    """Measure every row whose key is not on disk and that no other rank is measuring; each goes to the disk as soon as
+    it is finished."""
+    wanted = {keys[s, task, cell.name]: (s, task, cell) for s in settings for task, cell in cells}
+    with tqdm(total=len(wanted), file=sys.stderr, desc="specache eval", unit="row", disable=rank() > 0) as bar:
+
+        def measured(key: str) -> Row:
+            setting, task, cell = wanted[key]
+            bar.set_postfix_str(f"{setting}, {task} {cell.name}")
+            return measure(runner, setting, task, cell, key, args, line)
+
+        def progress(count: int) -> None:
+            bar.n = count
+            bar.refresh()
+
+        shared_rows(list(wanted), path, measured, progress)
 
 
 def measure(

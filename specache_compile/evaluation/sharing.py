@@ -1,0 +1,84 @@
+"""Rows shared among processes: each is measured by the one that holds its lock, and finished when it is on disk.
+
+The operating system frees a lock when its process ends, however it ends; so what a lost process was measuring falls to
+another, and nobody talks to anybody. Started by `accelerate launch` or `torchrun`, each rank takes its own device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .rows import Row, append_row, read_rows
+
+# Seconds between looks at what the others have finished.
+PATIENCE = 0.5
+
+
+def rank() -> int:
+    """This process's number among those that share the work; 0 where it is alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def own_device(device: str) -> str:
+    """The device of this rank where `device` leaves it open: cuda is cuda:LOCAL_RANK."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and "LOCAL_RANK" in os.environ else device
+
+
+def shared_rows(
+    keys: Sequence[str], path: Path, measure: Callable[[str], Row], progress: Callable[[int], object]
+) -> None:
+    """Until every key has its row in the file `path`: measure what nobody else is measuring, and wait for the rest.
+
+    `progress` is told how many of the keys have theirs.
+    """
+    while missing := unfinished(keys, path):
+        progress(len(keys) - len(missing))
+        found_one = False
+        for key in missing:
+            with claimed(path, key) as mine:
+                if mine and key not in read_rows(path):  # another may have finished it since
+                    row, found_one = measure(key), True
+                    with FileLock(lock_of(path, "append")):
+                        append_row(path, row)
+                    progress(len(keys) - len(unfinished(keys, path)))
+        if not found_one:
+            time.sleep(PATIENCE)
+    progress(len(keys))
+
+
+def unfinished(keys: Sequence[str], path: Path) -> list[str]:
+    """The keys that have no row yet, in their order."""
+    done = read_rows(path)
+    return [key for key in keys if key not in done]
+
+
+@contextlib.contextmanager
+def claimed(path: Path, key: str) -> Iterator[bool]:
+    """Whether the row of `key` is this process's to measure, for as long as the context lasts."""
+    lock = FileLock(lock_of(path, name_of(key)))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def name_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def lock_of(path: Path, name: str) -> Path:
+    folder = path.with_suffix(".locks")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}.lock"
