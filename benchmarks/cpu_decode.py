@@ -3,7 +3,8 @@
 A random-weight Llama of about 100 million parameters (12 layers, width 768, 12 query heads, 4 KV heads of 64 channels),
 or a checkpoint, decodes one sequence at several context lengths. "best" is the default setting, the other rows are the
 paper's. The contexts are real prefills; each figure is a median, beside the quarter of the steps that were faster and
-the quarter that were slower. Steps that compile are in the warm-up.
+the quarter that were slower. Steps that compile are in the warm-up. Hugging Face's quantised caches (uncompiled) are
+left out where their library is not installed: pip install optimum-quanto.
 
     python benchmarks/cpu_decode.py                                          1k, 4k and 8k, into benchmarks/results/
     python benchmarks/cpu_decode.py --model smollm2-135m --dtype bfloat16    a checkpoint
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 import transformers
+from baselines import QUANTIZED, why_not
 from tabulate import tabulate
 from tqdm import tqdm
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 import specache_compile as sc
 from specache_compile.evaluation.command import load
@@ -58,7 +60,7 @@ def build(layers: int, dtype: torch.dtype) -> LlamaForCausalLM:
 class Method:
     """One way to decode: a model, and a cache that already holds the context."""
 
-    def __init__(self, name: str, model: Any, cache: DynamicCache) -> None:
+    def __init__(self, name: str, model: Any, cache: Cache) -> None:
         self.name, self.model, self.cache = name, model, cache
         self.token = torch.zeros(1, 1, dtype=torch.int64)
 
@@ -72,18 +74,20 @@ class Method:
         return seconds
 
 
-def filled(model: Any, ids: torch.Tensor) -> DynamicCache:
+def filled(model: Any, ids: torch.Tensor, cache: Cache | None = None) -> Cache:
     """A cache that `model` has filled with the whole context, in chunks; plain or held, as the model makes it."""
-    cache = DynamicCache()
+    cache = DynamicCache() if cache is None else cache
     for start in range(0, ids.shape[1], CHUNK):
         model(ids[:, start : start + CHUNK], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 
-def prepare(name: str, model: LlamaForCausalLM, ids: torch.Tensor, plain: DynamicCache) -> Method:
+def prepare(name: str, model: LlamaForCausalLM, ids: torch.Tensor, plain: Cache) -> Method:
     """A method with its own copy of the context; weights are shared."""
     if name == "uncompiled":
         return Method(name, model, copy.deepcopy(plain))
+    if name in QUANTIZED:
+        return Method(name, model, filled(model, ids, QuantizedCache(config=model.config, **QUANTIZED[name])))
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
     if name == "Inductor":
@@ -124,6 +128,9 @@ def run_context(context: int, model: LlamaForCausalLM, args: argparse.Namespace,
     plain = filled(model, ids)
     rows = []
     for name in args.methods:
+        if name in QUANTIZED and (reason := why_not(name, model.config, torch.device("cpu"))) is not None:
+            print(f"{name}: left out: {reason}", file=sys.stderr)
+            continue
         torch._dynamo.reset()  # graphs of other methods would cost this one their guards
         bar.set_postfix_str(f"{name} at {context} tokens")
         row = measure(prepare(name, model, ids, plain), args.steps, args.warm_up, bar)
@@ -162,7 +169,7 @@ def provenance(args: argparse.Namespace, parameters: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["uncompiled", "Inductor", *SPECACHE]
+    names = ["uncompiled", "Inductor", *QUANTIZED, *SPECACHE]
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens (1024 4096 8192)")
     parser.add_argument("--model", help="a checkpoint's name or path (default: random weights)")
     parser.add_argument("--layers", type=int, default=12, help="of the random model: 12 are 100 M parameters")
