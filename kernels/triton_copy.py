@@ -32,8 +32,8 @@ def fetch_missing(
     count, capacity, top_k, row_bytes,
     pair: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th free
-    slot.
+    """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
+    free slot.
 
     pair: 2·d, elements. WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes:
     4·d over PCIe and as many written for each missing pair, 16·k for its indices. No FLOPs; 3·k² comparisons.
@@ -41,7 +41,7 @@ def fetch_missing(
     number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
     moved = tl.zeros([], tl.int64)
     for head in range(tl.program_id(0), count, tl.num_programs(0)):
-        bh = head.to(tl.int64)
+        bh = tl.zeros([], tl.int64) + head
         want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
         present = tl.zeros([WANTED], tl.int32)
         for start in range(0, top_k, CHUNK):

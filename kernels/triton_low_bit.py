@@ -341,7 +341,9 @@ def attend_low_bit(
                         value_codes, first=part % runs * shared, shared=shared, bits=value_bits, kind=kind
                     )
                     if VALUES_AS_THEY_LIE:
-                        value_scale = value_scales[(part % runs * shared * plane_width + part // runs * SPAN) // value_group]
+                        value_scale = value_scales[
+                            (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+                        ]
                     else:
                         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
                         value_scale = tl.load(scales + number)
