@@ -102,8 +102,9 @@ def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
 def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:
     run("gpu_prefill", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["torch.compile", "specache 2-bit", "specache 1-bit"]
-    assert rows[0]["expected bytes"] == 2 * 2 * 2 * 256 * 16 * 4  # two layers, K and V, two heads, float32
+    assert [row["method"] for row in rows] == ["torch.compile", "uncompiled", "specache 2-bit", "specache 1-bit"]
+    cache = 2 * 2 * 2 * 256 * 16 * 4  # two layers, K and V, two heads, float32
+    assert all(cache < row["predicted bytes"] < 20 * cache for row in rows)
 
 
 def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> None:

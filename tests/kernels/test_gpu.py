@@ -252,7 +252,7 @@ def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> 
         assert torch.equal(greedy(twin, ids, 60), greedy(model, ids, 60))
         gc.collect()
         host_memory._pool.idle_bytes()  # takes in what has died
-        places.append(sorted(memory.blocks for memory in host_memory._pool.idle))
+        places.append(sorted(memory.address for memory in host_memory._pool.idle))
     assert places[0] == places[1] == places[2] != []
 
 
