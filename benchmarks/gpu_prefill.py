@@ -1,9 +1,10 @@
 """What a prefill costs: specache beside plain torch.compile, its time and its peak memory, in one run.
 
-Random weights of Llama-3-8B shape in bfloat16, one sequence. The offload runs behind compute through two buffers, so
-that time should grow by a tenth at most, and the peak stay below what `explain` predicts: two layers' 16-bit pairs beside
-activations, of which nothing is fused there, and the tiers that stay. The host tier's pinned memory is that of the prefill before, as in a process that goes on; the
-very first one, which is not timed, pays for its pinning.
+Random weights of Llama-3-8B shape in bfloat16, one sequence, beside plain torch.compile and the uncompiled model. The
+offload runs behind compute through two buffers, so that time should grow by a tenth at most, and the peak stay below
+what `explain` predicts: activations, of which nothing is fused there, two layers' 16-bit pairs and the tiers that stay.
+The host tier's pinned memory is that of the prefill before, as in a process that goes on; the very first one, which is
+not timed, pays for its pinning.
 
     python benchmarks/gpu_prefill.py                 8k and 32k, into benchmarks/results/gpu_prefill.json
     python benchmarks/gpu_prefill.py --smoke         tiny, on any machine: figures mean nothing
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_decode import GIB, build, shapes_of
+from gpu_decode import GIB, build
 from measuring import Results, milliseconds
 from tabulate import tabulate
 from transformers import LlamaForCausalLM

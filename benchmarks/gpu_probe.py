@@ -1,4 +1,4 @@
-"""What the kernels take for granted of a GPU and its driver, and nothing but the GPU can tell: a minute, before the rest.
+"""What the kernels take for granted of a GPU and its driver, and only the GPU can tell: a minute, before the rest.
 
     python benchmarks/gpu_probe.py                into benchmarks/results/gpu_probe.json
     python benchmarks/gpu_probe.py --smoke        on any machine (Triton's interpreter): what needs a GPU is left out
@@ -95,7 +95,8 @@ def copy_between_registrations() -> Found:
 def gather_rates() -> Found:
     """GB/s of a gather of 512-byte pairs, beside a pinned copy's, by the number of its programs."""
     device = CUDA if torch.cuda.is_available() else torch.device("cpu")
-    heads, tokens, top_k, d, dtype = (176, 8192, 64, 128, torch.bfloat16) if device == CUDA else (4, 64, 8, 16, torch.half)
+    heads, tokens, top_k, d = (176, 8192, 64, 128) if device == CUDA else (4, 64, 8, 16)
+    dtype = torch.bfloat16 if device == CUDA else torch.half
     host = host_memory.host_empty((1, heads, tokens, 2, d), dtype, device).fill_(1)
     slots = torch.zeros(1, heads, top_k, 2, d, dtype=dtype, device=device)
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)

@@ -254,7 +254,7 @@ def attend_low_bit(
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
     # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
-    KEYS_AS_THEY_LIE: tl.constexpr = 2 <= key_planes and d & (d - 1) == 0 and key_width > 1
+    KEYS_AS_THEY_LIE: tl.constexpr = key_planes >= 2 and d & (d - 1) == 0 and key_width > 1
     VALUES_AS_THEY_LIE: tl.constexpr = groups == GROUPS
 
     if KEYS:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import random
 import re
 import subprocess
@@ -59,6 +60,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
 def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tuple[str, dict[str, Any]]) -> None:
     printed, report = decode
     assert "break-even at batch 1" in printed
+    assert not report["not captured"], "no CUDA graph is asked for on a CPU"
     rows = report["rows"][: 3 * len(OURS)]
     assert [row["method"] for row in rows] == [method for method in OURS for _ in range(3)]
     assert [row["at"] for row in rows[:3]] == ["1", "equal", "largest"]
@@ -147,14 +149,68 @@ def test_without_a_gpu_only_the_smoke_run_is_offered(script: str, capsys: pytest
     assert "no CUDA device: only --smoke runs here" in capsys.readouterr().err
 
 
-def test_a_day_with_a_gpu_is_one_command_whose_steps_do_not_stop_each_other(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--smoke", "--only", "kernels", "prefill", "--limit", "1"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 1
-    assert "failed: kernels, prefill" in done.stdout
-    steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
-    assert [step["step"] for step in steps] == ["kernels", "prefill"]
-    assert "killed after 1 s" in (tmp_path / "prefill.log").read_text()
+def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu
+
+    written = tmp_path / "written"
+    steps = {
+        "probe": ["pass"],
+        "tests": ["raise SystemExit(1)"],
+        "kernels": ["import time; time.sleep(99)"],
+        "decode": [f"open({str(written)!r}, 'a').write('once ')"],
+    }
+    monkeypatch.setattr(gpu, "command", lambda name, *rest: [sys.executable, "-c", *steps[name]])
+    monkeypatch.setattr(gpu, "SHORTEST", 0.01)
+    day = ["--smoke", "--only", *steps, "--out", str(tmp_path)]
+    assert gpu.main([*day, "--limit", "3"]) == gpu.TIME_IS_UP
+    assert "killed after" in (tmp_path / "kernels.log").read_text()
+    assert "time was up: kernels, decode; run the same again" in capsys.readouterr().out
+    steps["kernels"] = ["pass"]
+    assert gpu.main(day) == gpu.FAILED
+    assert "failed: tests" in capsys.readouterr().out
+    steps |= {"tests": ["pass"], "probe": ["raise SystemExit(1)"]}
+    assert gpu.main(day) == gpu.DONE, "what is done is not done again"
+    assert written.read_text() == "once "
+
+
+def test_a_failed_probe_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu
+
+    monkeypatch.setattr(gpu, "command", lambda *given: [sys.executable, "-c", "raise SystemExit(1)"])
+    assert gpu.main(["--smoke", "--out", str(tmp_path)]) == gpu.FAILED
+    assert len(json.loads((tmp_path / "summary.json").read_text())["rows"]) == 1
+
+
+def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    command = [sys.executable, "-m", "pytest", "-p", "gpu_tests", "--passed", "passed", "--rootdir", ".", "-q"]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    lines = [
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False).stdout
+        for _ in range(2)
+    ]
+    assert "1 failed, 1 passed" in lines[0]
+    assert "1 failed, 1 deselected" in lines[1]
+
+
+def test_results_are_there_after_every_row_and_belong_to_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import measuring
+
+    out, cpu = tmp_path / "out.json", torch.device("cpu")
+    first = measuring.Results(out, "a benchmark", cpu, resume=True)
+    assert first.once("limits", lambda: 7) == 7
+    first.add({"context": 5, "ms": 1.0})
+    again = measuring.Results(out, "a benchmark", cpu, resume=True)
+    assert again.once("limits", lambda: pytest.fail()) == 7
+    assert (again.has(context=5), again.has(context=6)) == (True, False)
+    assert not measuring.Results(out, "a benchmark", cpu, resume=False).rows
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    with pytest.raises(SystemExit, match=r"torch .*, not 0\.0: give another --out"):
+        measuring.Results(out, "a benchmark", cpu, resume=True)
 
 
 @pytest.fixture
