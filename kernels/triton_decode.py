@@ -389,7 +389,8 @@ def merged(
     lse = torch.empty((batch, query_heads, stored), dtype=torch.float32, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
         sums.partial, sums.peaks, sums.totals, q if sinks is None else sinks, out, lse,
-        parts=parts, exact=sums.exact, query_heads=query_heads, d=d, lanes=lanes, queries=query_heads // heads, stored=stored,
+        parts=parts, exact=sums.exact, query_heads=query_heads, d=d, lanes=lanes, queries=query_heads // heads,
+        stored=stored,
         VALUES=values, SINKS=sinks is not None, ROWS=rows, PARTS=triton.next_power_of_2(parts),
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         TURNED=rotation_block(d) if layout.is_rotated else 1, num_warps=4,
@@ -454,8 +455,8 @@ def makespan(slots: int, programs: list[float]) -> float:
 
 @functools.cache
 def programs_at_once(device: torch.device) -> int:
-    """Programs of attend_tiers that the GPU's registers and shared memory hold; in the interpreter, which runs one after
-    another, those of two multiprocessors."""
+    """Programs of attend_tiers that the GPU's registers and shared memory hold; in the interpreter, which runs one
+    after another, those of two multiprocessors."""
     if device.type != "cuda":
         return 2 * PROGRAMS_PER_SM
     properties = torch.cuda.get_device_properties(device)

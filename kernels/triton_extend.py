@@ -33,8 +33,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By the bytes of a padded row of channels: what 99 KiB of shared memory hold, all that a program of an A6000 or a 4090 can
-# have (tests/compile_kernels.py checks it).
+# By the bytes of a padded row of channels: what 99 KiB of shared memory hold, all that a program of an A6000 or a 4090
+# can have (tests/compile_kernels.py checks it).
 TILES = {256: Tile(64, 32, 4, 3), 512: Tile(64, 32, 8, 2), 1024: Tile(32, 16, 8, 2), 2048: Tile(16, 16, 8, 1)}
 
 
@@ -99,8 +99,8 @@ def extend_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """As `attention.extend_attention`. Takes the length from what the host knows of the cursor: an extend is no part of a
-    captured step."""
+    """As `attention.extend_attention`. Takes the length from what the host knows of the cursor: an extend is no part of
+    a captured step."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, count, d = q.shape
     length = length_of(cursor)

@@ -200,8 +200,8 @@ def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.co
 
 @triton.jit
 def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
-    """A tile's value scales, `groups` of [group], and behind them in the same tuple its zeros [group, groups], of params
-    [group, 2, groups]; loaded as `load_key_params` does."""
+    """A tile's value scales, `groups` of [group], and behind them in the same tuple its zeros [group, groups], of
+    params [group, 2, groups]; loaded as `load_key_params` does."""
     whole = tl.load(params + tl.arange(0, group * 2 * groups))
     scales, zeros = tl.split(tl.permute(tl.reshape(whole, [group, 2, groups]), (0, 2, 1)))
     columns = (scales,)

@@ -45,9 +45,9 @@ class Stats:
     step (option correct); what an extend and the methods `offload` and `kcache` read of the host tier is not counted,
     but for what `verification` tells of its own.
     kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
-    `seconds` were spent finding and binding the session. `replays` of the decode steps were one launch of a recorded CUDA
-    graph each (`mode`). A step stood still seconds_waited for what was on its way
-    ahead, and seconds_corrected for corrections; both None on CUDA, where the host does not know. `compiles` counts all
+    `seconds` were spent finding and binding the session. `replays` of the decode steps were one launch of a recorded
+    CUDA graph each (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for
+    corrections; both None on CUDA, where the host does not know. `compiles` counts all
     graphs of the model so far. hit_rate is None unless the option hit_rate was set, verification unless a draft was
     verified.
     """
