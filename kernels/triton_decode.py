@@ -128,7 +128,7 @@ def attend_exact(
     return peak, total
 
 
-@triton.jit(do_not_specialize=MASK_STRIDES)
+@triton.jit(do_not_specialize=list(MASK_STRIDES))
 def attend_tiers(
     # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
     # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [4].
@@ -253,7 +253,7 @@ def merge_splits(
         tl.store(lse + number // lanes * stored + keeps, tl.where(total > 0, base + tl.log(total), float("inf")))
 
 
-@triton.jit(do_not_specialize=MASK_STRIDES)
+@triton.jit(do_not_specialize=list(MASK_STRIDES))
 def score_tokens(
     # logits [B, Hq, stored, C] as attend_tiers left them, lse [B, Hq, stored] float32; mask [B, Hq, lanes, > n];
     # cursor int64 [4].

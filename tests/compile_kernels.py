@@ -211,9 +211,10 @@ def main() -> None:
     build(copy.write_host, "d 128", d=128, BLOCK=16, CHANNELS=128)
     for dtype, d in (("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp32", 128), ("fp32", 256)):
         channels, tile = extend.tile_of(d, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        precision = "ieee" if dtype == "fp32" else "tf32"
         build(
             extend.attend_block, f"{dtype}, d {d}", dtype, tile.warps, stages=tile.stages, d=d, CAUSAL=True, MASK=0,
-            CAP=False, ROWS=tile.rows, KEYS=tile.keys, CHANNELS=channels, PRECISION="ieee" if dtype == "fp32" else "tf32",
+            CAP=False, ROWS=tile.rows, KEYS=tile.keys, CHANNELS=channels, PRECISION=precision,
         )  # fmt: skip
     print_shares()
 

@@ -204,6 +204,16 @@ def cold_start() -> str:
     return fenced(table(load("cold_start.json")["rows"]))
 
 
+def gpu() -> str:
+    """What one day with a GPU has measured."""
+    if not (RESULTS / "gpu_decode.json").exists():
+        return "Nothing has been measured on a GPU yet."
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu_table import tables
+
+    return tables(load("gpu_decode.json"))
+
+
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
@@ -292,7 +302,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, cold_start, diagnostics, tasks, devices,
+            families, versions, options, methods, summary, demo, cold_start, gpu, diagnostics, tasks, devices,
             passes, ops, fields,
         )
     },

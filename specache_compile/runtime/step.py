@@ -105,8 +105,9 @@ class CompiledGraph:
     def warn_of_pageable(self) -> bool:
         """Say that a session's steps are not captured, since the GPU cannot read its host tier; returns True."""
         warnings.warn(
-            f"mode={self.captured.mode!r}: no CUDA graph of the decode step: the host tier could not be pinned, so that "
-            "the host makes its copies. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
+            f"mode={self.captured.mode!r}: no CUDA graph of the decode step: the host tier could not be pinned, so "
+            "that the host makes its copies. Raise the limit on locked memory (ulimit -l), or lower the batch or the "
+            "context",
             SpecacheWarning,
             stacklevel=2,
         )

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import LlamaForCausalLM
 
+import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels import copy_stream, deferred, triton_copy
 from specache_compile.kernels.copy_queue import CopyQueue
@@ -253,13 +254,17 @@ def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
         cache = twin(prompt(40), use_cache=True).past_key_values
         session = cache.layers[0].keys.handle.session
         session.capturable = False
-        for place in range(40, 44):
-            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        with pytest.warns(UserWarning, match="no CUDA graph of the decode step: the host tier could not") as told:
+            for place in range(40, 44):
+                twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+        assert len([warning for warning in told if "no CUDA graph" in str(warning.message)]) == 1
         assert not stand_in
         session.capturable = True
         for place in range(44, 46):
             twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
         assert len(stand_in) == 1
+    told_of = sc.stats(twin)
+    assert (told_of.decodes, told_of.replays) == (6, 1)
 
 
 def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captured(
