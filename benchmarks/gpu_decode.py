@@ -131,7 +131,7 @@ def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
     """How many sequences fit beside the weights, in VRAM and in the host's budget; 0 if none does."""
     weights = sum(p.nbytes for p in model.parameters())
     device, pinned = sequence_bytes(model, case)
-    fit = (case.cap - weights - MARGIN) // device
+    fit = (case.cap - weights - MARGIN) // max(1, device)  # `offload` keeps nothing there
     return max(0, min(fit, int(host // pinned) if pinned else fit))
 
 
