@@ -4,7 +4,8 @@ Prints a line for each: registers a thread, bytes that it spills of them, shared
 attention, the instructions (SASS) that its loop spends on one stored number (a channel of a key or a value), and the
 loads from memory that a turn waits for: those that the compiler has not made asynchronous. Pointers and the strides of
 pairs are taken to be multiples of 16, and the mask to be contiguous, as a launch finds them. Exit status 1 where a
-kernel takes more shared memory than any supported GPU has for one. Then how attention is shared out on three GPUs.
+kernel takes more shared memory than a supported GPU has for one. Then how attention is shared out on three GPUs, and
+the launches of a layer.
 
     python tests/compile_kernels.py
 """
@@ -20,6 +21,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -29,15 +31,20 @@ from triton import compile as compile_kernel
 from triton import next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import JITFunction
 
 from specache_compile.kernels import triton_append as append
 from specache_compile.kernels import triton_copy as copy
 from specache_compile.kernels import triton_decode as decode
 from specache_compile.kernels import triton_extend as extend
 from specache_compile.kernels import triton_rotate as rotate
+from specache_compile.kernels import triton_scored as scored
 from specache_compile.kernels import triton_select as select
 from specache_compile.kernels.layout import Layout, rotation_block
 from specache_compile.kernels.quantize import value_group
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.runtime.state import allocate
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
 # What the arguments are, by name, where it is not a 32-bit integer.
@@ -129,6 +136,37 @@ def print_shares() -> None:
                 )
 
 
+def print_launches() -> None:
+    """The launches of this project's own kernels in a layer's decode step of two lanes, 8,192 tokens; none is made."""
+    made: list[str] = []
+    shape = LayerShape(8, 128, torch.bfloat16, torch.device("cpu"))
+    q, (k, v) = torch.empty(1, 32, 2, 128).bfloat16(), torch.empty(2, 1, 8, 2, 128).bfloat16()
+    paper = SpecacheOptions(setting="paper", bits=2, rotate=False, correct="never")
+    with mock.patch.object(JITFunction, "run", lambda kernel, *given, **named: made.append(kernel.__name__)):
+        for label, options in (("setting paper, 2 bits", paper), ("setting best", SpecacheOptions())):
+            made.clear()
+            at, cursor = allocate(options, shape, 1, 8192), torch.tensor([8000, 7936, 7936, 0])
+            fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
+            low_bit, settings = [at["codes"], at["key_params"], at["value_params"]], (*options.layout, 0.1, None)
+            exact = [at["recent"], at["slots"], at["slot_index"]]
+            if options.correct == "never":
+                _, scores = decode.decode_attention(q, k, v, None, None, cursor, *low_bit, *exact, *settings)
+            else:
+                logits, by_lane = scored.score_low_bit(q, k, None, None, cursor, *low_bit[:2], at["recent"], *settings)
+                select.select_topk(by_lane[0], at["wanted"], cursor)
+                copy.gather(*fetch)
+                rest = [logits, at["codes"], at["value_params"], *exact]
+                scored.attend_scored(q, k, v, None, None, cursor, *rest, *settings)
+                scores = by_lane[1]
+            select.select_topk(scores, at["wanted"])
+            copy.gather(*fetch)
+            new = k[:, :, :1], v[:, :, :1]
+            append.append(*new, None, cursor, at["recent"], *low_bit, *options.layout, "midpoint")
+            copy.write_through(*new, cursor, at["host"])
+            names = ", ".join(f"{count} {name}" for name, count in Counter(made).items())
+            print(f"{label}: {len(made)} launches a layer: {names}")
+
+
 def build_attention(
     label: str, dtype: str, key_bits: int, value_bits: int, d: int, group: int, types: dict[str, str] | None = None,
     **changes: Any,
@@ -217,6 +255,7 @@ def main() -> None:
             CAP=False, ROWS=tile.rows, KEYS=tile.keys, CHANNELS=channels, PRECISION=precision,
         )  # fmt: skip
     print_shares()
+    print_launches()
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ def test_captured_steps_make_the_uncompiled_models_tokens_across_buckets(
     ids = prompt(200).cuda()
     assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(model, ids, 320))
     assert len(captures) == 3  # 256, 512 and 768 tokens
+    told = sc.stats(twin)
+    assert told.replays == told.decodes - 3, "the first step of each bucket runs as it is"
 
 
 def test_a_step_without_fetches_is_captured_too(llama: LlamaForCausalLM) -> None:
