@@ -118,7 +118,10 @@ def per_element(
     """Instructions a stored number in the low-bit tier's loop, one turn of which is `group` keys and values, or those
     of a half."""
     elements = (KEYS + VALUES) * group * d / (32 * warps)
-    return f", {loop.total() / elements:.2f} instructions an element, {loop['LDG']} loads waited for"
+    spilled = loop["LDL"] + loop["STL"]
+    return (
+        f", {loop.total() / elements:.2f} instructions an element, {spilled} for spills, {loop['LDG']} loads waited for"
+    )
 
 
 def print_shares() -> None:
