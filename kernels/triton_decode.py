@@ -45,7 +45,8 @@ FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
 EXACT_BLOCK, PLAIN_BLOCK = 16, 32
 SCORE_BLOCK = 1024
 # Warps of a program of `attend_tiers`, see `triton_low_bit`, and the programs that a multiprocessor's registers hold at
-# once; the shared memory of one, and what the driver keeps of it.
+# once; the shared memory of one, and what the driver keeps of it. At d 256 two warps would spill nothing, where one
+# does in the exact tiers' loop, but spend a fifth more instructions on the low-bit tier.
 WARPS = 1
 PROGRAMS_PER_SM = 8
 SHARED_BYTES = 20 << 10

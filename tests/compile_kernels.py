@@ -214,7 +214,7 @@ def main() -> None:
                   CHANNELS=next_power_of_2(d))  # fmt: skip
         else:
             build_quantiser(label, dtype, bits, bits, d, group, rotated=False)
-    for key_bits, value_bits in [(2, 1), (1, 2), (4, 1)]:
+    for key_bits, value_bits in [(2, 1), (4, 1)]:
         label = f"bf16, {key_bits} and {value_bits} bits, d 128, g 64"
         build_attention(label, "bf16", key_bits, value_bits, 128, 64)
         build_quantiser(label, "bf16", key_bits, value_bits, 128, 64, rotated=True)
