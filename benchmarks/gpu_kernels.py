@@ -226,8 +226,13 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
     )
     low = low_keys + low_values
     kept = exact * (setting.top_k + setting.context - setting.low_bit)
-    attend = row("attention", "copy", low + kept, lambda i: turn(i).attend(triton_decode.decode_attention))
-    yield attend | {"elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3}
+    # The last lane's logits, written and read in half precision, and the scores.
+    scored = setting.pairs * (4 * QUERY_HEADS // HEADS + 4) if setting.top_k else 0
+    attend = row("attention", "copy", low + kept + scored, lambda i: turn(i).attend(triton_decode.decode_attention))
+    yield attend | {
+        "elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3,
+        "share of the cache alone": attend["share"] * (low + kept) / attend["bytes"],
+    }
     if not setting.top_k:
         return
     logits = [x.score(triton_scored.score_low_bit)[0] for x in sets]
@@ -295,13 +300,19 @@ def bits_of(row: dict[str, Any]) -> str:
     return bits + (", rotated" if row["rotated"] else "")
 
 
+def remark(row: dict[str, Any]) -> str:
+    if "of the attention" in row:
+        return f"{row['of the attention']:.0%} of the attention"
+    return f"{row['share of the cache alone']:.0%} by the cache alone" if "share of the cache alone" in row else ""
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         (
             row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""), bits_of(row),
             f"{row['context']:,}", row["batch"], f"{1e3 * row['ms']:.1f}", f"{row['GB/s']:.0f}",
             f"{row['share']:.0%} of {row['limit']}",
-            f"{row['of the attention']:.0%} of the attention" if "of the attention" in row else "",
+            remark(row),
         )
         for row in rows
     ]  # fmt: skip
