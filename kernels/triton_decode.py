@@ -436,7 +436,7 @@ def shares_of(rows: int, tiles: int, blocks: int, slots: int) -> tuple[int, int]
     E: of three tiles or more, while all heads' fill a quarter of the GPU at most. S: of those with four tiles or more,
     and a few rounds of programs in all, the number that ends first.
     """
-    exact = max(1, min(blocks // FEWEST_TILES, slots // (4 * rows)))
+    exact = max(1, min(blocks // FEWEST_TILES, slots // (4 * rows), MOST_PARTS // 2))
     first = rows * exact * [PROLOGUE + EXACT_TILE * triton.cdiv(blocks, exact)]
     most = max(1, min(tiles // 4, MOST_PARTS - exact, MOST_ROUNDS * slots // rows))
 

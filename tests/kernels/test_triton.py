@@ -461,6 +461,12 @@ def test_shares_fill_the_gpu_and_end_together() -> None:
         assert least <= triton_decode.makespan(slots, shares) <= 1.25 * least + 4
 
 
+def test_many_slots_leave_shares_to_the_low_bit_tier() -> None:
+    exact, splits = triton_decode.shares_of(1, 512, triton_decode.exact_blocks(8192, 128), 1056)
+    assert exact + splits <= triton_decode.MOST_PARTS
+    assert splits > 16
+
+
 def test_a_makespan_is_that_of_programs_begun_in_their_order() -> None:
     assert triton_decode.makespan(2, [3.0, 1.0, 1.0, 4.0]) == 6.0
     assert triton_decode.makespan(9, [3.0, 1.0]) == 3.0
