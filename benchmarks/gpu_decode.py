@@ -267,6 +267,8 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
             check_captured(decoder, [str(warning.message) for warning in told])
         before = sc.stats(decoder.model) if case.method in SPECACHE else None
         ms = milliseconds(lambda i: decoder.step(), device, args.steps)
+    for message in dict.fromkeys(str(w.message) for w in told if issubclass(w.category, UserWarning)):
+        tqdm.write(f"{case.method}: {message}", file=sys.stderr)
     row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": asked}
     if case.method in STREAMED:
         row["bytes to device"] = round(case.context * batch * sum(pair_bytes(FULL, x) for x in shapes_of(model)))
@@ -324,28 +326,28 @@ def run_case(
     for kind, batch in {"1": 1, "equal": equal, "largest": largest_batch(model, case, host)}.items():
         if kind in kinds:
             continue
-        if batch in done:
-            results.add({**done[batch], "at": kind})
         while batch and batch not in done:
             try:
-                row = measure(model, case, batch, args)
+                row, lost = measure(model, case, batch, args), None
             except torch.OutOfMemoryError:
-                row = None
+                row, lost = None, None
             except NotCaptured as reason:
-                results.report.setdefault("not captured", []).append({**vars(case), "batch": batch, "why": str(reason)})
-                results.write()
-                torch._dynamo.reset()
-                return
+                row, lost = None, str(reason)
+            # Behind the handlers: within them the traceback still holds the cache.
             torch._dynamo.reset()
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            if row is not None:
-                share = roofline_share(model, case, row, limit)
-                done[batch] = {**vars(case), "at": kind, **row, "roofline share": share}
-                results.add(done[batch])
-                break
-            batch = batch * 9 // 10
+            if lost is not None:
+                results.report.setdefault("not captured", []).append({**vars(case), "batch": batch, "why": lost})
+                results.write()
+                return
+            if row is None:
+                batch = batch * 9 // 10
+            else:
+                done[batch] = {**vars(case), **row, "roofline share": roofline_share(model, case, row, limit)}
+        if batch:
+            results.add({**done[batch], "at": kind})
 
 
 def with_hidden_shares(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
@@ -447,7 +449,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MARGIN + (1 << 20)
-    results = Results(args.out, "benchmarks/gpu_decode.py", device, args.resume)
+    settings = {name: getattr(args, name) for name in ("smoke", "mode", "host_gib", "steps")}
+    results = Results(args.out, "benchmarks/gpu_decode.py", device, args.resume, **settings)
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), 20))
     skipped = left_out(args, device)
     args.methods = [method for method in args.methods if method not in skipped]

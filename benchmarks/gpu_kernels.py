@@ -340,7 +340,9 @@ def main(arguments: list[str] | None = None) -> None:
     for value_bits, rotate in ((2, False), (1, True)):
         size = 256 if args.smoke else 4096
         check(Setting(2, size, 1, dtype, value_bits=value_bits, rotate=rotate), device)
-    results = Results(args.out, "benchmarks/gpu_kernels.py", device, args.resume)
+    results = Results(
+        args.out, "benchmarks/gpu_kernels.py", device, args.resume, smoke=args.smoke, repeats=args.repeats
+    )
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), args.repeats))
     settings = [Setting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
     settings += [

@@ -102,7 +102,9 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.smoke:
         args.contexts, args.repeats = [256], 1
-    results = Results(args.out, "benchmarks/gpu_prefill.py", device, args.resume)
+    results = Results(
+        args.out, "benchmarks/gpu_prefill.py", device, args.resume, smoke=args.smoke, repeats=args.repeats
+    )
     with torch.no_grad():
         model = build("smoke" if args.smoke else "llama-3-8b", device)
         for context in args.contexts:

@@ -75,17 +75,17 @@ def provenance(device: torch.device, script: str) -> dict[str, Any]:
 class Results:
     """The rows of one file of results, which is written anew with each of them: a run may end anywhere.
 
-    `resume`: go on with what the file has. SystemExit where that was measured on another device, or with other versions
-    of what decides: such rows do not belong into one table.
+    `resume`: go on with what the file has. SystemExit where that was measured on another device, with other versions of
+    what decides, or under other `settings`: such rows do not belong into one table.
     """
 
-    def __init__(self, out: Path, script: str, device: torch.device, resume: bool) -> None:
+    def __init__(self, out: Path, script: str, device: torch.device, resume: bool, **settings: Any) -> None:
         self.out = out
-        self.report: dict[str, Any] = {"provenance": provenance(device, script), "rows": []}
+        self.report: dict[str, Any] = {"provenance": provenance(device, script), "settings": settings, "rows": []}
         if resume and out.exists():
             found = json.loads(out.read_text())
-            old, new = found["provenance"], self.report["provenance"]
-            other = [f"{name} {old[name]}, not {new[name]}" for name in SAME if old[name] != new[name]]
+            old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))
+            other = [f"{name} {old[name]}, not {new[name]}" for name in (*SAME, *settings) if old[name] != new[name]]
             if other:
                 raise SystemExit(f"{out} was measured with {'; '.join(other)}: give another --out")
             self.report = found

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -154,25 +155,29 @@ def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
 ) -> None:
     import gpu
 
-    written = tmp_path / "written"
+    written, tables = tmp_path / "written", tmp_path / "tables"
     steps = {
         "probe": ["pass"],
         "tests": ["raise SystemExit(1)"],
         "kernels": ["import time; time.sleep(99)"],
         "decode": [f"open({str(written)!r}, 'a').write('once ')"],
+        "table": [f"open({str(tables)!r}, 'a').write('table ')"],
     }
     monkeypatch.setattr(gpu, "command", lambda name, *rest: [sys.executable, "-c", *steps[name]])
     monkeypatch.setattr(gpu, "SHORTEST", 0.01)
     day = ["--smoke", "--only", *steps, "--out", str(tmp_path)]
     assert gpu.main([*day, "--limit", "3"]) == gpu.TIME_IS_UP
     assert "killed after" in (tmp_path / "kernels.log").read_text()
-    assert "time was up: kernels, decode; run the same again" in capsys.readouterr().out
+    assert "time was up: kernels, decode, table; run the same again" in capsys.readouterr().out
     steps["kernels"] = ["pass"]
     assert gpu.main(day) == gpu.FAILED
     assert "failed: tests" in capsys.readouterr().out
     steps |= {"tests": ["pass"], "probe": ["raise SystemExit(1)"]}
     assert gpu.main(day) == gpu.DONE, "what is done is not done again"
     assert written.read_text() == "once "
+    assert tables.read_text() == "table table ", "it is of what there is by then"
+    with pytest.raises(SystemExit, match="smoke True, not False: give another --out"):
+        gpu.Results(tmp_path / "summary.json", "benchmarks/gpu.py", torch.device("cpu"), resume=True, smoke=False)
 
 
 def test_a_failed_probe_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +186,38 @@ def test_a_failed_probe_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu, "command", lambda *given: [sys.executable, "-c", "raise SystemExit(1)"])
     assert gpu.main(["--smoke", "--out", str(tmp_path)]) == gpu.FAILED
     assert len(json.loads((tmp_path / "summary.json").read_text())["rows"]) == 1
+
+
+def test_a_probe_that_failed_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_probe
+
+    answers = iter([{"holds": False, "says": "no"}, {"holds": True, "says": "yes"}])
+    monkeypatch.setattr(gpu_probe, "run", lambda name: next(answers))
+    monkeypatch.setattr(gpu_probe, "PROBES", dict.fromkeys(gpu_probe.ANYWHERE))
+    given = ["--smoke", "--resume", "--out", str(tmp_path / "out.json")]
+    assert [gpu_probe.main(given) for _ in range(3)] == [1, 0, 0]
+
+
+def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_decode
+    import measuring
+
+    def measure(model: Any, case: Any, batch: int, args: Any) -> dict[str, Any]:
+        if batch > 16:
+            raise torch.OutOfMemoryError
+        return {"batch": batch, "ms": 1.0}
+
+    monkeypatch.setattr(gpu_decode, "measure", measure)
+    monkeypatch.setattr(gpu_decode, "sequence_bytes", lambda model, case: (1, 0))
+    monkeypatch.setattr(gpu_decode, "largest_batch", lambda model, case, host: 20)
+    monkeypatch.setattr(gpu_decode, "roofline_share", lambda *given: 0.5)
+    cpu = torch.device("cpu")
+    results = measuring.Results(tmp_path / "out.json", "a benchmark", cpu, resume=False)
+    case, args = gpu_decode.Case("smoke", "HF DynamicCache", 300, 0, 0.5), SimpleNamespace(host_gib=1)
+    gpu_decode.run_case(SimpleNamespace(device=cpu), case, 20, args, {}, results)
+    assert [(row["at"], row["batch"]) for row in results.rows] == [("1", 1), ("equal", 16), ("largest", 16)]
 
 
 def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
