@@ -1,75 +1,111 @@
-"""A day with a GPU in one command: the tests that need it, then its three benchmarks, each in a process of its own.
+"""A day with a GPU in one command, which can be given again: it goes on where it was.
 
     python benchmarks/gpu.py                          everything, results into benchmarks/results
-    python benchmarks/gpu.py --only tests kernels     some of it
-    python benchmarks/gpu.py --out DIR --limit 540    where a command may not take longer than ten minutes
+    python benchmarks/gpu.py --limit 540              where a command may not take longer than ten minutes: until it
+                                                      says that all is done
+    python benchmarks/gpu.py --only kernels decode    some of it
+    python benchmarks/gpu.py --out DIR                results elsewhere, or from where another call left them
 
-A step that fails, or runs past its limit, does not keep the next from running. `summary.json` has every step's outcome.
+First what the kernels take for granted, then the tests that need a GPU, then the benchmarks, each in a process of its
+own; at the end the README's table, and what break_even.py should say. A step that fails does not keep the next from
+running, but for the probes. `summary.json` has every step's outcome; each test and each row of figures is written when
+it is there. Exit status: 0, all is done; 3, the time is up, run it again; 1, a step has failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib.util
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from measuring import provenance
+from measuring import Results
 
 ROOT = Path(__file__).parent.parent
+FEWEST_CORES = 16  # from which on tests run side by side
 # What decides comes first: bfloat16 of the Triton kernels, which no interpreter checks.
-TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-STEPS = {
-    "kernel tests": (*TESTS, "tests/kernels/test_triton.py"),
-    "tests": (*TESTS, "-m", "gpu"),
-    "kernels": ("benchmarks/gpu_kernels.py",),
-    "prefill": ("benchmarks/gpu_prefill.py",),
-    "decode": ("benchmarks/gpu_decode.py",),
-}
+TESTS = {"kernel tests": "tests/kernels/test_triton.py", "tests": "tests/kernels/test_gpu.py"}
+BENCHMARKS = {name: f"benchmarks/gpu_{name}.py" for name in ("probe", "kernels", "prefill", "decode", "table")}
+STEPS = ("probe", *TESTS, "kernels", "prefill", "decode", "table")
+DONE, FAILED, TIME_IS_UP = 0, 1, 3
+# Seconds below which no step is worth its start.
+SHORTEST = 20
 
 
-def run(name: str, out: Path, limit: float | None, smoke: bool) -> dict[str, object]:
+def command(name: str, out: Path, smoke: bool) -> list[str]:
+    """What runs a step, and goes on with what `out` has of it."""
+    if name in BENCHMARKS:
+        more = ["--resume", *(["--smoke"] if smoke else [])] if name != "table" else []
+        return [sys.executable, BENCHMARKS[name], "--out", str(out / f"gpu_{name}.json"), *more]
+    side_by_side = (os.cpu_count() or 1) >= FEWEST_CORES and importlib.util.find_spec("xdist") is not None
+    return [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_tests",
+        "--passed", str(out / f"{name.replace(' ', '_')}.passed"), *(["-n", "8"] if side_by_side else []), TESTS[name],
+    ]  # fmt: skip
+
+
+def run(name: str, out: Path, limit: float | None, smoke: bool) -> dict[str, Any]:
     """One step; its output goes to NAME.log and to the screen, its results to gpu_NAME.json."""
-    more = [] if "pytest" in STEPS[name] else ["--out", str(out / f"gpu_{name}.json"), *(["--smoke"] if smoke else [])]
-    start, code = time.monotonic(), -1
-    print(f"\n{name}: python {' '.join(STEPS[name])}", flush=True)
-    with (out / f"{name.replace(' ', '_')}.log").open("w") as log:
+    start, given = time.monotonic(), command(name, out, smoke)
+    print(f"\n{name}: {' '.join(given)}", flush=True)
+    path = os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]))
+    with (out / f"{name.replace(' ', '_')}.log").open("a") as log:
         process = subprocess.Popen(
-            [sys.executable, *STEPS[name], *more], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+            given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
         try:
             printed, _ = process.communicate(timeout=limit)
-            code = process.returncode
+            outcome = "done" if process.returncode == 0 else "failed"
         except subprocess.TimeoutExpired:
             process.kill()
             printed, _ = process.communicate()
-            printed += f"\nkilled after {limit:.0f} s\n"
+            printed, outcome = f"{printed}\nkilled after {limit:.0f} s\n", "time was up"
         log.write(printed)
     print(printed, flush=True)
-    return {"step": name, "exit status": code, "seconds": round(time.monotonic() - start, 1)}
+    return {"step": name, "outcome": outcome, "seconds": round(time.monotonic() - start, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help="; ".join(STEPS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
-    parser.add_argument("--limit", type=float, help="seconds for each step (default: none)")
+    parser.add_argument("--limit", type=float, help="seconds for this call (default: none)")
     parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not args.smoke:
         parser.error("torch sees no CUDA device; --smoke runs everything small on the CPU")
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    report = {"provenance": provenance(device, "benchmarks/gpu.py"), "steps": []}
-    for name in args.only:
-        report["steps"].append(run(name, args.out.resolve(), args.limit, args.smoke))
-        (args.out / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
-    failed = [step["step"] for step in report["steps"] if step["exit status"] != 0]
-    print(f"\n{'all steps ended well' if not failed else 'failed: ' + ', '.join(failed)}; {args.out / 'summary.json'}")
-    return 1 if failed else 0
+    summary = Results(args.out / "summary.json", "benchmarks/gpu.py", device, resume=True, smoke=args.smoke)
+    return day(args.only, args.out.resolve(), args.limit, args.smoke, summary)
+
+
+def day(steps: list[str], out: Path, limit: float | None, smoke: bool, summary: Results) -> int:
+    """Run what is not done yet, and the table, which is of what there is by then; returns the exit status."""
+    end = None if limit is None else time.monotonic() + limit
+    for name in [name for name in steps if name == "table" or not summary.has(step=name, outcome="done")]:
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left < SHORTEST:
+            break
+        outcome = run(name, out, left, smoke)
+        summary.rows[:] = [row for row in summary.rows if row["step"] != name]
+        summary.add(outcome)
+        if name == "probe" and outcome["outcome"] == "failed":
+            print("the probe has failed: no other step means anything before that is understood")
+            return FAILED
+    outcomes = {row["step"]: row["outcome"] for row in summary.rows}
+    failed = [name for name in steps if outcomes.get(name) == "failed"]
+    left_over = [name for name in steps if outcomes.get(name, "time was up") == "time was up"]
+    print(f"\ndone: {', '.join(name for name in steps if outcomes.get(name) == 'done') or 'nothing'}")
+    print(*([f"failed: {', '.join(failed)}"] if failed else []), sep="\n")
+    print(*([f"time was up: {', '.join(left_over)}; run the same again"] if left_over else []), sep="\n")
+    return TIME_IS_UP if left_over else FAILED if failed else DONE
 
 
 if __name__ == "__main__":

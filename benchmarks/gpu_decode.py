@@ -3,11 +3,15 @@
 Random weights of Llama-3-8B or Mistral-7B shape in bfloat16. Contexts are forced: every cache is made for its length
 and filled with random pairs, so that no prefill is timed or paid for. For each method, context and VRAM cap: the
 largest batch, tokens a second there, the step at batch 1 and at the full cache's largest batch, peak memory, bytes over
-PCIe, and the share of the roofline. The slots' reuse is forced too (--reuse): random weights say nothing about it.
+PCIe, what of the step was waited for them, the share of the roofline, and whether the step was one CUDA graph. The
+slots' reuse is forced too (--reuse): random weights say nothing about it.
 
     python benchmarks/gpu_decode.py                                        everything: hours
-    python benchmarks/gpu_decode.py --contexts 32768 --caps 48 --models llama-3-8b     minutes
+    python benchmarks/gpu_decode.py --resume                               what is missing of it
+    python benchmarks/gpu_decode.py --contexts 32768 --caps 48             an hour
     python benchmarks/gpu_decode.py --smoke                                tiny, on any machine: figures mean nothing
+
+A step that is not captured although it could be is not timed: it is listed at the end, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,15 +29,18 @@ from typing import Any
 
 import torch
 from baselines import BASELINES, COMPILED, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
-from measuring import limits, milliseconds, provenance
+from measuring import Results, limits, milliseconds
 from tabulate import tabulate
 from torch import Tensor
+from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
+from specache_compile.options import own_options
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import bucket, predicted_bytes
 
@@ -58,9 +65,23 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "specache 1-bit": {"setting": "paper", "bits": 1},
     "specache 2-bit, one lane": {"setting": "paper", "bits": 2, "speculate": False},
     "specache 2-bit, synchronous fetch": {"setting": "paper", "bits": 2},
+    "best, k = 0": {"top_k": 0, "speculate": False},
     "specache best": {},
     "specache best, one lane": {"speculate": False},
+    "kivi 2-bit": {"method": "kivi", "bits": 2},
+    "offload": {"method": "offload"},
+    "fp8": {"method": "fp8"},
 }
+# The same without any fetch: what a method's step is measured against for what it waits.
+BARE = {
+    "specache 2-bit": "2-bit, k = 0", "specache 1-bit": "1-bit, k = 0", "specache best": "best, k = 0",
+    "specache 2-bit, one lane": "2-bit, k = 0", "specache best, one lane": "best, k = 0",
+    "specache 2-bit, synchronous fetch": "2-bit, k = 0",
+}  # fmt: skip
+# They read lengths on the host: no mode makes a CUDA graph of their steps.
+NEVER_CAPTURED = ("offload", "fp8")
+# They read the whole cache from the host in every step.
+STREAMED = (OFFLOADED, "offload")
 METHODS = [*BASELINES, *SPECACHE]
 # Tokens that a forced context has room to grow by.
 STEPS = 80
@@ -110,8 +131,18 @@ def largest_batch(model: LlamaForCausalLM, case: Case, host: float) -> int:
     """How many sequences fit beside the weights, in VRAM and in the host's budget; 0 if none does."""
     weights = sum(p.nbytes for p in model.parameters())
     device, pinned = sequence_bytes(model, case)
-    fit = (case.cap - weights - MARGIN) // device
+    fit = (case.cap - weights - MARGIN) // max(1, device)  # `offload` keeps nothing there
     return max(0, min(fit, int(host // pinned) if pinned else fit))
+
+
+class NotCaptured(Exception):
+    """A step that is no CUDA graph although one was asked for."""
+
+
+def asks_for_graphs(case: Case, mode: str, device: torch.device) -> bool:
+    """Whether the method's steps are to be CUDA graphs."""
+    ours = case.method in SPECACHE and case.method not in NEVER_CAPTURED
+    return device.type == "cuda" and mode in MODES and (ours or case.method in COMPILED)
 
 
 class Decoder:
@@ -125,8 +156,11 @@ class Decoder:
         self.length = case.context
         if case.method in SPECACHE:
             lowering = "inductor" if self.device.type == "cuda" else "eager"
+            given = SPECACHE[case.method]
             settings = {"mode": mode, "min_context": 0, "lowering": lowering, "host_memory": host}
-            self.model.compile(backend="specache", options={**SPECACHE[case.method], **settings})
+            taken = own_options(type(parse_options(given)))
+            settings = {name: value for name, value in settings.items() if name in taken}
+            self.model.compile(backend="specache", options={**given, **settings})
             self.cache = forced_session(self.model, self.token, case.context)
             return
         if case.method in COMPILED:
@@ -222,24 +256,48 @@ def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Name
     device = model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with as_it_is_called(case, device):
+    asked = asks_for_graphs(case, args.mode, device)
+    counters["inductor"].clear()
+    with as_it_is_called(case, device), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         decoder = Decoder(model, case, batch, args.mode, round(args.host_gib * GIB))
         for _ in range(args.warm_up):
             decoder.step()
+        if asked:
+            check_captured(decoder, [str(warning.message) for warning in told])
         before = sc.stats(decoder.model) if case.method in SPECACHE else None
         ms = milliseconds(lambda i: decoder.step(), device, args.steps)
-    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms}
+    for message in dict.fromkeys(str(w.message) for w in told if issubclass(w.category, UserWarning)):
+        tqdm.write(f"{case.method}: {message}", file=sys.stderr)
+    row: dict[str, Any] = {"batch": batch, "ms": ms, "tokens/s": 1e3 * batch / ms, "captured": asked}
+    if case.method in STREAMED:
+        row["bytes to device"] = round(case.context * batch * sum(pair_bytes(FULL, x) for x in shapes_of(model)))
     if device.type == "cuda":
         row["peak bytes"] = torch.cuda.max_memory_allocated(device)
     if before is not None:
         after = sc.stats(decoder.model)
         steps = after.decodes - before.decodes
+        if asked and after.replays - before.replays != steps:
+            raise NotCaptured(f"{after.replays - before.replays} of {steps} steps were replays")
         row |= {
-            "bytes to device": (after.bytes_to_device - before.bytes_to_device) / steps,
+            "bytes to device": row.get("bytes to device", (after.bytes_to_device - before.bytes_to_device) / steps),
             "bytes to host": (after.bytes_to_host - before.bytes_to_host) / steps,
             "pinned bytes": after.host_bytes,
         }
     return row
+
+
+def check_captured(decoder: Decoder, told: list[str]) -> None:
+    """NotCaptured, with what was said of it, where the last of the steps so far was no replay of a CUDA graph."""
+    if decoder.case.method in COMPILED:
+        if skips := counters["inductor"]["cudagraph_skips"]:
+            raise NotCaptured(f"Inductor skipped {skips} graphs")
+        return
+    before = sc.stats(decoder.model).replays
+    decoder.step()
+    if sc.stats(decoder.model).replays == before:
+        reasons = [message for message in told if "CUDA graph" in message]
+        raise NotCaptured("; ".join(dict.fromkeys(reasons)) or "nobody said why")
 
 
 def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], limit: dict[str, float]) -> float:
@@ -251,45 +309,58 @@ def roofline_share(model: LlamaForCausalLM, case: Case, row: dict[str, Any], lim
 
 
 def run_case(
-    model: LlamaForCausalLM, case: Case, equal: int, args: argparse.Namespace, limit: dict[str, float]
-) -> Iterator[dict[str, Any]]:
-    """A method at batch 1, at the full cache's largest batch, and at its own; a batch that does not fit is retried."""
+    model: LlamaForCausalLM, case: Case, equal: int, args: argparse.Namespace, limit: dict[str, float],
+    results: Results,
+) -> None:  # fmt: skip
+    """A method at batch 1, at the full cache's largest batch, and at its own; a batch that does not fit is retried with
+    a tenth less. What the results have is not measured again."""
     device = model.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap / total), device)
-    done: dict[int, dict[str, Any]] = {}
+    had = [row for row in results.rows if vars(case).items() <= row.items()]
+    done = {row["batch"]: row for row in had}
+    kinds = {row["at"] for row in had}
     host, pinned = args.host_gib * GIB, sequence_bytes(model, case)[1]
     equal = min(equal, int(host // pinned)) if pinned else equal
     for kind, batch in {"1": 1, "equal": equal, "largest": largest_batch(model, case, host)}.items():
-        if batch in done:
-            yield {**done[batch], "at": kind}
+        if kind in kinds:
+            continue
         while batch and batch not in done:
             try:
-                row = measure(model, case, batch, args)
+                row, lost = measure(model, case, batch, args), None
             except torch.OutOfMemoryError:
-                row = None
+                row, lost = None, None
+            except NotCaptured as reason:
+                row, lost = None, str(reason)
+            # Behind the handlers: within them the traceback still holds the cache.
             torch._dynamo.reset()
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            if row is not None:
-                share = roofline_share(model, case, row, limit)
-                done[batch] = {**vars(case), "at": kind, **row, "roofline share": share}
-                yield done[batch]
-                break
-            batch = batch * 9 // 10
+            if lost is not None:
+                results.report.setdefault("not captured", []).append({**vars(case), "batch": batch, "why": lost})
+                results.write()
+                return
+            if row is None:
+                batch = batch * 9 // 10
+            else:
+                done[batch] = {**vars(case), **row, "roofline share": roofline_share(model, case, row, limit)}
+        if batch:
+            results.add({**done[batch], "at": kind})
 
 
 def with_hidden_shares(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
-    """The share of the transfer that a step does not wait for: against k = 0, at the same batch."""
+    """Against k = 0 at the same batch: the milliseconds that a step is longer (`waited`), and the share of the transfer
+    that it does not wait for."""
     key = ("model", "context", "cap", "batch")
-    bare = {(*(r[k] for k in key), r["method"][:5]): r["ms"] for r in rows if r["method"].endswith("k = 0")}
+    bare = {(*(r[k] for k in key), r["method"]): r["ms"] for r in rows if r["method"].endswith("k = 0")}
     for row in rows:
-        alone = bare.get((*(row[k] for k in key), row["method"].removeprefix("specache ")[:5]))
+        alone = bare.get((*(row[k] for k in key), BARE.get(row["method"])))
         moved = row.get("bytes to device", 0) / limit["to device"] / 1e6
         if alone is not None and moved:
-            row["hidden"] = 1 - min(1.0, max(0.0, row["ms"] - alone) / moved)
+            row["waited"] = max(0.0, row["ms"] - alone)
+            row["hidden"] = 1 - min(1.0, row["waited"] / moved)
 
 
 def break_even(rows: list[dict[str, Any]], method: str = "specache 2-bit") -> int | None:
@@ -310,13 +381,14 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["model"], f"{row['context'] // 1024}k", f"{row['cap'] / GIB:.0f}", row["method"],
             f"{row['reuse']:.0%}", row["batch"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
             f"{row.get('peak bytes', 0) / GIB:.1f}", f"{row.get('bytes to device', 0) / 1e6:.1f}",
-            f"{row['hidden']:.0%}" if "hidden" in row else "", f"{row['roofline share']:.0%}",
+            f"{row['waited']:.2f}" if "waited" in row else "", f"{row['hidden']:.0%}" if "hidden" in row else "",
+            f"{row['roofline share']:.0%}", "yes" if row["captured"] else "no",
         )
         for row in rows
     ]  # fmt: skip
     headers = (
-        "model", "context", "GB", "method", "reuse", "batch", "ms", "tokens/s", "peak GiB", "MB a step", "hidden",
-        "roofline",
+        "model", "context", "GB", "method", "reuse", "batch", "ms", "tokens/s", "peak GiB", "MB a step", "ms waited",
+        "hidden", "roofline", "captured",
     )  # fmt: skip
     return tabulate(lines, headers, disable_numparse=True)
 
@@ -339,9 +411,9 @@ def fetches(method: str) -> bool:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b", "mistral-7b"])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768, 131072], help="tokens")
-    parser.add_argument("--caps", type=float, nargs="+", default=[24, 48, 0], help="GB of VRAM; 0: all (24 48 0)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3-8b"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 8192, 131072], help="tokens")
+    parser.add_argument("--caps", type=float, nargs="+", default=[48, 0], help="GB of VRAM; 0: all (48 0)")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME", help="; ".join(METHODS)
     )
@@ -353,12 +425,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50, help="timed steps (50)")
     parser.add_argument("--warm-up", type=int, default=8, help="steps before them (8)")
     parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_decode.json")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not args.smoke:
         parser.error("no CUDA device: only --smoke runs here")
-    if args.steps + args.warm_up + 3 > STEPS:
-        parser.error(f"--steps and --warm-up together: at most {STEPS - 3}, for which the caches have room")
+    if args.steps + args.warm_up + 4 > STEPS:
+        parser.error(f"--steps and --warm-up together: at most {STEPS - 4}, for which the caches have room")
     if args.smoke:
         args.models, args.contexts, args.caps, args.reuse = ["smoke"], [300], [0], [0.5]
         args.steps, args.warm_up, args.host_gib = 6, 1, 1 / 1024
@@ -372,14 +445,16 @@ def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
     return {method: reason for method, reason in reasons.items() if reason is not None}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MARGIN + (1 << 20)
-    limit = limits(device, 1 << (20 if args.smoke else 30), 20)
+    settings = {name: getattr(args, name) for name in ("smoke", "mode", "host_gib", "steps")}
+    results = Results(args.out, "benchmarks/gpu_decode.py", device, args.resume, **settings)
+    limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), 20))
     skipped = left_out(args, device)
     args.methods = [method for method in args.methods if method not in skipped]
-    rows: list[dict[str, Any]] = []
+    results.report |= {"skipped": skipped, "not captured": []}
     model, built, cases = None, "", cases_of(args, total)
     try:
         with torch.no_grad(), tqdm(cases, file=sys.stderr) as bar:
@@ -389,18 +464,20 @@ def main(arguments: list[str] | None = None) -> None:
                     model, built = None, case.model
                     model = build(case.model, device)
                 full = Case(case.model, FULL, case.context, case.cap, 0.0)
-                rows += run_case(model, case, largest_batch(model, full, 0), args, limit)
+                run_case(model, case, largest_batch(model, full, 0), args, limit, results)
     except KeyboardInterrupt:
         print("interrupted: the cases below are finished", file=sys.stderr)
-    with_hidden_shares(rows, limit)
-    print(table(rows))
+    with_hidden_shares(results.rows, limit)
+    results.write()
+    print(table(results.rows))
     print(*(f"skipped {method}: {reason}" for method, reason in skipped.items()), sep="\n")
-    print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {break_even(rows) or 'none measured'}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    origin = provenance(device, "benchmarks/gpu_decode.py")
-    report = {"provenance": origin, "limits": limit, "skipped": skipped, "rows": rows}
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    least = break_even(results.rows) or "none measured"
+    print(f"break-even at batch 1 (for specache_compile/runtime/break_even.py): {least}")
+    for lost in results.report["not captured"]:
+        where = f"{lost['method']}, {lost['context']:,} tokens, batch {lost['batch']}"
+        print(f"NOT CAPTURED, so not timed: {where}: {lost['why']}")
+    return 1 if results.report["not captured"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

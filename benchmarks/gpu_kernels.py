@@ -11,7 +11,6 @@ is first compared with the PyTorch code that defines its op.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from measuring import limits, milliseconds, provenance
+from measuring import Results, limits, milliseconds
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
@@ -227,8 +226,13 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
     )
     low = low_keys + low_values
     kept = exact * (setting.top_k + setting.context - setting.low_bit)
-    attend = row("attention", "copy", low + kept, lambda i: turn(i).attend(triton_decode.decode_attention))
-    yield attend | {"elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3}
+    # The last lane's logits, written and read in half precision, and the scores.
+    scored = setting.pairs * (4 * QUERY_HEADS // HEADS + 4) if setting.top_k else 0
+    attend = row("attention", "copy", low + kept + scored, lambda i: turn(i).attend(triton_decode.decode_attention))
+    yield attend | {
+        "elements/s": 2 * HEAD_DIM * setting.pairs / attend["ms"] * 1e3,
+        "share of the cache alone": attend["share"] * (low + kept) / attend["bytes"],
+    }
     if not setting.top_k:
         return
     logits = [x.score(triton_scored.score_low_bit)[0] for x in sets]
@@ -296,13 +300,19 @@ def bits_of(row: dict[str, Any]) -> str:
     return bits + (", rotated" if row["rotated"] else "")
 
 
+def remark(row: dict[str, Any]) -> str:
+    if "of the attention" in row:
+        return f"{row['of the attention']:.0%} of the attention"
+    return f"{row['share of the cache alone']:.0%} by the cache alone" if "share of the cache alone" in row else ""
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         (
             row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""), bits_of(row),
             f"{row['context']:,}", row["batch"], f"{1e3 * row['ms']:.1f}", f"{row['GB/s']:.0f}",
             f"{row['share']:.0%} of {row['limit']}",
-            f"{row['of the attention']:.0%} of the attention" if "of the attention" in row else "",
+            remark(row),
         )
         for row in rows
     ]  # fmt: skip
@@ -317,6 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 2, 1], choices=(1, 2, 4, 8, 16), help="(16 2 1)")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of each kernel (default: 50)")
     parser.add_argument("--smoke", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--resume", action="store_true", help="keep the settings that --out has, and go on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_kernels.json")
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -329,25 +340,25 @@ def main(arguments: list[str] | None = None) -> None:
     for value_bits, rotate in ((2, False), (1, True)):
         size = 256 if args.smoke else 4096
         check(Setting(2, size, 1, dtype, value_bits=value_bits, rotate=rotate), device)
-    limit = limits(device, 1 << (20 if args.smoke else 30), args.repeats)
+    results = Results(
+        args.out, "benchmarks/gpu_kernels.py", device, args.resume, smoke=args.smoke, repeats=args.repeats
+    )
+    limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), args.repeats))
     settings = [Setting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
     settings += [
         Setting(b, c, n, dtype, value_bits=v, rotate=True)
         for c in args.contexts for n in args.batches for b, v in VARIANTS[: 1 if args.smoke else None]
     ]  # fmt: skip
-    rows: list[dict[str, Any]] = []
     try:
-        for setting in tqdm(settings, unit="setting"):
-            rows += rows_of(setting, device, args.repeats, limit)
+        for setting in tqdm([setting for setting in settings if not results.has(**setting.names)], unit="setting"):
+            rows = list(rows_of(setting, device, args.repeats, limit))
             if setting.bits < 16:
                 rows.append(quantise_row(setting, device, args.repeats, limit))
+            results.add(*rows)
     except KeyboardInterrupt:
         print("interrupted: the settings below are finished")
-    print(table(rows))
+    print(table(results.rows))
     print("limits, GB/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in limit.items()))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"provenance": provenance(device, "benchmarks/gpu_kernels.py"), "limits": limit, "rows": rows}
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

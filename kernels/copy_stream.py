@@ -33,8 +33,9 @@ _fetches: dict[int, torch.cuda.Event] = {}
 
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The one copy stream of a device."""
-    return torch.cuda.Stream(device)
+    """The one copy stream of a device, of high priority: a gather's few programs need not wait until all of an
+    attention's have started."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def adopt(state: Mapping[str, Tensor]) -> None:

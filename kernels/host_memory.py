@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .cgroup import remaining_memory
 
-# Registered piece by piece: one call for many gigabytes holds the driver's lock for seconds.
-BLOCK = 1 << 30
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
 # Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not.
@@ -25,16 +23,16 @@ MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "M
 
 
 class PinnedMap(mmap.mmap):
-    """Anonymous memory that is registered with CUDA until it is freed; `device` reads and writes it."""
+    """Anonymous memory that is registered with CUDA until it is freed, at `address`; `device` reads and writes it."""
 
-    blocks: tuple[tuple[int, int], ...] = ()
+    address: int | None = None
     device: torch.device
 
     def __del__(self) -> None:
-        if self.blocks and not sys.is_finalizing():
+        if self.address is not None and not sys.is_finalizing():
             with torch.cuda.device(self.device):
                 torch.cuda.synchronize()  # no kernel may still read it
-                unregister(self.blocks)
+                torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 class Pool:
@@ -141,30 +139,22 @@ def pinned_map(size: int, device: torch.device) -> PinnedMap | None:
         memory.madvise(mmap.MADV_DONTFORK)
     memory.device = device
     start = torch.frombuffer(memory, dtype=torch.uint8)
-    memory.blocks = register(start.data_ptr(), size, device)
+    if register(start.data_ptr(), size, device):
+        memory.address = start.data_ptr()
     return memory if start.is_pinned() else None
 
 
-def register(address: int, size: int, device: torch.device) -> tuple[tuple[int, int], ...]:
-    """Pin the range block by block; all of it or, where the driver refuses a block, nothing.
+def register(address: int, size: int, device: torch.device) -> bool:
+    """Pin the range, in one piece; False where the driver refuses.
 
-    Every device can read it then; CUDA starts up on the current one, so that must be `device`.
+    A copy must not cross from one registration into the next: nothing says that one may. A layer's tier is one map, and
+    so one registration. Every device can read it then; CUDA starts up on the current one, so that must be `device`.
     """
-    blocks: list[tuple[int, int]] = []
     with torch.cuda.device(device):
-        for start in range(address, address + size, BLOCK):
-            length = min(BLOCK, address + size - start)
-            if int(torch.cuda.cudart().cudaHostRegister(start, length, REGISTER_FLAGS)) != 0:
-                unregister(tuple(blocks))
-                clear_error()
-                return ()
-            blocks.append((start, length))
-    return tuple(blocks)
-
-
-def unregister(blocks: tuple[tuple[int, int], ...]) -> None:
-    for start, _ in blocks:
-        torch.cuda.cudart().cudaHostUnregister(start)
+        refused = int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) != 0
+        if refused:
+            clear_error()
+    return not refused
 
 
 def clear_error() -> None:

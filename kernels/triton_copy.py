@@ -2,7 +2,8 @@
 
 The CUDA implementations of `tiers.prefetch`'s copy and of `tiers.offload`'s for a decode step. The gather's indices
 never leave the device, so that the step can be captured. A host pair (K and V) is one contiguous read of 2·d elements
-(512 B at d 128); a program has all k of its rows in flight, and B·H programs saturate the link.
+(512 B at d 128), and a program has all k of a head's in flight: few programs saturate the link, and leave the other
+multiprocessors to the compute beside them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from .triton_cursor import AT_LENGTH
 
 # Slots that are compared with all wanted tokens at once.
 CHUNK = 32
+# Programs of a gather: 16 of 64 pairs are five times the 200 that 50 GB/s have under way in the link's 2 µs.
+PROGRAMS = 16
 # Elements of a gather tile: 64 rows of 2·128 channels, 64 registers of each of 256 threads.
 GATHER = 16384
 
@@ -25,48 +28,52 @@ def fetch_missing(
     wanted, host,
     # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
     slots, slot_index, traffic,
-    # C in tokens, k, and the bytes of a pair.
-    capacity, top_k, row_bytes,
+    # KV heads of all rows, B·H; C in tokens, k, and the bytes of a pair.
+    count, capacity, top_k, row_bytes,
     pair: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th free slot.
+    """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
+    free slot.
 
     pair: 2·d, elements. WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes:
     4·d over PCIe and as many written for each missing pair, 16·k for its indices. No FLOPs; 3·k² comparisons.
     """
-    bh = tl.program_id(0).to(tl.int64)
     number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
-    want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
-    present = tl.zeros([WANTED], tl.int32)
-    for start in range(0, top_k, CHUNK):
-        slot = start + within
-        index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
-        present |= tl.max((want[:, None] == index[None, :]).to(tl.int32), 1)
-    missing = (want >= 0) & (present == 0)
-    rank = tl.cumsum(missing.to(tl.int32), 0) - 1
-    place = tl.zeros([WANTED], tl.int32)
-    free_before = tl.zeros([], tl.int32)
-    for start in range(0, top_k, CHUNK):
-        slot = start + within
-        index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
-        stays = tl.max(((want[:, None] == index[None, :]) & (want[:, None] >= 0)).to(tl.int32), 0)
-        free = (slot < top_k) & (stays == 0)
-        order = free_before + tl.cumsum(free.to(tl.int32), 0) - 1
-        taken = missing[:, None] & free[None, :] & (order[None, :] == rank[:, None])
-        place += tl.sum(tl.where(taken, slot[None, :], 0), 1)
-        free_before += tl.sum(free.to(tl.int32), 0)
-        tl.debug_barrier()  # warps may hold the same indices: none overwrites what another has yet to read
-        tl.store(slot_index + bh * top_k + slot, -1, free)
-    tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
-    tl.store(slot_index + bh * top_k + place, want, missing)
-    source = host + (bh * capacity + want) * pair
-    target = slots + (bh * top_k + place) * pair
-    for start in range(0, pair, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        there = missing[:, None] & (column < pair)[None, :]
-        row = tl.load(source[:, None] + column[None, :], there)
-        tl.store(target[:, None] + column[None, :], row, there)
-    tl.atomic_add(traffic, tl.sum(missing.to(tl.int64), 0) * row_bytes)
+    moved = tl.zeros([], tl.int64)
+    for head in range(tl.program_id(0), count, tl.num_programs(0)):
+        bh = tl.zeros([], tl.int64) + head
+        want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
+        present = tl.zeros([WANTED], tl.int32)
+        for start in range(0, top_k, CHUNK):
+            slot = start + within
+            index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
+            present |= tl.max((want[:, None] == index[None, :]).to(tl.int32), 1)
+        missing = (want >= 0) & (present == 0)
+        rank = tl.cumsum(missing.to(tl.int32), 0) - 1
+        place = tl.zeros([WANTED], tl.int32)
+        free_before = tl.zeros([], tl.int32)
+        for start in range(0, top_k, CHUNK):
+            slot = start + within
+            index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
+            stays = tl.max(((want[:, None] == index[None, :]) & (want[:, None] >= 0)).to(tl.int32), 0)
+            free = (slot < top_k) & (stays == 0)
+            order = free_before + tl.cumsum(free.to(tl.int32), 0) - 1
+            taken = missing[:, None] & free[None, :] & (order[None, :] == rank[:, None])
+            place += tl.sum(tl.where(taken, slot[None, :], 0), 1)
+            free_before += tl.sum(free.to(tl.int32), 0)
+            tl.debug_barrier()  # warps may hold the same indices: none overwrites what another has yet to read
+            tl.store(slot_index + bh * top_k + slot, -1, free)
+        tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
+        tl.store(slot_index + bh * top_k + place, want, missing)
+        source = host + (bh * capacity + want) * pair
+        target = slots + (bh * top_k + place) * pair
+        for start in range(0, pair, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            there = missing[:, None] & (column < pair)[None, :]
+            row = tl.load(source[:, None] + column[None, :], there)
+            tl.store(target[:, None] + column[None, :], row, there)
+        moved += tl.sum(missing.to(tl.int64), 0)
+    tl.atomic_add(traffic, moved * row_bytes)
 
 
 @triton.jit
@@ -103,9 +110,9 @@ def gather(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traf
     pair = 2 * host.shape[-1]
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
-    fetch_missing[(batch * heads,)](
+    fetch_missing[(min(batch * heads, PROGRAMS),)](
         wanted, host, slots, slot_index, traffic,
-        capacity=host.shape[2], top_k=top_k, row_bytes=pair * host.element_size(),
+        count=batch * heads, capacity=host.shape[2], top_k=top_k, row_bytes=pair * host.element_size(),
         pair=pair, WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
     )  # fmt: skip
 

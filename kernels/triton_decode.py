@@ -2,8 +2,8 @@
 
 The CUDA implementation of `attention.decode_attention`, in three launches:
 
-    attend_tiers   (B·H, splits + 1)   the first one slots, recent and new, the others a share of the low-bit tier each
-    merge_splits   (B·Hq·lanes)        log-sum-exp over the splits and the sink
+    attend_tiers   (B·H, E + S)        E shares of slots, recent and new, then S of the low-bit tier
+    merge_splits   (B·Hq·lanes)        log-sum-exp over the shares and the sink
     score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
 
 before which `rotate_rows` turns q where the low-bit tier is rotated. The halves of a corrected step: `triton_scored`.
@@ -15,6 +15,7 @@ tokens or gv channels, w bytes of a token's keys and values. Strides are in elem
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -34,6 +35,9 @@ from .triton_softmax import biased, capped, grown
 HIDDEN = tl.constexpr(SEEN)
 # What a mask is, as a kernel sees it.
 NO_MASK, BOOL_MASK, ADDITIVE_MASK = range(3)
+# A mask's strides that grow with the cache: a kernel made anew for each that is, or is not, a multiple of 16 would be
+# compiled in the middle of a generation.
+MASK_STRIDES = ("m_batch", "m_head", "m_row")
 # The smallest sides of a product that fill a tensor core instruction: query rows, and channels.
 FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
 # Pairs in 16 bits per tile: of the slots, the ring and the new ones (more would spill registers), and of a low-bit tier
@@ -41,10 +45,17 @@ FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
 EXACT_BLOCK, PLAIN_BLOCK = 16, 32
 SCORE_BLOCK = 1024
 # Warps of a program of `attend_tiers`, see `triton_low_bit`, and the programs that a multiprocessor's registers hold at
-# once; more splits than that only add partial results to merge.
+# once; the shared memory of one, and what the driver keeps of it. At d 256 two warps would spill nothing, where one
+# does in the exact tiers' loop, but spend a fifth more instructions on the low-bit tier.
 WARPS = 1
 PROGRAMS_PER_SM = 8
-MOST_SPLITS = 128
+SHARED_BYTES = 20 << 10
+# Parts that `merge_splits` holds in registers; programs that follow one another in one place, at most; the fewest tiles
+# in 16 bits that are worth a program of their own.
+MOST_PARTS, MOST_ROUNDS, FEWEST_TILES = 128, 4, 3
+# In tiles of the low-bit tier, by their instructions (tests/compile_kernels.py): a tile in 16 bits, and a program's
+# beginning and end.
+EXACT_TILE, PROLOGUE = 0.75, 1.5
 
 
 @triton.jit
@@ -52,15 +63,16 @@ def attend_exact(
     # Of attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which are rows at all,
     # which of them keep their logits, and each one's lane.
     q_row, mask_row, logits_row, out_row, real, kept, lane,
-    # The KV head's number in [B, H]; tokens cached, in the low-bit tier, and to be selected from.
-    bh, length, low_bit, candidates,
+    # The KV head's number in [B, H]; tokens cached, in the low-bit tier, and to be selected from; and the share: number
+    # `split` of `splits`.
+    bh, length, low_bit, candidates, split, splits,
     # As attend_tiers has them, but k and v at this head's first new token.
     recent, slots, slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
     d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, stored: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Slots, the recent ring, and the lanes' new pairs, in 16 bits: stores their sums, returns peak and total.
+    """A share of slots, the recent ring, and the lanes' new pairs, in 16 bits: stores its sums, returns peak and total.
 
     Bytes and FLOPs: those of attend_tiers.
     """
@@ -74,7 +86,9 @@ def attend_exact(
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     slot_blocks: tl.constexpr = (top_k + EXACT - 1) // EXACT
     recent_blocks = tl.cdiv((length - low_bit).to(tl.int32), EXACT)
-    for block in range(0, slot_blocks + recent_blocks + 1):
+    blocks = slot_blocks + recent_blocks + 1
+    share = tl.cdiv(blocks, splits)
+    for block in range(split * share, tl.minimum(blocks, (split + 1) * share)):
         # Slots, then the recent ring, then the new pairs of the lanes: where a pair lies, and its token's number.
         place = block * EXACT + within
         if block < slot_blocks:
@@ -115,7 +129,7 @@ def attend_exact(
     return peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=list(MASK_STRIDES))
 def attend_tiers(
     # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
     # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [4].
@@ -127,20 +141,20 @@ def attend_tiers(
     recent, slots, slot_index,
     # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32.
     logits,
-    # Written: out [B·H, splits + 1, ROWS, d], where VALUES, peaks and totals [B·H, splits + 1, ROWS] float32.
+    # Written: out [B·H, E + S, ROWS, d], where VALUES, peaks and totals [B·H, E + S, ROWS] float32.
     out, peaks, totals,
     # q_batch, q_head, q_lane: strides of q [B, Hq, lanes, d]; of k and v [B, H, lanes, d]; and of the mask
     # [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_row, m_token,
     scale, softcap,
-    # H, C in tokens, shares of the low-bit tier.
-    heads, capacity, splits,
+    # H, C in tokens; E, shares of the exact tiers, and S, of the low-bit tier.
+    heads, capacity, exact, splits,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: all lanes and query heads of one KV head, over its share of the tiers.
+    """One program: all lanes and query heads of one KV head, over a share of its tiers.
 
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
     here; if not, they are there. VALUES: there are sums. ROTATED: the low-bit tier is. MASK: NO_MASK, BOOL_MASK,
@@ -163,15 +177,15 @@ def attend_tiers(
     keeps = lane - (lanes - stored)
     logits_row = logits + ((batch * heads * queries + query_head) * stored + keeps) * capacity
     kept = real & (keeps >= 0)
-    at = (bh * (splits + 1) + split) * ROWS + row
+    at = (bh * (exact + splits) + split) * ROWS + row
 
     out_row = out + at * d
-    if split > 0:  # the exact tiers take longest, so they start first
+    if split >= exact:  # at short contexts the exact shares take longest, so they start first
         if ROTATED:
             q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
         peak, total = attend_low_bit(
             q_row, mask_row, logits_row, out_row, real, kept,
-            bh=bh, low_bit=low_bit, split=split - 1, splits=splits,
+            bh=bh, low_bit=low_bit, split=split - exact, splits=splits,
             codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
@@ -182,7 +196,7 @@ def attend_tiers(
         candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), length)
         peak, total = attend_exact(
             q_row, mask_row, logits_row, out_row, real, kept, lane,
-            bh=bh, length=length, low_bit=low_bit, candidates=candidates,
+            bh=bh, length=length, low_bit=low_bit, candidates=candidates, split=split, splits=exact,
             recent=recent, slots=slots, slot_index=slot_index, k_row=k_row, v_row=v_row, k_lane=k_lane, v_lane=v_lane,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap,
             d=d, window=window, top_k=top_k, lanes=lanes, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP,
@@ -199,15 +213,15 @@ def merge_splits(
     partial, peaks, totals, sinks,
     # Written: out [B, Hq, lanes, d] in q's dtype, where VALUES, lse [B, Hq, stored] float32 of the last lanes.
     out, lse,
-    # Splits + 1, Hq.
-    parts, query_heads,
+    # E + S, E, Hq.
+    parts, exact, query_heads,
     d: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, VALUES: tl.constexpr,
     SINKS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """One program: one query head and lane. Writes its output and its log-sum-exp.
 
-    PARTS, CHANNELS: parts and d, padded. TURNED: channels that the low-bit tier, all parts but the first, has rotated
-    together; 1: none. Bytes: 4·(d + 2)·parts read, 2·d + 4 written. FLOPs: 2·d·parts, and d·log2(TURNED).
+    PARTS, CHANNELS: parts and d, padded. TURNED: channels that the low-bit tier, all parts but the first E, has
+    rotated together; 1: none. Bytes: 4·(d + 2)·parts read, 2·d + 4 written. FLOPs: 2·d·parts, and d·log2(TURNED).
     """
     number = tl.program_id(0).to(tl.int64)
     bh, row = number // (queries * lanes), number % (queries * lanes)
@@ -228,9 +242,9 @@ def merge_splits(
         there = (part < parts)[:, None] & (channel < d)[None, :]
         sums = tl.load(partial + at[:, None] * d + channel[None, :], there, 0.0) * shrink[:, None]
         if TURNED > 1:
-            low_bit = tl.sum(tl.where((part > 0)[:, None], sums, 0.0), 0)
+            low_bit = tl.sum(tl.where((part >= exact)[:, None], sums, 0.0), 0)
             summed = tl.reshape(hadamard(tl.reshape(low_bit, [CHANNELS // TURNED, TURNED])), [CHANNELS])
-            summed += tl.sum(tl.where((part == 0)[:, None], sums, 0.0), 0)
+            summed += tl.sum(tl.where((part < exact)[:, None], sums, 0.0), 0)
         else:
             summed = tl.sum(sums, 0)
         result = tl.where(total > 0, summed / total, 0.0)
@@ -240,7 +254,7 @@ def merge_splits(
         tl.store(lse + number // lanes * stored + keeps, tl.where(total > 0, base + tl.log(total), float("inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=list(MASK_STRIDES))
 def score_tokens(
     # logits [B, Hq, stored, C] as attend_tiers left them, lse [B, Hq, stored] float32; mask [B, Hq, lanes, > n];
     # cursor int64 [4].
@@ -281,8 +295,10 @@ def score_tokens(
 
 @dataclass(frozen=True)
 class Sums:
-    """What attend_tiers leaves to merge_splits, which has their shapes."""
+    """What attend_tiers leaves to merge_splits, which has their shapes; the first `exact` parts are of the exact
+    tiers."""
 
+    exact: int
     partial: Tensor
     peaks: Tensor
     totals: Tensor
@@ -334,7 +350,8 @@ def attend(
     heads, capacity = k.shape[1], codes.shape[2]
     queries = query_heads // heads
     rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))
-    splits = split_count(batch * heads, capacity // group, q.device)
+    top_k, window = slots.shape[2] if values else 0, recent.shape[2]
+    exact, splits = shares_of(batch * heads, capacity // group, exact_blocks(top_k, window), programs_at_once(q.device))
     kind, mask, mask_strides = form
     value_group = d // value_params.shape[-1] if layout.is_quantised and values else d
     key_width, value_width = layout.widths(d)
@@ -343,23 +360,23 @@ def attend(
         codes = codes.view(torch.int16)
 
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    partial = new((batch * heads, splits + 1, rows, d if values else 0))
-    peaks, totals = (new((batch * heads, splits + 1, rows)) for _ in range(2))
+    partial = new((batch * heads, exact + splits, rows, d if values else 0))
+    peaks, totals = (new((batch * heads, exact + splits, rows)) for _ in range(2))
     turns = layout.is_rotated and keys
-    attend_tiers[batch * heads, splits + 1](
+    attend_tiers[batch * heads, exact + splits](
         q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,
         recent, slots, slot_index, logits, partial, peaks, totals,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2),
         k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
-        scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, splits=splits,
+        scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, exact=exact, splits=splits,
         d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
-        window=recent.shape[2], top_k=slots.shape[2] if values else 0, lanes=lanes, queries=queries,
+        window=window, top_k=top_k, lanes=lanes, queries=queries,
         stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, MASK=kind, CAP=softcap is not None, ROWS=rows,
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)), SPAN=span, EXACT=EXACT_BLOCK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
-    return Sums(partial, peaks, totals)
+    return Sums(exact, partial, peaks, totals)
 
 
 def merged(
@@ -373,7 +390,8 @@ def merged(
     lse = torch.empty((batch, query_heads, stored), dtype=torch.float32, device=q.device)
     merge_splits[(batch * query_heads * lanes,)](
         sums.partial, sums.peaks, sums.totals, q if sinks is None else sinks, out, lse,
-        parts=parts, query_heads=query_heads, d=d, lanes=lanes, queries=query_heads // heads, stored=stored,
+        parts=parts, exact=sums.exact, query_heads=query_heads, d=d, lanes=lanes, queries=query_heads // heads,
+        stored=stored,
         VALUES=values, SINKS=sinks is not None, ROWS=rows, PARTS=triton.next_power_of_2(parts),
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         TURNED=rotation_block(d) if layout.is_rotated else 1, num_warps=4,
@@ -405,13 +423,43 @@ def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> M
     return ADDITIVE_MASK, mask, strides
 
 
-def split_count(rows: int, tiles: int, device: torch.device) -> int:
-    """Shares of the low-bit tier: enough programs for every multiprocessor, none with fewer than four tiles."""
-    programs = PROGRAMS_PER_SM * multiprocessors(device)
-    return max(1, min(programs // rows, tiles // 4, MOST_SPLITS))
+def exact_blocks(top_k: int, window: int) -> int:
+    """Tiles of the exact tiers, at most: slots, ring, new pairs."""
+    return triton.cdiv(top_k, EXACT_BLOCK) + triton.cdiv(window, EXACT_BLOCK) + 1
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; two in the interpreter, which runs one program after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+def shares_of(rows: int, tiles: int, blocks: int, slots: int) -> tuple[int, int]:
+    """E and S, the shares of a head's exact tiers, `blocks` tiles of 16 bits, and of its low-bit tier's `tiles`, for
+    B·H `rows` on a GPU that runs `slots` programs at a time.
+
+    E: of three tiles or more, while all heads' fill a quarter of the GPU at most. S: of those with four tiles or more,
+    and a few rounds of programs in all, the number that ends first.
+    """
+    exact = max(1, min(blocks // FEWEST_TILES, slots // (4 * rows), MOST_PARTS // 2))
+    first = rows * exact * [PROLOGUE + EXACT_TILE * triton.cdiv(blocks, exact)]
+    most = max(1, min(tiles // 4, MOST_PARTS - exact, MOST_ROUNDS * slots // rows))
+
+    def end(splits: int) -> float:
+        return makespan(slots, first + rows * splits * [PROLOGUE + triton.cdiv(tiles, splits)])
+
+    return exact, min(range(1, most + 1), key=end)
+
+
+def makespan(slots: int, programs: list[float]) -> float:
+    """When programs of these lengths have ended, of which `slots` run at a time, begun in their order."""
+    ends = [0.0] * slots
+    for length in programs:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+@functools.cache
+def programs_at_once(device: torch.device) -> int:
+    """Programs of attend_tiers that the GPU's registers and shared memory hold; in the interpreter, which runs one
+    after another, those of two multiprocessors."""
+    if device.type != "cuda":
+        return 2 * PROGRAMS_PER_SM
+    properties = torch.cuda.get_device_properties(device)
+    fit = min(PROGRAMS_PER_SM, properties.shared_memory_per_multiprocessor // SHARED_BYTES)
+    return fit * properties.multi_processor_count

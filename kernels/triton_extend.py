@@ -7,23 +7,38 @@ FLOPs: 4·T·n·Hq·d; PCIe: the host tier, 4·n·H·d bytes, once a layer, what
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import copy_stream
-from .cursor import LENGTH
+from .cursor import length_of
 from .fp8 import decoded
-from .triton_decode import mask_form
+from .triton_decode import MASK_STRIDES, mask_form
 from .triton_softmax import biased, capped, grown
 
 # Tokens of a host block: 4 MB a row and head of 8 at d 128, large enough for full PCIe speed.
 HOST_BLOCK = 2048
-QUERY_BLOCK, KEY_BLOCK = 64, 32
 
 
-@triton.jit
+class Tile(NamedTuple):
+    """New tokens and pairs of one product, warps, and pairs' tiles under way at once (`num_stages`)."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the bytes of a padded row of channels: what 99 KiB of shared memory hold, all that a program of an A6000 or a 4090
+# can have (tests/compile_kernels.py checks it).
+TILES = {256: Tile(64, 32, 4, 3), 512: Tile(64, 32, 8, 2), 1024: Tile(32, 16, 8, 2), 2048: Tile(16, 16, 8, 1)}
+
+
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "count", "size", "first"])
 def attend_block(
     # q [B, Hq, T, d]; keys and values [B, H, size, d], of q's dtype; mask [B, Hq, T, ≥ first + size] uint8 or additive.
     q, keys, values, mask,
@@ -84,15 +99,17 @@ def extend_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """As `attention.extend_attention`. Reads the length on the host: an extend is no part of a captured step."""
+    """As `attention.extend_attention`. Takes the length from what the host knows of the cursor: an extend is no part of
+    a captured step."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, count, d = q.shape
-    length = int(cursor[LENGTH])
+    length = length_of(cursor)
     if mask is not None and mask.shape[-1] < length + count:
         raise ValueError(
             f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {length + count}"
         )
     causal = mask is None or mask.shape[2] == 1
+    channels, tile = tile_of(d, q.dtype)
     kind, mask, mask_strides = mask_form(mask, batch, query_heads, count)
     rows = (batch, query_heads, count)
     out = torch.zeros(*rows, d, dtype=torch.float32, device=q.device)
@@ -103,19 +120,25 @@ def extend_attention(
         total.fill_(1.0)
 
     def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
-        attend_block[batch * query_heads, triton.cdiv(count, QUERY_BLOCK)](
+        attend_block[batch * query_heads, triton.cdiv(count, tile.rows)](
             q, keys, values, q if mask is None else mask, out, peak, total,
             q_batch=q.stride(0), q_head=q.stride(1), q_token=q.stride(2),
             k_batch=keys.stride(0), k_head=keys.stride(1), k_token=keys.stride(2),
             v_batch=values.stride(0), v_head=values.stride(1), v_token=values.stride(2), **mask_strides,
             scale=scale, softcap=softcap or 1.0,
             query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
-            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=QUERY_BLOCK, KEYS=KEY_BLOCK,
-            CHANNELS=max(16, triton.next_power_of_2(d)), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=4 if d <= 128 else 8,
+            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=tile.rows, KEYS=tile.keys,
+            CHANNELS=channels, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):
         attend(*decoded(block, q.dtype).unbind(3), first, False)
     attend(k, v, length, causal)
     return (out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(q.dtype)
+
+
+def tile_of(d: int, dtype: torch.dtype) -> tuple[int, Tile]:
+    """Channels, padded, and the tile that `attend_block` has for them."""
+    channels = max(16, triton.next_power_of_2(d))
+    return channels, TILES[max(min(TILES), channels * dtype.itemsize)]

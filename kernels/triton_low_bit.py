@@ -187,6 +187,38 @@ def load_keys(tile_codes, group: tl.constexpr, width: tl.constexpr, stride: tl.c
 
 
 @triton.jit
+def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr):
+    """A tile's key scales and zeros, each [d] in `key_columns`' order, of params [2, d].
+
+    Loaded as they lie, 16 bytes a thread, which is what the compiler makes asynchronous copies of, and brought into
+    order in registers: loads of single channels wait for memory in every tile.
+    """
+    both = tl.load(params + tl.arange(0, 2)[:, None] * d + tl.arange(0, d)[None, :])
+    both = tl.reshape(both, [2, planes // 2, 2, d // planes // halves // 2, 2, halves])
+    return tl.split(tl.reshape(tl.permute(both, (5, 1, 3, 2, 4, 0)), [d, 2]))
+
+
+@triton.jit
+def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
+    """A tile's value scales, `groups` of [group], and behind them in the same tuple its zeros [group, groups], of
+    params [group, 2, groups]; loaded as `load_key_params` does."""
+    whole = tl.load(params + tl.arange(0, group * 2 * groups))
+    scales, zeros = tl.split(tl.permute(tl.reshape(whole, [group, 2, groups]), (0, 2, 1)))
+    columns = (scales,)
+    for step in tl.static_range(8):
+        if groups >> step > 1:  # column i of 2**step holds the numbers i, i + 2**step, ...: its halves are two of twice
+            evens, odds = (), ()
+            for at in tl.static_range(1 << step):
+                even, odd = tl.split(tl.reshape(columns[at], [group, groups >> step + 1, 2]))
+                evens, odds = evens + (even,), odds + (odd,)
+            columns = evens + odds
+    found = ()
+    for at in tl.static_range(groups):
+        found = found + (tl.reshape(columns[at], [group]),)
+    return found + (zeros,)
+
+
+@triton.jit
 def attend_low_bit(
     # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits and the
     # sums of each lie; which are rows at all, and which of them keep their logits.
@@ -221,6 +253,9 @@ def attend_low_bit(
     WORDS: tl.constexpr = not plain and halves == 2 and key_width % 2 == 0 and width % 2 == 0
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
+    # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
+    KEYS_AS_THEY_LIE: tl.constexpr = key_planes >= 2 and d & (d - 1) == 0 and key_width > 1
+    VALUES_AS_THEY_LIE: tl.constexpr = groups == GROUPS
 
     if KEYS:
         key_channel, key_plane, key_element = key_columns(
@@ -260,8 +295,12 @@ def attend_low_bit(
             if plain:
                 logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
             else:
-                params = key_params + (bh * (capacity // group) + tile) * (2 * d) + key_channel
-                key_scale, key_zero = tl.load(params, inside, 0.0), tl.load(params + d, inside, 0.0)
+                params = key_params + (bh * (capacity // group) + tile) * (2 * d)
+                if KEYS_AS_THEY_LIE:
+                    key_scale, key_zero = load_key_params(params, d=d, planes=key_planes, halves=halves)
+                else:
+                    key_scale = tl.load(params + key_channel, inside, 0.0)
+                    key_zero = tl.load(params + d + key_channel, inside, 0.0)
                 keys = unpacked_keys(key_codes, planes=key_planes, bits=key_bits, kind=kind)
                 logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
                 zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
@@ -280,9 +319,14 @@ def attend_low_bit(
 
         if VALUES:
             if not plain:
-                scales = value_params + first * (2 * groups) + within * (2 * groups)
-                at = scales[None, :] + groups + value_number[:, None]
-                value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
+                params = value_params + first * (2 * groups)
+                if VALUES_AS_THEY_LIE:
+                    value_scales = load_value_params(params, group=group, groups=groups)
+                    value_zeros = tl.trans(value_scales[groups])
+                else:
+                    scales = params + within * (2 * groups)
+                    at = scales[None, :] + groups + value_number[:, None]
+                    value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
                 constants = constants * shrink[None, :]
                 constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
             added = ()
@@ -296,8 +340,14 @@ def attend_low_bit(
                     values = unpacked_values(
                         value_codes, first=part % runs * shared, shared=shared, bits=value_bits, kind=kind
                     )
-                    number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
-                    scaled = weights * (tl.load(scales + number).to(tl.float32) * lift)[None, :]
+                    if VALUES_AS_THEY_LIE:
+                        value_scale = value_scales[
+                            (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+                        ]
+                    else:
+                        number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+                        value_scale = tl.load(scales + number)
+                    scaled = weights * (value_scale.to(tl.float32) * lift)[None, :]
                 added = added + (tl.dot(values, tl.trans(scaled.to(kind)), before, input_precision=PRECISION),)
             sums = added
 

@@ -1,8 +1,11 @@
 """Compile every Triton kernel for sm_80 and sm_90; no GPU is needed.
 
-Prints a line for each: its sizes and, for the low-bit tier's attention, the PTX instructions that its loop spends on
-one stored number (a channel of a key or a value), those that unpack it (shift, mask, convert) beside. Pointers and the
-strides of pairs are taken to be multiples of 16, and the mask to be contiguous, as a launch finds them.
+Prints a line for each: registers a thread, bytes that it spills of them, shared memory; and, for the low-bit tier's
+attention, the instructions (SASS) that its loop spends on one stored number (a channel of a key or a value), and the
+loads from memory that a turn waits for: those that the compiler has not made asynchronous. Pointers and the strides of
+pairs are taken to be multiples of 16, and the mask to be contiguous, as a launch finds them. Exit status 1 where a
+kernel takes more shared memory than a supported GPU has for one. Then how attention is shared out on three GPUs, and
+the launches of a layer.
 
     python tests/compile_kernels.py
 """
@@ -12,24 +15,36 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 
+import torch
+import triton
 from triton import compile as compile_kernel
 from triton import next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import JITFunction
 
 from specache_compile.kernels import triton_append as append
 from specache_compile.kernels import triton_copy as copy
 from specache_compile.kernels import triton_decode as decode
 from specache_compile.kernels import triton_extend as extend
 from specache_compile.kernels import triton_rotate as rotate
+from specache_compile.kernels import triton_scored as scored
 from specache_compile.kernels import triton_select as select
 from specache_compile.kernels.layout import Layout, rotation_block
 from specache_compile.kernels.quantize import value_group
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.runtime.state import allocate
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
 # What the arguments are, by name, where it is not a 32-bit integer.
@@ -46,45 +61,113 @@ MODEL = (
 )  # fmt: skip
 
 
+# What a program may have of shared memory on an A6000, a 4090 or an L4; other GPUs give it more.
+MOST_SHARED = 99 << 10
+# NVIDIA's own tools, which come with triton.
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
 def build(
-    kernel: Any, label: str, dtype: str = "bf16", warps: int = 4, types: dict[str, str] | None = None, **constants: Any
-) -> None:
+    kernel: Any, label: str, dtype: str = "bf16", warps: int = 4, types: dict[str, str] | None = None, stages: int = 3,
+    **constants: Any,
+) -> None:  # fmt: skip
     """Compile one kernel for all targets with these constants; every other argument gets its type by its name."""
     known = {**POINTERS, **dict.fromkeys(MODEL, f"*{dtype}"), **dict.fromkeys(FLOATS, "fp32"), **(types or {})}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in ALIGNED]
     hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    options = {"num_warps": warps, "num_stages": stages}
     for name, target in TARGETS.items():
-        made = compile_kernel(ASTSource(kernel, signature, places, hints), target=target, options={"num_warps": warps})
-        size = len(made.asm["cubin"])
-        cost = per_element(made.asm["ptx"], warps, **constants) if constants.get("key_bits", 16) < 16 else ""
-        print(f"{name} {kernel.__name__:16} {label:40} {size:7,} bytes, {made.metadata.shared:6,} shared{cost}")
+        made = compile_kernel(ASTSource(kernel, signature, places, hints), target=target, options=options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(made.asm["cubin"])
+            cubin.flush()
+            used = dict(re.findall(r"\b(REG|STACK):(\d+)", tool("cuobjdump", "-res-usage", cubin.name)))
+            loop = loop_of(tool("nvdisasm", "-c", cubin.name)) if kernel is decode.attend_tiers else Counter()
+        print(
+            f"{name} {kernel.__name__:16} {label:40} {used['REG']:>3} registers, {used['STACK']:>5} B spilled, "
+            f"{made.metadata.shared:6,} B shared{per_element(loop, warps, **constants) if loop else ''}"
+        )
+        if made.metadata.shared > MOST_SHARED:
+            sys.exit(f"{kernel.__name__}, {label}: more than {MOST_SHARED:,} B of shared memory")
 
 
-def per_element(ptx: str, warps: int, group: int, d: int, KEYS: bool = True, VALUES: bool = True, **_: Any) -> str:
+def tool(name: str, *arguments: str) -> str:
+    done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def loop_of(sass: str) -> Counter[str]:
+    """How often each instruction stands in the loop with the most products: what lies between its label and the jump
+    back to it, what a turn may skip included."""
+    lines = sass.splitlines()
+    labels = {line.rstrip(":"): at for at, line in enumerate(lines) if re.match(r"\.L_\w+:", line)}
+    loops = []
+    for at, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        if target is not None and labels[target[1]] < at:
+            body = "\n".join(lines[labels[target[1]] : at + 1])
+            loops.append(Counter(re.findall(r"\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\w*)", body)))
+    return max(loops, key=lambda loop: loop["HMMA"] + loop["HGMMA"], default=Counter())
+
+
+def per_element(
+    loop: Counter[str], warps: int, group: int, d: int, KEYS: bool = True, VALUES: bool = True, **_: Any
+) -> str:
     """Instructions a stored number in the low-bit tier's loop, one turn of which is `group` keys and values, or those
-    of a half.
-
-    All that stands between the loop's label and the jump back to it counts, what a turn may skip included; so do moves
-    that cost nothing once registers are assigned.
-    """
-    source = re.search(r'\.file\s+(\d+) .*triton_low_bit\.py"', ptx)
-    lines = ptx.splitlines()
-    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$L")}
-    loops = [
-        "\n".join(lines[labels[label] : at + 1])
-        for at, line in enumerate(lines)
-        for label in re.findall(r"\sbra\S*\s+(\$L\w+)", line)
-        if labels[label] < at
-    ]
-    if not source or not loops:
-        return ""
-    body = max(loops, key=lambda loop: len(re.findall(rf"\.loc\s+{source[1]} ", loop)))
-    loop = Counter(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z]\w*)", body, re.M))
+    of a half."""
     elements = (KEYS + VALUES) * group * d / (32 * warps)
-    unpacking = sum(loop[name] for name in ("shr", "shl", "and", "prmt", "cvt"))
-    return f", {loop.total() / elements:.1f} instructions an element, {unpacking / elements:.1f} to unpack"
+    spilled = loop["LDL"] + loop["STL"]
+    return (
+        f", {loop.total() / elements:.2f} instructions an element, {spilled} for spills, {loop['LDG']} loads waited for"
+    )
+
+
+def print_shares() -> None:
+    """How `attend` shares out the low-bit tier on three GPUs, for 8 KV heads of 128 channels, k 64, R 64, g 64."""
+    shape = (decode.exact_blocks(64, 128), 64)
+    for device, slots in (("H200", 132 * 8), ("A100", 108 * 8), ("A6000", 84 * 5)):
+        for context in (8192, 32768, 131072):
+            for batch in (1, 8, 22):
+                rows, tiles = 8 * batch, -(-context // shape[1])
+                exact, splits = decode.shares_of(rows, tiles, shape[0], slots)
+                programs = rows * (exact + splits)
+                print(
+                    f"{device}, {context:7,} tokens, batch {batch:2}: {exact} + {splits} shares a head, "
+                    f"{programs:5,} programs in {programs / slots:.2f} rounds of {slots:,}"
+                )
+
+
+def print_launches() -> None:
+    """The launches of this project's own kernels in a layer's decode step of two lanes, 8,192 tokens; none is made."""
+    made: list[str] = []
+    shape = LayerShape(8, 128, torch.bfloat16, torch.device("cpu"))
+    q, (k, v) = torch.empty(1, 32, 2, 128).bfloat16(), torch.empty(2, 1, 8, 2, 128).bfloat16()
+    paper = SpecacheOptions(setting="paper", bits=2, rotate=False, correct="never")
+    with mock.patch.object(JITFunction, "run", lambda kernel, *given, **named: made.append(kernel.__name__)):
+        for label, options in (("setting paper, 2 bits", paper), ("setting best", SpecacheOptions())):
+            made.clear()
+            at, cursor = allocate(options, shape, 1, 8192), torch.tensor([8000, 7936, 7936, 0])
+            fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
+            low_bit, settings = [at["codes"], at["key_params"], at["value_params"]], (*options.layout, 0.1, None)
+            exact = [at["recent"], at["slots"], at["slot_index"]]
+            if options.correct == "never":
+                _, scores = decode.decode_attention(q, k, v, None, None, cursor, *low_bit, *exact, *settings)
+            else:
+                logits, by_lane = scored.score_low_bit(q, k, None, None, cursor, *low_bit[:2], at["recent"], *settings)
+                select.select_topk(by_lane[0], at["wanted"], cursor)
+                copy.gather(*fetch)
+                rest = [logits, at["codes"], at["value_params"], *exact]
+                scored.attend_scored(q, k, v, None, None, cursor, *rest, *settings)
+                scores = by_lane[1]
+            select.select_topk(scores, at["wanted"])
+            copy.gather(*fetch)
+            new = k[:, :, :1], v[:, :, :1]
+            append.append(*new, None, cursor, at["recent"], *low_bit, *options.layout, "midpoint")
+            copy.write_through(*new, cursor, at["host"])
+            names = ", ".join(f"{count} {name}" for name, count in Counter(made).items())
+            print(f"{label}: {len(made)} launches a layer: {names}")
 
 
 def build_attention(
@@ -99,7 +182,7 @@ def build_attention(
     codes = "*i16" if key_width % 2 == span % 2 == 0 else "*u8"
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
-        "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False, "MASK": 1,
+        "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False, "MASK": 0,
         "CAP": False, "ROWS": decode.FEWEST_ROWS, "CHANNELS": next_power_of_2(d), "SPAN": span,
         "EXACT": decode.EXACT_BLOCK, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "m_token": 1,
     }  # fmt: skip
@@ -131,10 +214,11 @@ def main() -> None:
                   CHANNELS=next_power_of_2(d))  # fmt: skip
         else:
             build_quantiser(label, dtype, bits, bits, d, group, rotated=False)
-    for key_bits, value_bits in [(2, 1), (1, 2), (4, 1)]:
+    for key_bits, value_bits in [(2, 1), (4, 1)]:
         label = f"bf16, {key_bits} and {value_bits} bits, d 128, g 64"
         build_attention(label, "bf16", key_bits, value_bits, 128, 64)
         build_quantiser(label, "bf16", key_bits, value_bits, 128, 64, rotated=True)
+    build_attention("bool mask", "bf16", 2, 2, 128, 64, MASK=1)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
     for bits, group in [(2, 64), (16, decode.PLAIN_BLOCK)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": 128, "group": group, "stored": 2}
@@ -166,11 +250,15 @@ def main() -> None:
         build(select.keep_best, label, warps=8, types={"wanted": "i32"}, **constants, BLOCK=select.TILE)
     build(copy.fetch_missing, "k 64, d 128", warps=8, pair=256, WANTED=64, CHUNK=copy.CHUNK, COLUMNS=256)
     build(copy.write_host, "d 128", d=128, BLOCK=16, CHANNELS=128)
-    for d in (128, 256):
+    for dtype, d in (("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp32", 128), ("fp32", 256)):
+        channels, tile = extend.tile_of(d, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        precision = "ieee" if dtype == "fp32" else "tf32"
         build(
-            extend.attend_block, f"bf16, d {d}", d=d, CAUSAL=True, MASK=0, CAP=False, ROWS=extend.QUERY_BLOCK,
-            KEYS=extend.KEY_BLOCK, CHANNELS=d, PRECISION="tf32",
+            extend.attend_block, f"{dtype}, d {d}", dtype, tile.warps, stages=tile.stages, d=d, CAUSAL=True, MASK=0,
+            CAP=False, ROWS=tile.rows, KEYS=tile.keys, CHANNELS=channels, PRECISION=precision,
         )  # fmt: skip
+    print_shares()
+    print_launches()
 
 
 if __name__ == "__main__":

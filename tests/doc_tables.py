@@ -212,6 +212,16 @@ def verification() -> str:
     return fenced(table(load("verify.json")["rows"]))
 
 
+def gpu() -> str:
+    """What one day with a GPU has measured."""
+    if not (RESULTS / "gpu_decode.json").exists():
+        return "Nothing has been measured on a GPU yet."
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu_table import tables
+
+    return tables(load("gpu_decode.json"))
+
+
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
@@ -300,8 +310,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, cold_start, verification, diagnostics, tasks, devices,
-            passes, ops, fields,
+            families, versions, options, methods, summary, demo, cold_start, verification, gpu, diagnostics, tasks,
+            devices, passes, ops, fields,
         )
     },
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},

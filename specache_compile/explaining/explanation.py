@@ -115,6 +115,14 @@ class Explanation:
         return device_total(self.bytes_by_tier)
 
     @property
+    def prefill_bytes(self) -> int:
+        """Device memory that a prefill of the prompt needs beside the weights, at most: its temporaries, with nothing
+        fused, the tiers, and the two buffers through which a layer's pairs go to the host."""
+        pairs = max((full_cache_bytes([x], self.batch_size, self.prompt_length) for x in self.layers), default=0)
+        staging = 2 * pairs if self.bytes_by_tier["host"] else 0
+        return self.working_bytes.get("prefill", 0) + self.device_bytes + staging
+
+    @property
     def kv_ratio(self) -> float:
         """Device KV bytes / bytes of the same tokens in Hugging Face's cache."""
         return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0

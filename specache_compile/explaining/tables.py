@@ -130,6 +130,7 @@ def memory_table(e: Explanation) -> str:
         section(f"KV memory ({COMPUTED})", rows, ("", *tiers, "on the device"), right=len(tiers) + 1)
         + f"\nfull 16-bit cache {size(full)}, weights {size(e.weight_bytes)}, temporaries of a decode step "
         f"{size(e.working_bytes.get('decode', 0))}\n"
+        f"peak of a prefill beside the weights, nothing fused: {size(e.prefill_bytes)}\n"
         f"largest batch, {device} and {host}: {e.largest_batch():,} (full cache: {e.full_cache_batch():,})"
     )
 
@@ -241,6 +242,7 @@ def as_dict(e: Explanation) -> dict[str, Any]:
             "kv_ratio": e.kv_ratio,
             "weights": e.weight_bytes,
             "temporaries": dict(e.working_bytes),
+            "prefill": e.prefill_bytes,
             "host_gib": e.host_gib,
             "largest_batch": e.largest_batch() if e.sites else None,
             "largest_batch_full_cache": e.full_cache_batch() if e.sites else None,

@@ -43,7 +43,8 @@ class Verified:
 
 @dataclass
 class Statistics:
-    """Counts of one session, kept after it has gone: steps by phase, seconds, copies (in the queue), bytes by tier."""
+    """Counts of one session, kept after it has gone: steps by phase, replays of recorded ones, seconds, copies (in the
+    queue), bytes by tier."""
 
     queue: CopyQueue | StreamCopies
     tallies: list[Tensor] = field(default_factory=list)
@@ -57,6 +58,7 @@ class Statistics:
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     full_cache_bytes: int = 0
     verified: Verified = field(default_factory=Verified)
+    replays: int = 0
 
     def count(self, phase: str, total: float, inside: float) -> None:
         """One step of `phase` that took `total` seconds, `inside` of them in lowered graphs."""

@@ -105,6 +105,8 @@ class Session:
         self.half_evicted = False
         # A person was told that this cache goes on uncompiled.
         self.told_uncompiled = False
+        # And that its steps are not captured.
+        self.told_uncaptured = False
         self.capacity = 0
         self.allocated = 0
         self.state: list[LayerState] = []

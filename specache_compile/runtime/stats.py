@@ -45,8 +45,9 @@ class Stats:
     step (option correct); what an extend and the methods `offload` and `kcache` read of the host tier is not counted,
     but for what `verification` tells of its own.
     kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
-    `seconds` were spent finding and binding the session. A step stood still seconds_waited for what was on its way
-    ahead, and seconds_corrected for corrections; both None on CUDA, where the host does not know. `compiles` counts all
+    `seconds` were spent finding and binding the session. `replays` of the decode steps were one launch of a recorded
+    CUDA graph each (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for
+    corrections; both None on CUDA, where the host does not know. `compiles` counts all
     graphs of the model so far. hit_rate is None unless the option hit_rate was set, verification unless a draft was
     verified.
     """
@@ -55,6 +56,7 @@ class Stats:
     extends: int
     pre_decodes: int
     decodes: int
+    replays: int
     compiles: int
     seconds: float
     python_seconds: float
@@ -95,6 +97,7 @@ def stats(model: torch.nn.Module) -> Stats:
         extends=latest.steps["extend"],
         pre_decodes=latest.steps["pre-decode"],
         decodes=latest.steps["decode"],
+        replays=latest.replays,
         compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
         seconds=latest.seconds,
         python_seconds=latest.python_seconds,

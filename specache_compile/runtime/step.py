@@ -91,11 +91,15 @@ class CompiledGraph:
         """Run one rewritten graph on the session's state, and keep its guess; returns the outputs, and seconds."""
         inputs = session.bind(rewritten.inputs, arguments)
         start = time.perf_counter()
-        if rewritten.capture and session.capturable and rewritten not in self.uncaptured:
+        captures = rewritten.capture and rewritten not in self.uncaptured
+        if captures and not session.capturable:
+            session.told_uncaptured = session.told_uncaptured or self.warn_of_pageable()
+        if captures and session.capturable:
             stays = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
             give_up = functools.partial(self.stop_capturing, rewritten)
             device = session.cursor.device
             outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred)
+            session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()
             outputs = list(rewritten.run(*inputs))
@@ -103,6 +107,17 @@ class CompiledGraph:
         session.guessed = session.guess if rewritten.needs_guess else None
         session.guess = outputs.pop() if rewritten.guesses else None
         return outputs, seconds
+
+    def warn_of_pageable(self) -> bool:
+        """Say that a session's steps are not captured, since the GPU cannot read its host tier; returns True."""
+        warnings.warn(
+            f"mode={self.captured.mode!r}: no CUDA graph of the decode step: the host tier could not be pinned, so "
+            "that the host makes its copies. Raise the limit on locked memory (ulimit -l), or lower the batch or the "
+            "context",
+            SpecacheWarning,
+            stacklevel=2,
+        )
+        return True
 
     def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
         """From here on a graph's steps run as they are, since the input at `position` moves in every one."""

@@ -129,6 +129,25 @@ def test_memory_is_registered_and_freed_with_its_device_current(driver: Driver) 
     assert driver.calls[1:] == [("synchronize", OTHER), ("unregister", OTHER)]
 
 
+def test_a_tier_is_one_registration_however_large(driver: Driver) -> None:
+    """Address space alone: nothing of it is touched."""
+    tensor = host_memory.host_empty((3 << 30,), torch.uint8, CUDA)
+    assert kinds(driver) == ["register"]
+    del tensor
+
+
+def test_memory_that_the_driver_refuses_is_ordinary(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[int] = []
+    refusing = SimpleNamespace(cudaHostRegister=lambda *given: 2, cudaHostUnregister=driver.note("unregister"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    monkeypatch.setattr(host_memory, "clear_error", lambda: cleared.append(1))
+    with pytest.warns(UserWarning, match="could not pin"):
+        host_memory.host_empty((1000,), torch.float32, CUDA)
+    assert cleared == [1]
+    assert kinds(driver) == [], "what was not registered is not given back"
+
+
 def test_a_dead_tensors_memory_is_used_again_once_its_copies_have_ended(driver: Driver) -> None:
     tensor = host_memory.host_empty((2, 500), torch.float32, CUDA)
     place = tensor.data_ptr()

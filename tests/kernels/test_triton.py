@@ -421,10 +421,13 @@ def test_the_low_bit_tiles_worked_example() -> None:
 
 
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
-def test_decode_attention_is_split_over_programs_and_merged(rotate: bool) -> None:
-    """Two multiprocessors' worth of splits over one head's low-bit tier; shares that are empty add nothing."""
+def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two multiprocessors' worth of shares of one head's tiers; those that are empty add nothing."""
     case = Case(heads=1, length=1000, top_k=16, rotate=rotate)
-    assert triton_decode.split_count(1, 1024 // case.group, torch.device("cpu")) > 4
+    monkeypatch.setattr(triton_decode, "programs_at_once", lambda device: 16)
+    exact, splits = triton_decode.shares_of(1, 512 // case.group, triton_decode.exact_blocks(16, 64), 16)
+    assert exact > 1
+    assert splits > 2
     layer = Layer(replace(case, length=500), tiers.append)
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
@@ -443,6 +446,30 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool) -> Non
     torch.testing.assert_close(
         triton_scored.attend_scored(*given), attention.attend_scored(*given), atol=1e-5, rtol=1e-5
     )
+
+
+def test_shares_fill_the_gpu_and_end_together() -> None:
+    """Heads of all rows, tiles of their low-bit tiers, and 1,056 programs at once, as an H200 runs: no schedule ends
+    before all work has been done, and the chosen one ends within a quarter of that, or of the shortest shares."""
+    slots, blocks = 1056, triton_decode.exact_blocks(64, 128)
+    for rows, tiles in [(8, 128), (8, 512), (64, 512), (176, 512), (512, 512), (2000, 32)]:
+        exact, splits = triton_decode.shares_of(rows, tiles, blocks, slots)
+        assert exact >= 1
+        assert exact + splits <= triton_decode.MOST_PARTS
+        shares = rows * exact * [0.75 * -(-blocks // exact)] + rows * splits * [-(-tiles // splits)]
+        least = max(sum(shares) / slots, max(shares))
+        assert least <= triton_decode.makespan(slots, shares) <= 1.25 * least + 4
+
+
+def test_many_slots_leave_shares_to_the_low_bit_tier() -> None:
+    exact, splits = triton_decode.shares_of(1, 512, triton_decode.exact_blocks(8192, 128), 1056)
+    assert exact + splits <= triton_decode.MOST_PARTS
+    assert splits > 16
+
+
+def test_a_makespan_is_that_of_programs_begun_in_their_order() -> None:
+    assert triton_decode.makespan(2, [3.0, 1.0, 1.0, 4.0]) == 6.0
+    assert triton_decode.makespan(9, [3.0, 1.0]) == 3.0
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "mask"])
@@ -528,7 +555,10 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
 
 @pytest.mark.parametrize("k", [1, 8, 64, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(k: int, dtype: torch.dtype) -> None:
+def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
+    k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_copy, "PROGRAMS", 3)  # for four heads
     capacity, heads, d = 400, 2, 80
     host = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
     host = host.pin_memory() if DEVICE.type == "cuda" else host

@@ -6,6 +6,7 @@ The capture itself is tested on a GPU (test_gpu.py).
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers import LlamaForCausalLM
 
+import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels import copy_stream, deferred, triton_copy
 from specache_compile.kernels.copy_queue import CopyQueue
@@ -218,6 +220,8 @@ def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
     twin.compile(backend="specache", options=options)
     ids = prompt(200)
     assert torch.equal(greedy_unmasked(twin, ids, 320), greedy_unmasked(llama, ids, 320))
+    told = sc.stats(twin)
+    assert told.replays == told.decodes - 3, "the first step of each bucket runs as it is"
     assert len(stand_in) == 3
 
 
@@ -253,13 +257,20 @@ def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
         cache = twin(prompt(40), use_cache=True).past_key_values
         session = cache.layers[0].keys.handle.session
         session.capturable = False
+        told = []
         for place in range(40, 44):
-            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+            told.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
+        assert told == [True, False, False, False]
         assert not stand_in
         session.capturable = True
         for place in range(44, 46):
             twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
         assert len(stand_in) == 1
+    told_of = sc.stats(twin)
+    assert (told_of.decodes, told_of.replays) == (6, 1)
 
 
 def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captured(

@@ -1,0 +1,164 @@
+"""What the kernels take for granted of a GPU and its driver, and only the GPU can tell: a minute, before the rest.
+
+    python benchmarks/gpu_probe.py                into benchmarks/results/gpu_probe.json
+    python benchmarks/gpu_probe.py --smoke        on any machine (Triton's interpreter): what needs a GPU is left out
+
+Exit status 1 where something is not as it is taken for. In processes of their own, since an address that a kernel may
+not read ends everything in its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from measuring import Results, limits, milliseconds
+from tabulate import tabulate
+
+from specache_compile.kernels import host_memory, triton_copy
+
+CUDA = torch.device("cuda")
+# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+SAME_ADDRESS = 91
+GIB = 1 << 30
+Found = dict[str, Any]
+
+
+@triton.jit
+def one_dot(codes, weights, out):
+    """out [16, 16] float32 = codes [16, 16] int16, their bits taken as bfloat16, times weights [16, 16] bfloat16."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    left = tl.load(codes + row * 16 + column).to(tl.bfloat16, bitcast=True)
+    tl.store(out + row * 16 + column, tl.dot(left, tl.load(weights + row * 16 + column)))
+
+
+def subnormal_products() -> Found:
+    """Whether a tensor core multiplies subnormal bfloat16 numbers as they are: codes 0 to 255, times powers of two."""
+    codes = torch.arange(256, dtype=torch.int16, device=CUDA).view(16, 16)
+    weights = torch.eye(16, dtype=torch.bfloat16, device=CUDA) * 2.0**48
+    out = torch.empty(16, 16, device=CUDA)
+    one_dot[(1,)](codes, weights, out, num_warps=1)
+    right = torch.equal(out * 2.0**85, codes.float())
+    return {"holds": right, "says": "exact" if right else f"code 255 became {float(out[-1, -1]) * 2.0**85}"}
+
+
+def same_address() -> Found:
+    """Whether the GPU reads registered memory at the address that the host has for it."""
+    driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    error = driver.cuDeviceGetAttribute(ctypes.byref(value), SAME_ADDRESS, torch.cuda.current_device())
+    return {"holds": error == 0 and value.value == 1, "says": f"attribute {value.value}, error {error}"}
+
+
+def registration() -> Found:
+    """Whether 4 GiB can be registered in one call, which a layer of a large batch is, copied across and read."""
+    start = time.perf_counter()
+    tensor = host_memory.host_empty((4 * GIB,), torch.uint8, CUDA)
+    seconds = time.perf_counter() - start
+    middle = tensor[2 * GIB - 4096 : 2 * GIB + 4096]
+    middle.copy_(torch.arange(8192, device=CUDA).to(torch.uint8), non_blocking=True)
+    torch.cuda.synchronize()
+    right = torch.equal(middle, torch.arange(8192).to(torch.uint8))
+    return {"holds": tensor.is_pinned() and right, "says": f"{seconds:.2f} s, {4 / seconds:.1f} GiB/s"}
+
+
+def copy_between_registrations() -> Found:
+    """Whether one copy may cross from one registration into the next. Nothing here needs it: it is to be known."""
+    memory = host_memory.PinnedMap(-1, 2 << 20, **host_memory.MAP_FLAGS)
+    start = torch.frombuffer(memory, dtype=torch.uint8)
+    halves = [host_memory.register(start.data_ptr() + at, 1 << 20, CUDA) for at in (0, 1 << 20)]
+    source = torch.arange(8192, device=CUDA).to(torch.uint8)
+    try:
+        across = start[(1 << 20) - 4096 : (1 << 20) + 4096]
+        across.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        says = "right" if torch.equal(across, source.cpu()) else "other bytes"
+    except RuntimeError as error:
+        says = str(error).splitlines()[0]
+    return {"holds": True, "says": f"registered {halves}, copy: {says}"}
+
+
+def gather_rates() -> Found:
+    """GB/s of a gather of 512-byte pairs, beside a pinned copy's, by the number of its programs."""
+    device = CUDA if torch.cuda.is_available() else torch.device("cpu")
+    heads, tokens, top_k, d = (176, 8192, 64, 128) if device == CUDA else (4, 64, 8, 16)
+    dtype = torch.bfloat16 if device == CUDA else torch.half
+    host = host_memory.host_empty((1, heads, tokens, 2, d), dtype, device).fill_(1)
+    slots = torch.zeros(1, heads, top_k, 2, d, dtype=dtype, device=device)
+    index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
+    wanted = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
+    moved = torch.zeros(1, dtype=torch.int64, device=device)
+    pinned = limits(device, 1 << (28 if device == CUDA else 16), 5)["to device"]
+    rates, before = {}, triton_copy.PROGRAMS
+    for programs in (4, 8, 16, 32, 64, 176) if device == CUDA else (1, 4):
+        triton_copy.PROGRAMS = programs
+        ms = milliseconds(
+            lambda i: triton_copy.gather(wanted, host, slots, index, moved), device, 10, lambda i: index.fill_(-1)
+        )
+        rates[programs] = slots.nbytes / ms / 1e6
+    triton_copy.PROGRAMS = before
+    said = ", ".join(f"{programs}: {rate:.0f}" for programs, rate in rates.items())
+    return {"holds": True, "says": f"{said} GB/s (pinned copy {pinned:.0f})", "GB/s": rates, "pinned GB/s": pinned}
+
+
+PROBES: dict[str, Callable[[], Found]] = {
+    "subnormal products": subnormal_products,
+    "same address": same_address,
+    "registration of 4 GiB": registration,
+    "copy between registrations": copy_between_registrations,
+    "gather by programs": gather_rates,
+}
+ANYWHERE = ("gather by programs",)
+# Nothing depends on its answer, not even where that is the end of its process.
+ONLY_TO_BE_KNOWN = ("copy between registrations",)
+
+
+def run(name: str) -> Found:
+    """One probe in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return {"holds": name in ONLY_TO_BE_KNOWN, "says": said[-1]}
+    found: Found = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", choices=PROBES, help=argparse.SUPPRESS)
+    parser.add_argument("--smoke", action="store_true", help="what needs no GPU")
+    parser.add_argument("--resume", action="store_true", help="keep what --out has")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_probe.json")
+    args = parser.parse_args(arguments)
+    if args.one:
+        print(json.dumps(PROBES[args.one]()))
+        return 0
+    if not torch.cuda.is_available() and not args.smoke:
+        parser.error("no CUDA device: only --smoke runs here")
+    device = CUDA if torch.cuda.is_available() else torch.device("cpu")
+    results = Results(args.out, "benchmarks/gpu_probe.py", device, args.resume, smoke=args.smoke)
+    results.rows[:] = [row for row in results.rows if row["holds"]]  # what did not is asked again
+    for name in PROBES if device == CUDA else ANYWHERE:
+        if not results.has(probe=name):
+            results.add({"probe": name, **run(name)})
+    rows = [(row["probe"], "yes" if row["holds"] else "NO", row["says"]) for row in results.rows]
+    print(tabulate(rows, ("", "as taken for", ""), disable_numparse=True))
+    return 0 if all(row["holds"] for row in results.rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
