@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .center import share_of_center
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .fp8 import decoded
@@ -102,19 +103,26 @@ def partial_attention(logits: Tensor, values: Tensor) -> Partial:
 
 
 def low_bit_logits(
-    query: Tensor, codes: Tensor, key_params: Tensor, bias: Tensor | None, length: int, softcap: float | None,
-    layout: Layout,
+    query: Tensor, codes: Tensor, key_params: Tensor, center: Tensor, bias: Tensor | None, length: int,
+    softcap: float | None, layout: Layout,
 ) -> Tensor:  # fmt: skip
     """Logits [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d] and the low-bit tier's first `length`
     tokens. The reference; block by block, so that the unpacked keys never stand whole in memory."""
+    shares = center_shares(query, key_params, center, codes.shape[2], length)
     query = rotated(query) if layout.is_rotated else query
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
         keys = low_bit_keys(codes, key_params, layout, query.shape[-1], start, stop)
-        logits = product(query, keys, softcap)
+        logits = product(query, keys, None)
+        logits = capped(logits if shares is None else logits + shares[..., start:stop], softcap)
         blocks.append(logits if bias is None else logits + bias[..., start:stop])
     return torch.cat(blocks, -1)
+
+
+def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
+    """`share_of_center` [B, H, G, lanes, length]; None where keys are not centered."""
+    return share_of_center(query, center, capacity // key_params.shape[2], length) if center.shape[2] else None
 
 
 def low_bit_mix(logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor, d: int, layout: Layout) -> Partial:
@@ -274,6 +282,7 @@ def decode_attention(
     codes: Tensor,
     key_params: Tensor,
     value_params: Tensor,
+    center: Tensor,
     recent: Tensor,
     slots: Tensor,
     slot_index: Tensor,
@@ -287,8 +296,9 @@ def decode_attention(
 
     q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
     additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, w] in the
-    `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], recent
-    [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] (-1: empty).
+    `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], center
+    [B, H, 4, d] (`center.py`; or [B, H, 0, d]), recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] (-1:
+    empty).
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
     over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
@@ -296,7 +306,7 @@ def decode_attention(
     """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    logits = low_bit_logits(at.query, codes, key_params, at.low_bit_bias, at.low_bit, softcap, layout)
+    logits = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
     done = attend_over(at, k, v, logits, codes, value_params, recent, slots, slot_index, layout)
     scores = torch.full(codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
@@ -316,6 +326,7 @@ def score_low_bit(
     cursor: Tensor,
     codes: Tensor,
     key_params: Tensor,
+    center: Tensor,
     recent: Tensor,
     key_bits: int,
     value_bits: int,
@@ -331,7 +342,7 @@ def score_low_bit(
     """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = low_bit_logits(at.query, codes, key_params, at.low_bit_bias, at.low_bit, softcap, layout)
+    packed = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
     window = at.logits(ring_tokens(recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
     peak, share = softmax_denominator([packed, window, at.new_logits(k)], at.sink)
     scores = torch.full((q.shape[2], *codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)

@@ -266,7 +266,9 @@ struct Attention {
       }
       score_tile(scaled.data(), tile, rows, d, scores);
       for (int64_t m = 0; m < rows; ++m) {
-        Floats x = capped(scores[m] + base[m]);
+        Floats x = scores[m] + base[m];
+        if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * low_bit + t);
+        x = capped(x);
         if (s.bias)
           for (int i = 0; i < kLanes; ++i) x[i] += bias(head, m, t + i);
         *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + t) = x;

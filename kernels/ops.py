@@ -81,12 +81,12 @@ def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
 LAYOUT = "int key_bits, int value_bits, bool rotate"
 DECODE = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
-    f"Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, float? softcap) "
+    f"Tensor value_params, Tensor center, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, float? softcap) "
     "-> (Tensor, Tensor)"
 )
 SCORE = (
-    "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor recent, "
-    f"{LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor center, "
+    f"Tensor recent, {LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
 )
 SCORED = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor logits, Tensor codes, "
@@ -193,7 +193,8 @@ DECLARED = (
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
-        f"Tensor(c!) key_params, Tensor(d!) value_params, {LAYOUT}, str zero_point) -> ()",
+        " Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, "
+        f"{LAYOUT}, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, "triton_append:append",
         fused=cpp_tiers.append_fused, cost=costs.append, early=3,
     ),

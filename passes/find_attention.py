@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +71,7 @@ def match_site(attention: Node, context: Context) -> Site:
         len(context.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
         mask, padded, form.sinks, form.scale, form.softcap,
         heads=int(heads), query_heads=int(value_of(form.q).shape[1]), head_dim=int(head_dim),
+        frequencies=frequencies_of(keys.new),
     )  # fmt: skip
 
 
@@ -149,6 +152,27 @@ def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) ->
         raise NoMatch(f"queries, keys and values have unlike dtypes: {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[1] % k.shape[1] or not statically_known_true(q.shape[2] == k.shape[2]):
         raise NoMatch(f"queries {tuple(q.shape)} do not go with keys {tuple(k.shape)}")
+
+
+def frequencies_of(keys: Node) -> str | None:
+    """The input, a vector of numbers, that the angles come from whose cosine the keys are multiplied by."""
+    cosines = (node for node in nodes_behind(keys) if node.target in ("cos", torch.cos))
+    for node in (behind for cos in cosines for behind in nodes_behind(cos)):
+        value = value_of(node)
+        if node.op == "placeholder" and value.dim() == 1 and value.is_floating_point():
+            return node.name
+    return None
+
+
+def nodes_behind(node: Node) -> Iterator[Node]:
+    """Every node that this one comes from, the nearest first."""
+    seen, todo = {node}, deque([node])
+    while todo:
+        for behind in todo.popleft().all_input_nodes:
+            if behind not in seen:
+                seen.add(behind)
+                todo.append(behind)
+                yield behind
 
 
 def unread_updates(graph_module: GraphModule) -> list[LeftAlone]:

@@ -13,13 +13,14 @@ class Call:
 
     At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap) → out, or (out, selection
     scores) where `scores`; a mask of one row is padding, beside which an op is causal by itself. As a store: op(k, v,
-    padding, cursor, *state, *settings).
+    padding, cursor, *state, *settings), and RoPE's frequencies [h] or None behind them if `turned`.
     """
 
     op: str
     state: tuple[str, ...]
     settings: tuple[Any, ...] = ()
     scores: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
+from specache_compile.kernels import center
 from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.quantize import value_group
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
 from .drafting import DraftOptions
-from .field import Cropped, Field, LayerShape, LayerState
+from .field import Cropped, Field, LayerShape, LayerState, always
 
 BITS = (1, 2, 4, 8, 16)
 # Of keys and values, by `bits`: keys decide which pairs are fetched, and an error of theirs is exponentiated.
@@ -51,6 +52,11 @@ class LowBitOptions(DraftOptions):
     rotate: bool = choice(
         False, (True, False),
         "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out",
+    )  # fmt: skip
+    center: bool = choice(
+        False, (True, False),
+        "take the mean that its keys have before RoPE off them before they are quantised, and add its exact share to "
+        "the logits; for models with biased keys",
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
@@ -125,6 +131,12 @@ def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, ca
     return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
 
 
+def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """The keys' mean, and how RoPE turns it (`kernels/center.py`)."""
+    rows = center.ROWS if options.center and options.layout.is_quantised else 0
+    return (batch, layer.heads, rows, layer.head_dim)
+
+
 def recent_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """A ring: token t at t mod W."""
     return (batch, layer.heads, options.window, 2, layer.head_dim)
@@ -140,5 +152,6 @@ def refill_recent(state: LayerState, cropped: Cropped) -> None:
 CODES = Field("codes", "low-bit", codes_shape, codes_dtype)
 KEY_PARAMS = Field("key_params", "low-bit", key_params_shape)
 VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape)
+CENTER = Field("center", "low-bit", center_shape, always(torch.float32))
 RECENT = Field("recent", "recent", recent_shape, on_crop=refill_recent)
-LOW_BIT = (CODES, KEY_PARAMS, VALUE_PARAMS)
+LOW_BIT = (CODES, KEY_PARAMS, VALUE_PARAMS, CENTER)

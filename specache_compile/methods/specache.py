@@ -63,7 +63,10 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), options.layout, scores=True)
     return Recipe(
         {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
-        (Call("append", ("recent", *low_bit), (*options.layout, options.zero_point)), Call("offload", ("host",))),
+        (
+            Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned=options.center),
+            Call("offload", ("host",)),
+        ),
         Selector("select_topk", correct=options.correct) if options.top_k else None,
     )
 

@@ -60,6 +60,7 @@ class Cache:
     zero_point: str = "midpoint"
     value_bits: int | None = None
     rotate: bool = False
+    center: Tensor = field(default_factory=lambda: torch.zeros(*ROWS, 0, 1))
     originals: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,8 +93,8 @@ class Cache:
         self.cursor[NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
         k, v = pairs.unbind(3)
         ops.append(
-            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, *self.layout,
-            self.zero_point,
+            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.center,
+            *self.layout, self.zero_point,
         )  # fmt: skip
         ops.offload(k, v, None, self.cursor, self.host)
         self.originals.append(pairs)
