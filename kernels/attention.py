@@ -297,8 +297,8 @@ def decode_attention(
     q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
     additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, w] in the
     `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], center
-    [B, H, 4, d] (`center.py`; or [B, H, 0, d]), recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] (-1:
-    empty).
+    [B, H, 4, d] (`center.py`; without: [B, H, 0, d]), recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index
+    [B, H, k] (-1: empty).
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
     over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and

@@ -2,8 +2,8 @@
 
 A key of token t is R(t)·x, with RoPE's rotation R(t). What all x have in common (a bias of the key projection, above
 all) R spreads over a group's tokens as a wave, which widens the range of every channel; as R(t)·β it can be taken off
-each key, and q·R(t)·β be added to the logit again. Any β will do: a poor one costs precision, never correctness. So t is
-the number of the token in the cache, whatever position the model gives it: R(t - p)·x is as good a mean.
+each key, and q·R(t)·β be added to the logit again. Any β will do: a poor one costs precision, never correctness. So t
+is the number of the token in the cache, whatever position p the model gives it: R(p - t)·x has a mean too.
 
 A state tensor `center` float32 [B, H, 4, d] holds what is needed to turn it, a row each:
 

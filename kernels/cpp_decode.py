@@ -68,7 +68,8 @@ def decode_attention_fused(
     layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
         q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, v=v.contiguous(),
-        key_params=key_params, value_params=value_params, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
+        key_params=key_params, value_params=value_params, slots=slots, slot_index=slot_index, logits=logits,
+        scores=scores, out=out,
     )  # fmt: skip
     decode_library(k.dtype).decode_attention(byref(step))
     return out.to(q.dtype), scores

@@ -280,9 +280,9 @@ def write_recent(
 
 
 def append(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor,
-    codes: Tensor, key_params: Tensor, value_params: Tensor, center: Tensor, key_bits: int, value_bits: int, rotate: bool,
-    zero_point: str, frequencies: Tensor | None = None,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
+    value_params: Tensor, center: Tensor, key_bits: int, value_bits: int, rotate: bool, zero_point: str,
+    frequencies: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `tiers.append`, the lengths read on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))

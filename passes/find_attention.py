@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -67,11 +68,13 @@ def match_site(attention: Node, context: Context) -> Site:
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
     mask, padded = carried_mask(form, context)
     heads, head_dim = value_of(keys.new).shape[1::2]
+    frequencies = frequencies_of(keys.new)
     return Site(
         len(context.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
         mask, padded, form.sinks, form.scale, form.softcap,
         heads=int(heads), query_heads=int(value_of(form.q).shape[1]), head_dim=int(head_dim),
-        frequencies=frequencies_of(keys.new),
+        frequencies=frequencies,
+        biased_keys=frequencies is not None and has_bias(keys.new),
     )  # fmt: skip
 
 
@@ -162,6 +165,12 @@ def frequencies_of(keys: Node) -> str | None:
         if node.op == "placeholder" and value.dim() == 1 and value.is_floating_point():
             return node.name
     return None
+
+
+def has_bias(keys: Node) -> bool:
+    """Whether the linear layer that keys come from adds a bias."""
+    projection = next((node for node in nodes_behind(keys) if node.target is F.linear), None)
+    return projection is not None and argument(projection, 2, "bias") is not None
 
 
 def nodes_behind(node: Node) -> Iterator[Node]:

@@ -13,14 +13,15 @@ class Call:
 
     At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap) → out, or (out, selection
     scores) where `scores`; a mask of one row is padding, beside which an op is causal by itself. As a store: op(k, v,
-    padding, cursor, *state, *settings), and RoPE's frequencies [h] or None behind them if `turned`.
+    padding, cursor, *state, *settings), and behind them RoPE's frequencies [h], or None,
+    where the state tensor `turned` [B, H, n, d] is not empty.
     """
 
     op: str
     state: tuple[str, ...]
     settings: tuple[Any, ...] = ()
     scores: bool = False
-    turned: bool = False
+    turned: str = ""
 
 
 @dataclass(frozen=True)

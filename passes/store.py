@@ -30,7 +30,8 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, context.lanes) for node in (site.k, site.v))
             for call, tensors in zip(calls, state, strict=True):
-                turned = (frequencies_input(graph_module, site),) if call.turned else ()
+                is_turned = bool(call.turned) and context.state[site.number][call.turned].shape[2] > 0
+                turned = (frequencies_input(graph_module, site),) if is_turned else ()
                 call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
     return graph_module, PassReport("store", {"stored": len(context.sites)})
 

@@ -38,8 +38,8 @@ FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
     "mask": "*u8", "padding": "*u8", "cursor": "*i64", "slot_index": "*i32", "wanted": "*i32", "traffic": "*i64",
     "tokens": "*i32", "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32",
-    "partial": "*fp32", "center": "*fp32", "shares": "*fp32", "frequencies": "*fp32",
-    "cosines": "*fp32", "sines": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "codes": "*u8",
+    "partial": "*fp32", "center": "*fp32", "shares": "*fp32", "frequencies": "*fp32", "cosines": "*fp32",
+    "sines": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "codes": "*u8",
 }  # fmt: skip
 ALIGNED = ("capacity", *(f"{x}_{axis}" for x in "qkvx" for axis in ("batch", "head", "lane", "token", "row")))
 MODEL = (
@@ -101,9 +101,9 @@ def build_attention(
     codes = "*i16" if key_width % 2 == span % 2 == 0 else "*u8"
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
-        "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False, "CENTERED": False, "MASK": 1,
-        "CAP": False, "ROWS": decode.FEWEST_ROWS, "CHANNELS": next_power_of_2(d), "SPAN": span,
-        "EXACT": decode.EXACT_BLOCK, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "m_token": 1,
+        "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False,
+        "CENTERED": False, "MASK": 1, "CAP": False, "ROWS": decode.FEWEST_ROWS, "CHANNELS": next_power_of_2(d),
+        "SPAN": span, "EXACT": decode.EXACT_BLOCK, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "m_token": 1,
     }  # fmt: skip
     build(
         decode.attend_tiers, label, dtype, warps=decode.WARPS,

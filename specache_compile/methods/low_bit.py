@@ -53,10 +53,10 @@ class LowBitOptions(DraftOptions):
         False, (True, False),
         "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out",
     )  # fmt: skip
-    center: bool = choice(
-        False, (True, False),
+    center: str = choice(
+        "never", ("never", "auto", "always"),
         "take the mean that its keys have before RoPE off them before they are quantised, and add its exact share to "
-        "the logits; for models with biased keys",
+        "the logits. auto: where the model adds a bias to its keys",
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
@@ -133,7 +133,8 @@ def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, ca
 
 def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """The keys' mean, and how RoPE turns it (`kernels/center.py`)."""
-    rows = center.ROWS if options.center and options.layout.is_quantised else 0
+    asked = options.center == "always" or (options.center == "auto" and layer.biased_keys)
+    rows = center.ROWS if asked and options.layout.is_quantised else 0
     return (batch, layer.heads, rows, layer.head_dim)
 
 

@@ -18,7 +18,7 @@ from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
 # On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
 # (docs/evaluation.md).
-PAPER = {"bits": 2, "rotate": False, "correct": "never"}
+PAPER = {"bits": 2, "rotate": False, "center": "never", "correct": "never"}
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class SpecacheOptions(LowBitOptions):
 
     method: str = "specache"
     setting: str = choice(
-        "best", ("best", "paper"), "defaults of bits, rotate and correct: best, or as in SpeCache's paper"
+        "best", ("best", "paper"), "defaults of bits, rotate, center and correct: best, or as in SpeCache's paper"
     )
     bits: int | float = inherited(LowBitOptions, "bits", default=1.5)
     rotate: bool = inherited(LowBitOptions, "rotate", default=True)
+    center: str = inherited(LowBitOptions, "center", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
     speculate: bool = choice(
         True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
@@ -64,7 +65,7 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     return Recipe(
         {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
         (
-            Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned=options.center),
+            Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
             Call("offload", ("host",)),
         ),
         Selector("select_topk", correct=options.correct) if options.top_k else None,
