@@ -89,7 +89,7 @@ matmul = matmul(getitem, getitem)
 return (matmul, None, None)
 """,  # noqa: E501
         )
-        assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 6
+        assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 7
 
     def test_own_rules(self) -> None:
         graph_module = products_graph(batch=3)
@@ -352,7 +352,7 @@ def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> Non
     order = list(graph_module.graph.nodes)
     for site in context.sites:
         call = site.attention.args[0]
-        slots = call.args[10]
+        slots = call.args[11]
         waits = [order.index(n) for n in order if is_wait(n) and n.args[2] is slots]
         fetches = [
             order.index(n) for n in order if n.target is torch.ops.specache.prefetch.default and n.args[3] is slots
