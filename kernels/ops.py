@@ -82,7 +82,7 @@ LAYOUT = "int key_bits, int value_bits, bool rotate"
 DECODE = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
     "Tensor value_params, Tensor center, Tensor recent, Tensor slots, Tensor slot_index, "
-    f"{LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
+    f"{LAYOUT}, bool unbiased, float scale, float? softcap) -> (Tensor, Tensor)"
 )
 SCORE = (
     "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor center, "

@@ -140,14 +140,15 @@ def attend_tiers(
     heads, capacity, splits,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr, MASK: tl.constexpr,
-    CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over its share of the tiers.
 
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
-    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. MASK: NO_MASK,
+    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. UNBIASED: its
+    logits are. MASK: NO_MASK,
     BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r is lane
     r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
 
@@ -180,8 +181,8 @@ def attend_tiers(
             codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
-            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED, ROWS=ROWS, SPAN=SPAN,
-            PRECISION=PRECISION,
+            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED, UNBIASED=UNBIASED,
+            ROWS=ROWS, SPAN=SPAN, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -301,7 +302,7 @@ MaskForm = tuple[int, Tensor | None, dict[str, int]]
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
     key_params: Tensor, value_params: Tensor, center: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
+    key_bits: int, value_bits: int, rotate: bool, unbiased: bool, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attention.decode_attention`; all lengths are read on the device, so that the step can be captured."""
     layout = Layout(key_bits, value_bits, rotate)
@@ -315,6 +316,7 @@ def decode_attention(
     sums = attend(
         q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, logits, layout,
         scale, softcap, group=group_of(codes, key_params, layout), center=center,
+        unbiased=unbiased,
     )  # fmt: skip
     out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], layout)
     if not slots.shape[2]:
@@ -329,8 +331,8 @@ def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, logits: Tensor, layout: Layout,
-    scale: float, softcap: float | None, group: int, center: Tensor | None = None, keys: bool = True,
-    values: bool = True,
+    scale: float, softcap: float | None, group: int, center: Tensor | None = None, unbiased: bool = False,
+    keys: bool = True, values: bool = True,
 ) -> Sums:  # fmt: skip
     """`attend_tiers`, whole or a half of it; of a half, anything stands for the tensors that it does not need.
 
@@ -365,9 +367,9 @@ def attend(
         scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, splits=splits,
         d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
         window=recent.shape[2], top_k=slots.shape[2] if values else 0, lanes=lanes, queries=queries,
-        stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered, MASK=kind,
-        CAP=softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)), SPAN=span,
-        EXACT=EXACT_BLOCK,
+        stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered, UNBIASED=unbiased,
+        MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
+        SPAN=span, EXACT=EXACT_BLOCK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
     return Sums(partial, peaks, totals)

@@ -57,7 +57,8 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
     graph = graph_module.graph
     call: Node = site.attention.args[0]  # type: ignore[assignment]
     q, k, v, mask, sinks, cursor, codes, key_params, value_params, center, recent, *rest = call.args
-    slots, slot_index, *settings = rest
+    slots, slot_index, *layout, _, scale, softcap = rest  # what is corrected has no need to be unbiased
+    settings = (*layout, scale, softcap)
     host, corrected = (state_input(graph_module, context, site.number, field) for field in ("host", "corrected"))
     # The hit rate, where it is measured, is of what is attended to.
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)

@@ -102,8 +102,9 @@ def build_attention(
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
         "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False,
-        "CENTERED": False, "MASK": 1, "CAP": False, "ROWS": decode.FEWEST_ROWS, "CHANNELS": next_power_of_2(d),
-        "SPAN": span, "EXACT": decode.EXACT_BLOCK, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "m_token": 1,
+        "CENTERED": False, "UNBIASED": False, "MASK": 1, "CAP": False, "ROWS": decode.FEWEST_ROWS,
+        "CHANNELS": next_power_of_2(d), "SPAN": span, "EXACT": decode.EXACT_BLOCK, "m_token": 1,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
     build(
         decode.attend_tiers, label, dtype, warps=decode.WARPS,
@@ -138,7 +139,7 @@ def main() -> None:
         build_attention(label, "bf16", key_bits, value_bits, 128, 64)
         build_quantiser(label, "bf16", key_bits, value_bits, 128, 64, rotated=True)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
-    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True)
+    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True, UNBIASED=True)
     for bits, group in [(2, 64), (16, decode.PLAIN_BLOCK)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": 128, "group": group, "stored": 2}
         types = {"logits": "*fp32"}

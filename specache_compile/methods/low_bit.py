@@ -58,6 +58,10 @@ class LowBitOptions(DraftOptions):
         "take the mean that its keys have before RoPE off them before they are quantised, and add its exact share to "
         "the logits. auto: where the model adds a bias to its keys",
     )  # fmt: skip
+    unbiased: bool = choice(
+        False, (True, False),
+        "take off the low-bit logits what their keys' rounding adds to the expected exp(logit); without correction",
+    )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
     zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)

@@ -45,6 +45,10 @@ class SpecacheOptions(LowBitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.correct != "never" and self.unbiased:
+            raise OptionError(
+                f"option unbiased with correct={self.correct!r}: nothing is gained by both; take correct='never'"
+            )
         if self.correct != "never" and not self.top_k:
             raise OptionError(
                 f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
@@ -61,7 +65,12 @@ class SpecacheOptions(LowBitOptions):
 def recipe(options: LowBitOptions, site: int) -> Recipe:
     """Decode attends over the tiers, an extend over the host's; the `prefetch` and `speculate` passes do the rest."""
     low_bit = tuple(field.name for field in LOW_BIT)
-    over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), options.layout, scores=True)
+    over_tiers = Call(
+        "decode_attention",
+        (*low_bit, "recent", "slots", "slot_index"),
+        (*options.layout, options.unbiased),
+        scores=True,
+    )
     return Recipe(
         {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
         (

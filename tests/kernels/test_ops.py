@@ -129,7 +129,7 @@ class Inputs:
 
 def decode_inputs(i: Inputs) -> tuple[Any, ...]:
     state = (i.codes, i.key_params, i.value_params, i.center, i.recent, i.slots, i.slot_index)
-    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.case.center, i.scale, i.case.softcap)
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:

@@ -70,6 +70,7 @@ class Case:
     sinks: bool = False
     zero_point: str = "midpoint"
     center: bool = False
+    unbiased: bool = False
 
     def __str__(self) -> str:
         changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -309,7 +310,9 @@ class Step:
 
     def whole(self, attend: Any) -> tuple[Tensor, Tensor]:
         tier = self.state(*STATE)
-        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *self.settings)
+        *bits, scale, softcap = self.settings
+        settings = (*bits, self.layer.case.unbiased, scale, softcap)
+        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *settings)
 
     def scored(self, score: Any) -> tuple[Tensor, Tensor]:
         tier = self.state("codes", "key_params", "center", "recent")
@@ -340,6 +343,14 @@ def test_decode_attention_and_its_scores(case: Case) -> None:
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
     assert out.is_contiguous()
+
+
+def test_logits_are_unbiased() -> None:
+    step = step_of(Case(unbiased=True, rotate=True, bits=1, softcap=5.0, head_dim=96))
+    out, scores = step.whole(triton_decode.decode_attention)
+    expected, expected_scores = step.whole(attention.decode_attention)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(scores, expected_scores, atol=5e-6, rtol=5e-6)
 
 
 @every_case
@@ -450,7 +461,7 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool) -> Non
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
     tier = [layer.state[n][:1] for n in STATE]
-    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, 0.125, None)
+    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, False, 0.125, None)
     for out, expected in zip(
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
