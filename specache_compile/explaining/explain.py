@@ -33,6 +33,7 @@ from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.break_even import min_context
+from specache_compile.runtime.memory import within_memory
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import CompiledGraph
 
@@ -119,15 +120,16 @@ def explanation_of(
     graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
     modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
+    layers = tuple(graphs[0].layers) if graphs else ()
     return Explanation(
-        options=options,
+        options=within_memory(options, layers, batch_size, prompt_length),
         prompt_length=prompt_length,
         batch_size=batch_size,
         sites=tuple(site_rows(newest)) if newest is not None else (),
         left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
         traces={trace.phase: trace for made in rewrites for trace in made.traces},
         graphs=modules,
-        layers=tuple(graphs[0].layers) if graphs else (),
+        layers=layers,
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
         working_bytes={phase: temporaries(module) for phase, module in modules.items()},
         **rest,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +34,35 @@ def check_quantiser(name: str, value: Any) -> None:
     one_of(name, value, tuple(QUANTISERS))
 
 
+# What a size may end in.
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def bytes_of_memory(size: int | str) -> int:
+    """6442450944 of "6 GiB"; a number is bytes already. ValueError where it is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", str(size).strip())
+    if found is None:
+        raise ValueError(f"{size!r} is no size")
+    return int(float(found[1]) * UNITS[found[2] or ""])
+
+
+def check_size(name: str, value: Any) -> None:
+    try:
+        fits = value is None or (type(value) in (int, str) and bytes_of_memory(value) > 0)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise OptionError(f"option {name}={value!r}: give a number of bytes, a size like '6 GiB', or None")
+
+
+def bits_or_memory(given: Mapping[str, Any]) -> dict[str, Any]:
+    """OptionError where bits are given beside the memory that is to choose them; there are no defaults to add."""
+    both = [name for name in ("bits", "key_bits", "value_bits") if given.get(name) is not None]
+    if given.get("memory") is not None and both:
+        raise OptionError(f"options memory and {both[0]}: give one of them; memory chooses the bits")
+    return {}
+
+
 def number(text: str) -> int | float:
     return int(text) if text.isdigit() else float(text)
 
@@ -49,6 +80,11 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     key_bits: int | None = choice(None, (None, *BITS), "of its keys alone, in place of bits", choices=BITS, type=int)
     value_bits: int | None = choice(None, (None, *BITS), "of its values alone", choices=BITS, type=int)
+    memory: int | str | None = option(
+        None, check_size,
+        "bytes that the tiers on the device may have for the prompt: as many bits as fit, in place of bits",
+        type=str, metavar="SIZE",
+    )  # fmt: skip
     rotate: bool = choice(
         False, (True, False),
         "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out",

@@ -12,7 +12,7 @@ from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .host_tier import HOST
-from .low_bit import LOW_BIT, RECENT, LowBitOptions
+from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
 from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
@@ -83,7 +83,7 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the setting that was given; where no pair is fetched, none is corrected."""
-    found = dict(PAPER) if given.get("setting") == "paper" else {}
+    found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
     return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 
