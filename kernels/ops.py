@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, costs, cpp_decode, cpp_tiers, evict, few_rows, fp8, kcache, snapkv, tiers
+from . import attention, costs, cpp_decode, cpp_tiers, evict, few_rows, fp8, kcache, pages, snapkv, tiers
 from .costs import CostOf
 from .measure import measure
 
@@ -174,6 +174,11 @@ DECLARED = (
         "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",
         tiers.select_topk, fake_nothing, "triton_select:select_topk",
         fused=cpp_tiers.select_topk_fused, cost=costs.select_topk, early=0,
+    ),
+    Op(
+        "select_pages(Tensor scores, Tensor(a!) wanted, int page) -> ()",
+        pages.select_pages, fake_nothing, "pages:select_pages",
+        cost=costs.select_topk, early=0,
     ),
     Op(
         "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "

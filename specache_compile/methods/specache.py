@@ -33,6 +33,12 @@ class SpecacheOptions(LowBitOptions):
     rotate: bool = inherited(LowBitOptions, "rotate", default=True)
     center: str = inherited(LowBitOptions, "center", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
+    selector: str = choice(
+        "topk",
+        ("topk", "pages"),
+        "what is fetched: tokens one by one, or pages of them by their best token, a baseline; without correction",
+    )
+    page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
     speculate: bool = choice(
         True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
     )
@@ -45,6 +51,14 @@ class SpecacheOptions(LowBitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.selector == "pages" and self.correct != "never":
+            raise OptionError(
+                f"option selector='pages' with correct={self.correct!r}: a correction takes tokens one by one"
+            )
+        if self.selector == "pages" and 0 < self.top_k < self.page_size:
+            raise OptionError(
+                f"option selector='pages': a page of {self.page_size} tokens does not fit top_k={self.top_k}"
+            )
         if self.correct != "never" and self.unbiased:
             raise OptionError(
                 f"option unbiased with correct={self.correct!r}: nothing is gained by both; take correct='never'"
@@ -77,14 +91,24 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
             Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
             Call("offload", ("host",)),
         ),
-        Selector("select_topk", correct=options.correct) if options.top_k else None,
+        selector_of(options),
     )
 
 
+def selector_of(options: LowBitOptions) -> Selector | None:
+    """None where no pair is fetched."""
+    if not (isinstance(options, SpecacheOptions) and options.top_k):
+        return None
+    if options.selector == "pages":
+        return Selector("select_pages", settings=(options.page_size,))
+    return Selector("select_topk", correct=options.correct)
+
+
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the setting that was given; where no pair is fetched, none is corrected."""
+    """Those of the setting that was given; where no pair is fetched, or whole pages are, none is corrected."""
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
-    return {**found, "correct": "never"} if given.get("top_k") == 0 else found
+    uncorrected = given.get("top_k") == 0 or given.get("selector") == "pages"
+    return {**found, "correct": "never"} if uncorrected else found
 
 
 FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)

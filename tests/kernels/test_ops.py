@@ -159,6 +159,7 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.wanted),
+    "select_pages": lambda i: (i.scores, i.wanted, 5),
     "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
     "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.wanted),
     "budget_attention": lambda i: (

@@ -178,6 +178,20 @@ def test_the_candidates_of_largest_score_are_wanted(candidates: int, k: int) -> 
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
 
+@pytest.mark.parametrize(("k", "page"), [(16, 4), (18, 4), (64, 7), (5, 5), (4, 1)])
+def test_pages_go_by_their_best_token(k: int, page: int) -> None:
+    torch.manual_seed(k)
+    scores = torch.rand(*ROWS, 60).masked_fill(torch.rand(*ROWS, 60) < 0.4, -1.0)
+    scores[..., 50:] = -1.0
+    wanted = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_pages(scores, wanted, page)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
+        runs = [range(60)[start : start + page] for start in range(0, 60, page)]
+        pages = sorted(runs, key=lambda run: -max(row[t] for t in run))
+        best = [t for p in pages[: k // page] for t in p if row[t] >= 0]
+        assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
+
+
 def test_a_score_of_zero_is_a_candidate() -> None:
     scores = torch.tensor([[[0.0, -1.0, 0.0]]])
     wanted = torch.zeros(1, 1, 3, dtype=torch.int32)
