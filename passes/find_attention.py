@@ -68,7 +68,7 @@ def match_site(attention: Node, context: Context) -> Site:
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
     mask, padded = carried_mask(form, context)
     heads, head_dim = value_of(keys.new).shape[1::2]
-    frequencies = frequencies_of(keys.new)
+    frequencies = frequencies_of(keys.new, int(head_dim))
     return Site(
         len(context.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
         mask, padded, form.sinks, form.scale, form.softcap,
@@ -157,12 +157,14 @@ def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) ->
         raise NoMatch(f"queries {tuple(q.shape)} do not go with keys {tuple(k.shape)}")
 
 
-def frequencies_of(keys: Node) -> str | None:
-    """The input, a vector of numbers, that the angles come from whose cosine the keys are multiplied by."""
+def frequencies_of(keys: Node, head_dim: int) -> str | None:
+    """The input, a vector of a number for two channels each, that the angles come from whose cosine the keys are
+    multiplied by."""
     cosines = (node for node in nodes_behind(keys) if node.target in ("cos", torch.cos))
     for node in (behind for cos in cosines for behind in nodes_behind(cos)):
-        value = value_of(node)
-        if node.op == "placeholder" and value.dim() == 1 and value.is_floating_point():
+        value = value_of(node)  # of a length, a number
+        is_vector = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
+        if is_vector and value.is_floating_point() and statically_known_true(2 * value.shape[0] <= head_dim):
             return node.name
     return None
 

@@ -18,7 +18,7 @@ from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, context_for
 from specache_compile.lowering.lower import trust_indices
 from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
-from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.find_attention import find_attention, frequencies_of
 from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.lane_rules import own_rules, product, rows_times
 from specache_compile.passes.overlap import critical_path, dependencies, is_copy, is_wait, overlap
@@ -270,6 +270,18 @@ def test_find_attention_leaves_a_sliding_window_alone() -> None:
     context = context_for(builder, DECODE)
     run(graph_module, context, find_attention)
     assert "sliding window" in context.left_alone[0].reason
+
+
+@pytest.mark.parametrize(("size", "found"), [(DIM // 2, "vector"), (DIM // 4, "vector"), (DIM, None)])
+def test_frequencies_are_a_vector_that_fits_the_channels_and_no_length(size: int, found: str | None) -> None:
+    builder = GraphBuilder()
+    length = builder.graph.placeholder("length")
+    length.meta["example_value"] = PAST
+    vector, keys = builder.input("vector", size), builder.input("keys", PAST, DIM)
+    positions = builder.call(torch.arange, (PAST,), length)
+    angles = builder.call(torch.outer, (PAST, size), positions, vector)
+    turned = builder.call(torch.mul, (PAST, DIM), keys, builder.call(torch.cos, (PAST, size), angles))
+    assert frequencies_of(turned, DIM) == found
 
 
 @pytest.mark.parametrize("step", [own_cache, rewrite_attention, store, prefetch, overlap])
