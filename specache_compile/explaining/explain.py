@@ -33,7 +33,7 @@ from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.break_even import min_context
-from specache_compile.runtime.memory import within_memory
+from specache_compile.runtime.memory import check_memory, within_memory
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import CompiledGraph
 
@@ -104,6 +104,9 @@ def explain(
             raise
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
+    layers = next((graph.layers for graph in captured if graph.sites), [])
+    parsed = within_memory(parsed, layers, batch_size, prompt_length)
+    check_memory(parsed, layers, batch_size, prompt_length)
     return explanation_of(
         captured, rewrites, parsed, prompt_length, batch_size,
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected, accepted=accepted,
@@ -120,16 +123,15 @@ def explanation_of(
     graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
     modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
-    layers = tuple(graphs[0].layers) if graphs else ()
     return Explanation(
-        options=within_memory(options, layers, batch_size, prompt_length),
+        options=options,
         prompt_length=prompt_length,
         batch_size=batch_size,
         sites=tuple(site_rows(newest)) if newest is not None else (),
         left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
         traces={trace.phase: trace for made in rewrites for trace in made.traces},
         graphs=modules,
-        layers=layers,
+        layers=tuple(graphs[0].layers) if graphs else (),
         lanes=max((form.lanes for made in rewrites for form in made.made.values()), default=1),
         working_bytes={phase: temporaries(module) for phase, module in modules.items()},
         **rest,

@@ -15,14 +15,23 @@ from .state import predicted_bytes
 
 def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> MethodOptions:
     """The options with the most bits, the same in all layers, under which `length` tokens of `batch` rows fit into the
-    memory that they ask for; as they are where they ask for none. OptionError where one bit does not fit."""
+    memory that they ask for, or the fewest; as they are where they ask for none."""
     if not isinstance(options, LowBitOptions) or options.memory is None:
         return options
-    allowed, needed = bytes_of_memory(options.memory), 0
-    for bits in sorted(BITS_OF_BOTH, reverse=True):
-        chosen = replace(options, bits=bits)
-        tiers = predicted_bytes(chosen, layers, batch, length)
-        needed = sum(size for tier, size in tiers.items() if tier != "host")
-        if needed <= allowed:
-            return chosen
-    raise too_little_memory(needed, allowed, length, batch)
+    allowed = bytes_of_memory(options.memory)
+    every = [replace(options, bits=bits) for bits in sorted(BITS_OF_BOTH, reverse=True)]
+    return next((chosen for chosen in every if device_bytes(chosen, layers, batch, length) <= allowed), every[-1])
+
+
+def check_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> None:
+    """OptionError where the tiers of these options, from `within_memory`, do not fit into what they ask for."""
+    if isinstance(options, LowBitOptions) and options.memory is not None:
+        needed, allowed = device_bytes(options, layers, batch, length), bytes_of_memory(options.memory)
+        if needed > allowed:
+            raise too_little_memory(needed, allowed, length, batch)
+
+
+def device_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> int:
+    """Bytes of the tiers on the device."""
+    tiers = predicted_bytes(options, layers, batch, length)
+    return sum(size for tier, size in tiers.items() if tier != "host")

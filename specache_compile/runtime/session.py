@@ -36,7 +36,7 @@ from specache_compile.passes.phase import EXTEND, Phase
 from .break_even import min_context
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
-from .memory import within_memory
+from .memory import check_memory, within_memory
 from .records import Statistics
 from .state import (
     MEASURE,
@@ -90,6 +90,7 @@ class Session:
         self.asked = options
         self.options = options_at(options, layers, batch, prompt, prompt)
         fixed = fixed_options(options, layers, batch, prompt)
+        check_memory(fixed, layers, batch, prompt)
         self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         self.batch = batch
