@@ -198,7 +198,7 @@ DECLARED = (
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
-        " Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, "
+        "Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, "
         f"{LAYOUT}, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, "triton_append:append",
         fused=cpp_tiers.append_fused, cost=costs.append, early=3,

@@ -147,10 +147,9 @@ def attend_tiers(
     """One program: all lanes and query heads of one KV head, over its share of the tiers.
 
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
-    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. UNBIASED: its
-    logits are. MASK: NO_MASK,
-    BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r is lane
-    r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
+    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. UNBIASED: its logits
+    are. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
+    padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.

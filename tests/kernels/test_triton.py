@@ -165,16 +165,8 @@ class Layer:
             self.point(at, tokens)
             k, v = self.pairs[:, :, at : at + tokens].unbind(3)
             tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params", "center"))
-            append(
-                k,
-                v,
-                padding_of(case, len(self)),
-                self.cursor,
-                *tier,
-                *case.options.layout,
-                case.zero_point,
-                case.frequencies,
-            )
+            settings = (*case.options.layout, case.zero_point, case.frequencies)
+            append(k, v, padding_of(case, len(self)), self.cursor, *tier, *settings)
             at += tokens
         self.point(at, 1)
 
