@@ -121,11 +121,12 @@ class Inputs:
         return [self.state[field] for field in fields]
 
     def attend(self, attend: Any) -> tuple[Tensor, Tensor]:
-        given = self.of_state("codes", "key_params", "value_params", "recent", "slots", "slot_index")
-        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, *self.settings)
+        given = self.of_state("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
+        *bits, scale, softcap = self.settings
+        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, *bits, False, scale, softcap)
 
     def score(self, score: Any) -> tuple[Tensor, Tensor]:
-        given = self.of_state("codes", "key_params", "recent")
+        given = self.of_state("codes", "key_params", "center", "recent")
         return score(self.q, self.k, None, None, self.cursor, *given, *self.settings)
 
     def attend_scored(self, attend: Any, logits: Tensor) -> Tensor:
@@ -282,7 +283,7 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     shape = (setting.batch, HEADS, setting.context, HEAD_DIM)
     k, v = (torch.randn(shape, device=device).to(setting.dtype) for _ in range(2))
     x.point(0, setting.context)
-    given = [x.state[field] for field in ("recent", "codes", "key_params", "value_params")]
+    given = [x.state[field] for field in ("recent", "codes", "key_params", "value_params", "center")]
     ms = milliseconds_on_device(
         lambda i: triton_append.append(k, v, None, x.cursor, *given, *setting.options.layout, "midpoint"),
         device, repeats,

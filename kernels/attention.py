@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .center import share_of_center
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .fp8 import decoded
@@ -102,19 +103,37 @@ def partial_attention(logits: Tensor, values: Tensor) -> Partial:
 
 
 def low_bit_logits(
-    query: Tensor, codes: Tensor, key_params: Tensor, bias: Tensor | None, length: int, softcap: float | None,
-    layout: Layout,
+    query: Tensor, codes: Tensor, key_params: Tensor, center: Tensor, bias: Tensor | None, length: int,
+    softcap: float | None, layout: Layout, unbiased: bool = False,
 ) -> Tensor:  # fmt: skip
     """Logits [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d] and the low-bit tier's first `length`
     tokens. The reference; block by block, so that the unpacked keys never stand whole in memory."""
+    shares = center_shares(query, key_params, center, codes.shape[2], length)
     query = rotated(query) if layout.is_rotated else query
+    if unbiased and layout.is_quantised:
+        excess = inflation(query, key_params, codes.shape[2] // key_params.shape[2], length)
+        shares = -excess if shares is None else shares - excess
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
         keys = low_bit_keys(codes, key_params, layout, query.shape[-1], start, stop)
-        logits = product(query, keys, softcap)
+        logits = product(query, keys, None)
+        logits = capped(logits if shares is None else logits + shares[..., start:stop], softcap)
         blocks.append(logits if bias is None else logits + bias[..., start:stop])
     return torch.cat(blocks, -1)
+
+
+def inflation(query: Tensor, key_params: Tensor, group: int, length: int) -> Tensor:
+    """What the keys' rounding adds to ln E[exp(logit)] [B, H, G, lanes, length], of a scaled query that is rotated
+    where they are: half of the logit's variance, with the s²/12 of a uniform quantiser for each channel of a group."""
+    scales = key_params[:, :, : length // group, 0].float()
+    halved = query.flatten(2, 3).square() @ (scales.square() / 24).mT
+    return halved.repeat_interleave(group, -1).unflatten(2, query.shape[2:4])
+
+
+def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
+    """`share_of_center` [B, H, G, lanes, length]; None where keys are not centered."""
+    return share_of_center(query, center, capacity // key_params.shape[2], length) if center.shape[2] else None
 
 
 def low_bit_mix(logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor, d: int, layout: Layout) -> Partial:
@@ -274,12 +293,14 @@ def decode_attention(
     codes: Tensor,
     key_params: Tensor,
     value_params: Tensor,
+    center: Tensor,
     recent: Tensor,
     slots: Tensor,
     slot_index: Tensor,
     key_bits: int,
     value_bits: int,
     rotate: bool,
+    unbiased: bool,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
@@ -287,8 +308,9 @@ def decode_attention(
 
     q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
     additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, w] in the
-    `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], recent
-    [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] (-1: empty).
+    `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], center
+    [B, H, 4, d] (`center.py`; without: [B, H, 0, d]), recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index
+    [B, H, k] (-1: empty). unbiased: `inflation` is taken off the low-bit logits.
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
     over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
@@ -296,7 +318,7 @@ def decode_attention(
     """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    logits = low_bit_logits(at.query, codes, key_params, at.low_bit_bias, at.low_bit, softcap, layout)
+    logits = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout, unbiased)
     done = attend_over(at, k, v, logits, codes, value_params, recent, slots, slot_index, layout)
     scores = torch.full(codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
@@ -316,6 +338,7 @@ def score_low_bit(
     cursor: Tensor,
     codes: Tensor,
     key_params: Tensor,
+    center: Tensor,
     recent: Tensor,
     key_bits: int,
     value_bits: int,
@@ -331,7 +354,7 @@ def score_low_bit(
     """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = low_bit_logits(at.query, codes, key_params, at.low_bit_bias, at.low_bit, softcap, layout)
+    packed = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
     window = at.logits(ring_tokens(recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
     peak, share = softmax_denominator([packed, window, at.new_logits(k)], at.sink)
     scores = torch.full((q.shape[2], *codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)

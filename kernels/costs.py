@@ -129,7 +129,16 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     read = low * pair.low + (load.length - low + fetched_pairs(load.options, load.length)) * pair.exact
     scores = 4 * rows(load, site) * low if load.options.top_k else 0
     seen = load.length + size_of(q.shape[2])
-    return Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
+    attended = Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
+    unbiased = 3 * elements(q) * low / load.options.group_size if arguments["unbiased"] else 0
+    return attended + share_of_center(arguments, low) + Cost(unbiased)
+
+
+def share_of_center(arguments: Arguments, low: int) -> Cost:
+    """What centered keys add to a decode step: a number for each query row and low-bit token, written and read."""
+    q, is_centered = arguments["q"], arguments["center"].shape[2] > 0
+    query_rows = elements(q) // size_of(q.shape[3])
+    return Cost(4 * elements(q) * low, 8 * query_rows * low) if is_centered else Cost()
 
 
 def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
@@ -139,7 +148,7 @@ def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
     keys = rows(load, site) * (low * pair.low_keys + (load.length - low) * pair.exact / 2)
     lanes = size_of(q.shape[2])
     written = 4 * low * lanes * load.batch * (load.query_heads[site] + load.layers[site].heads)
-    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + written)
+    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + written) + share_of_center(arguments, low)
 
 
 def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:

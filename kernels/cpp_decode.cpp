@@ -248,6 +248,7 @@ struct Attention {
             for (int64_t c = 0; c < d; ++c) {
               scaled[m * d + c] = q[m * d + c] * static_cast<float>(scale[c]);
               offset += q[m * d + c] * static_cast<float>(scale[d + c]);
+              if (s.unbiased) offset -= scaled[m * d + c] * scaled[m * d + c] / 24;  // see `attention.inflation`
             }
             base[m] = offset;
           }
@@ -266,7 +267,9 @@ struct Attention {
       }
       score_tile(scaled.data(), tile, rows, d, scores);
       for (int64_t m = 0; m < rows; ++m) {
-        Floats x = capped(scores[m] + base[m]);
+        Floats x = scores[m] + base[m];
+        if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * low_bit + t);
+        x = capped(x);
         if (s.bias)
           for (int i = 0; i < kLanes; ++i) x[i] += bias(head, m, t + i);
         *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + t) = x;

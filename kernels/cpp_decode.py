@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import attend_scored, decode_attention, grouped_bias, score_low_bit
+from .attention import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
 from .cpp_library import DTYPES, STRIDES, Step, decode_library
-from .cursor import LENGTH
+from .cursor import LENGTH, LOW_BIT
 from .layout import Layout, rotation_block
 
 
 def step_of(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor, recent: Tensor,
-    layout: Layout, scale: float, softcap: float | None, **tensors: Tensor | None,
+    layout: Layout, scale: float, softcap: float | None, center: Tensor | None = None, unbiased: bool = False,
+    **tensors: Tensor | None,
 ) -> Step:  # fmt: skip
     """The kernels' argument, which keeps the tensors that it points to."""
     batch, query_heads, lanes, d = q.shape
@@ -31,6 +32,9 @@ def step_of(
         "bias": bias, "sinks": None if sinks is None else sinks.float().contiguous(), **tensors,
     }  # fmt: skip
     key_params, value_params, slots = (tensors.get(name) for name in ("key_params", "value_params", "slots"))
+    if center is not None and key_params is not None:
+        query = q.float().unflatten(1, (heads, -1)) * scale
+        held["shares"] = center_shares(query, key_params, center, capacity, int(cursor[LOW_BIT]))
     step = Step(
         **{name: tensor.data_ptr() for name, tensor in held.items() if tensor is not None},
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
@@ -38,7 +42,7 @@ def step_of(
         group=capacity // key_params.shape[2] if key_params is not None and key_params.shape[2] else 0,
         channels=d // value_params.shape[-1] if value_params is not None and layout.is_quantised else 0,
         top_k=0 if slots is None else slots.shape[2], key_bits=layout.key_bits, value_bits=layout.value_bits,
-        rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
+        rotation=rotation_block(d) if layout.is_rotated else 0, unbiased=unbiased, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     if bias is not None:
         step.bias_strides[:STRIDES] = bias.expand(batch, heads, query_heads // heads, lanes, -1).stride()
@@ -53,18 +57,20 @@ def fits(codes: Tensor, *pairs: Tensor) -> bool:
 
 def decode_attention_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
-    key_params: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, *settings: Any,
+    key_params: Tensor, value_params: Tensor, center: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
     if not fits(codes, k, v, recent, slots):
-        tiers = (codes, key_params, value_params, recent, slots, slot_index)
+        tiers = (codes, key_params, value_params, center, recent, slots, slot_index)
         return decode_attention(q, k, v, mask, sinks, cursor, *tiers, *settings)
     out, logits = q.new_empty(q.shape, dtype=torch.float32), logits_like(q, codes)
     scores = q.new_empty(codes.shape[:3], dtype=torch.float32)
-    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
+    layout, unbiased, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
-        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, v=v.contiguous(), key_params=key_params,
-        value_params=value_params, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
+        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, v=v.contiguous(),
+        key_params=key_params, value_params=value_params, slots=slots, slot_index=slot_index, logits=logits,
+        scores=scores, out=out, unbiased=unbiased,
     )  # fmt: skip
     decode_library(k.dtype).decode_attention(byref(step))
     return out.to(q.dtype), scores
@@ -72,16 +78,16 @@ def decode_attention_fused(
 
 def score_low_bit_fused(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
-    key_params: Tensor, recent: Tensor, *settings: Any,
+    key_params: Tensor, center: Tensor, recent: Tensor, *settings: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention.score_low_bit`, as one C++ kernel; the same arguments and results."""
     if not fits(codes, k, recent):
-        return score_low_bit(q, k, mask, sinks, cursor, codes, key_params, recent, *settings)
+        return score_low_bit(q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
     logits, scores = logits_like(q, codes), q.new_empty(q.shape[2], *codes.shape[:3], dtype=torch.float32)
     layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
-        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, key_params=key_params, logits=logits,
-        scores=scores,
+        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, key_params=key_params,
+        logits=logits, scores=scores,
     )  # fmt: skip
     decode_library(k.dtype).score_low_bit(byref(step))
     return logits, scores

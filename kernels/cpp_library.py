@@ -27,16 +27,17 @@ FLAGS = (
 DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
-# bias_strides: along [B, H, Hq/H, lanes, column]. row_width: elements of a token's codes. rotation: channels that are
-# rotated together, 0 where none are. scores: of all lanes, or the last one's.
+# shares: `center.share_of_center` of the low-bit tier. bias_strides: along [B, H, Hq/H, lanes, column]. row_width:
+# elements of a token's codes. rotation: channels that are rotated together, 0 where none are. unbiased: 0 or 1. scores:
+# of all lanes, or the last one's.
 POINTERS = {
     "q": "float", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void", "key_params": "T",
-    "value_params": "T", "recent": "T", "slots": "T", "slot_index": "int32_t", "cursor": "int64_t",
+    "value_params": "T", "recent": "T", "slots": "T", "slot_index": "int32_t", "cursor": "int64_t", "shares": "float",
 }  # fmt: skip
 RESULTS = {"logits": "float", "scores": "float", "out": "float"}
 SIZES = (
     "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
-    "top_k", "key_bits", "value_bits", "rotation",
+    "top_k", "key_bits", "value_bits", "rotation", "unbiased",
 )  # fmt: skip
 STRIDES = 5
 

@@ -7,6 +7,7 @@ begun with it, and a worker would take the core that the copy is to hide behind:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -79,13 +80,11 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
 
 
 def append_fused(
-    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, key_bits: int, value_bits: int, rotate: bool, zero_point: str,
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, *low_bit_tier: Any,
 ) -> None:  # fmt: skip
     """`tiers.append`; in C++ where nothing leaves the window. The same arguments and results."""
     length, low_bit, next_low_bit, _ = cursor.tolist()
     if next_low_bit > low_bit or not k.dtype == v.dtype == recent.dtype:
-        low_bit_tier = (codes, key_params, value_params, key_bits, value_bits, rotate, zero_point)
         tiers.append(k, v, padding, cursor, recent, *low_bit_tier)
     else:
         write_pairs(k, v, recent, length)()

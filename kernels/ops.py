@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import attention, costs, cpp_decode, cpp_tiers, evict, few_rows, fp8, kcache, snapkv, tiers
+from . import attention, costs, cpp_decode, cpp_tiers, evict, few_rows, fp8, kcache, pages, snapkv, tiers
 from .costs import CostOf
 from .measure import measure
 
@@ -81,12 +81,12 @@ def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
 LAYOUT = "int key_bits, int value_bits, bool rotate"
 DECODE = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
-    f"Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, float? softcap) "
-    "-> (Tensor, Tensor)"
+    "Tensor value_params, Tensor center, Tensor recent, Tensor slots, Tensor slot_index, "
+    f"{LAYOUT}, bool unbiased, float scale, float? softcap) -> (Tensor, Tensor)"
 )
 SCORE = (
-    "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor recent, "
-    f"{LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor center, "
+    f"Tensor recent, {LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
 )
 SCORED = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor logits, Tensor codes, "
@@ -176,6 +176,11 @@ DECLARED = (
         fused=cpp_tiers.select_topk_fused, cost=costs.select_topk, early=0,
     ),
     Op(
+        "select_pages(Tensor scores, Tensor(a!) wanted, int page) -> ()",
+        pages.select_pages, fake_nothing, "pages:select_pages",
+        cost=costs.select_topk, early=0,
+    ),
+    Op(
         "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) fetched) -> ()",
         tiers.prefetch, fake_nothing, "copy_stream:prefetch",
@@ -193,7 +198,8 @@ DECLARED = (
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
-        f"Tensor(c!) key_params, Tensor(d!) value_params, {LAYOUT}, str zero_point) -> ()",
+        "Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, "
+        f"{LAYOUT}, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, "triton_append:append",
         fused=cpp_tiers.append_fused, cost=costs.append, early=3,
     ),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .attention import ring_tokens
+from .center import centers, set_center
 from .copy_queue import queue_of
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .layout import Layout, rotated
@@ -23,16 +24,19 @@ def append(
     codes: Tensor,
     key_params: Tensor,
     value_params: Tensor,
+    center: Tensor,
     key_bits: int,
     value_bits: int,
     rotate: bool,
     zero_point: str,
+    frequencies: Tensor | None = None,
 ) -> None:
     """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
 
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
-    group's range. Mutates recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate,
-    key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv].
+    group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays). Mutates recent
+    [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params [B, H, C/g, 2, d],
+    value_params [B, H, C, 2, d/gv] and center [B, H, 4, d] (`center.py`; or [B, H, 0, d]).
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
@@ -40,7 +44,10 @@ def append(
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
         leaving = window[:, :, : next_low_bit - low_bit]
-        store_low_bit(leaving, padding, low_bit, codes, key_params, value_params, layout, zero_point)
+        if not low_bit and center.shape[2] and frequencies is not None:
+            there = None if padding is None else padding[..., :next_low_bit].mT
+            set_center(leaving[:, :, :, 0], there, frequencies, center)
+        store_low_bit(leaving, padding, low_bit, codes, key_params, value_params, center, layout, zero_point)
     first = max(length, next_low_bit)
     stop = length + new.shape[2]
     place = torch.arange(first, stop, device=recent.device) % recent.shape[2]
@@ -49,17 +56,20 @@ def append(
 
 def store_low_bit(
     pairs: Tensor, padding: Tensor | None, start: int, codes: Tensor, key_params: Tensor, value_params: Tensor,
-    layout: Layout, zero_point: str,
+    center: Tensor, layout: Layout, zero_point: str,
 ) -> None:  # fmt: skip
     """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on; padding as for
-    `append`. What is rotated is rounded to the pairs' dtype before."""
+    `append`. What is centered or rotated is rounded to the pairs' dtype before."""
     stop = start + pairs.shape[2]
     if not layout.is_quantised:
         codes[:, :, start:stop] = pairs.flatten(3)
         return
     group = codes.shape[2] // key_params.shape[2]
     channels = pairs.shape[-1] // value_params.shape[-1]
-    keys, values = (rotated(pairs).to(pairs.dtype) if layout.is_rotated else pairs).unbind(3)
+    keys, values = pairs.unbind(3)
+    if center.shape[2]:
+        keys = keys.float() - centers(center, group, start // group, stop // group)
+    keys, values = ((rotated(x) if layout.is_rotated else x).to(pairs.dtype) for x in (keys, values))
     there = None if padding is None else padding[..., start:stop].mT
     key_codes, value_codes = layout.split(codes[:, :, start:stop], pairs.shape[-1])
     key_codes[...], key_params[:, :, start // group : stop // group] = quantize_keys(

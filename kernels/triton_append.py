@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .layout import Layout, rotation_block
+from .triton_center import load_group_center, set_center
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_rotate import hadamard
 
@@ -86,15 +87,17 @@ def load_pairs(
 
 @triton.jit(do_not_specialize=["heads", "done"])
 def rotate_groups(
-    # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; written: turned [B, H, room, 2, d], a ring.
-    k, v, cursor, recent, turned,
+    # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
+    # are not centered; written: turned [B, H, room, 2, d], a ring.
+    k, v, cursor, recent, center, turned,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
     # H, and the tokens that leave the window before these.
     heads, done,
-    d: tl.constexpr, window: tl.constexpr, room: tl.constexpr, block: tl.constexpr, BLOCK: tl.constexpr,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
+    TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values, rotated; token
-    t goes to t mod room.
+    """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values; token t goes to
+    t mod room. TURNED: they are rotated. CENTERED: before, the center is taken off the keys.
 
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
     """
@@ -116,8 +119,15 @@ def rotate_groups(
         v, recent, tokens, channel, channel < d,
         bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, ROTATED=False,
     )  # fmt: skip
-    tl.store(place, hadamard(key).to(turned.dtype.element_ty))
-    tl.store(place + d, hadamard(value).to(turned.dtype.element_ty))
+    if CENTERED:
+        first = start // group * group  # a group is whole blocks
+        one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d)
+        angle = (tokens - first).to(tl.float32) * theta
+        key -= tl.cos(angle) * one + tl.sin(angle) * other
+    if TURNED:
+        key, value = hadamard(key), hadamard(value)
+    tl.store(place, key.to(turned.dtype.element_ty))
+    tl.store(place + d, value.to(turned.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["heads", "done"])
@@ -271,7 +281,8 @@ def write_recent(
 
 def append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, key_bits: int, value_bits: int, rotate: bool, zero_point: str,
+    value_params: Tensor, center: Tensor, key_bits: int, value_bits: int, rotate: bool, zero_point: str,
+    frequencies: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `tiers.append`, the lengths read on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
@@ -297,22 +308,27 @@ def append(
         there = k if padding is None else padding.view(torch.uint8)
         groups, pairs = count // group + 1, recent
         step = groups
-        if layout.is_rotated:
+        centered = center.shape[2] > 0
+        if centered and frequencies is not None:
+            set_center(k, padding, frequencies, cursor, recent, center)
+        apart = layout.is_rotated or centered
+        if apart:
             step = rotated_groups(batch * heads * group * 2 * d * k.element_size(), groups)
             pairs = k.new_empty((batch, heads, step * group, 2, d))
         for first in range(0, groups, step):
-            if layout.is_rotated:
+            if apart:
                 block = rotation_block(d)
                 rotate_groups[batch * heads, step * group // ROTATED_BLOCK, d // block](
-                    k, v, cursor, recent, pairs, **strides, heads=heads, done=first * group,
-                    d=d, window=window, room=step * group, block=block, BLOCK=ROTATED_BLOCK, num_warps=4,
+                    k, v, cursor, recent, center, pairs, **strides, heads=heads, done=first * group,
+                    d=d, window=window, group=group, room=step * group, block=block, TURNED=layout.is_rotated,
+                    CENTERED=centered, BLOCK=ROTATED_BLOCK, num_warps=4,
                 )  # fmt: skip
             quantize_groups[batch * heads, step](
                 k, v, there, cursor, pairs, codes, key_params, value_params,
                 **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
                 done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
                 key_bits=key_bits, value_bits=value_bits, midpoint=zero_point == "midpoint", PADDED=padding is not None,
-                ROTATED=layout.is_rotated, KEY_PLANE=triton.next_power_of_2(key_width),
+                ROTATED=apart, KEY_PLANE=triton.next_power_of_2(key_width),
                 VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
                 num_warps=8 if group * d >= 128 * 128 else 4,
             )  # fmt: skip

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .attention import SEEN
 from .layout import Layout, rotation_block
+from .triton_center import share_of_center
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_low_bit import attend_low_bit
 from .triton_rotate import hadamard, rotated
@@ -139,6 +140,8 @@ def attend_tiers(
     codes, key_params, value_params,
     # recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
     recent, slots, slot_index,
+    # shares [B, Hq, lanes, C] float32, of the center; anything where keys are not centered.
+    shares,
     # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32.
     logits,
     # Written: out [B·H, E + S, ROWS, d], where VALUES, peaks and totals [B·H, E + S, ROWS] float32.
@@ -151,15 +154,16 @@ def attend_tiers(
     heads, capacity, exact, splits,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over a share of its tiers.
 
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
-    here; if not, they are there. VALUES: there are sums. ROTATED: the low-bit tier is. MASK: NO_MASK, BOOL_MASK,
-    ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r is lane r % lanes of
-    query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
+    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. UNBIASED: its logits
+    are. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
+    padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
@@ -183,13 +187,15 @@ def attend_tiers(
     if split >= exact:  # at short contexts the exact shares take longest, so they start first
         if ROTATED:
             q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
+        shares_row = shares + ((batch * heads * queries + query_head) * lanes + lane) * capacity
         peak, total = attend_low_bit(
-            q_row, mask_row, logits_row, out_row, real, kept,
+            q_row, mask_row, logits_row, shares_row, out_row, real, kept,
             bh=bh, low_bit=low_bit, split=split - exact, splits=splits,
             codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
-            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, ROWS=ROWS, SPAN=SPAN, PRECISION=PRECISION,
+            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED, UNBIASED=UNBIASED,
+            ROWS=ROWS, SPAN=SPAN, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -310,8 +316,8 @@ MaskForm = tuple[int, Tensor | None, dict[str, int]]
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
-    key_params: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
+    key_params: Tensor, value_params: Tensor, center: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
+    key_bits: int, value_bits: int, rotate: bool, unbiased: bool, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attention.decode_attention`; all lengths are read on the device, so that the step can be captured."""
     layout = Layout(key_bits, value_bits, rotate)
@@ -324,7 +330,8 @@ def decode_attention(
     )  # fmt: skip
     sums = attend(
         q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, logits, layout,
-        scale, softcap, group=group_of(codes, key_params, layout),
+        scale, softcap, group=group_of(codes, key_params, layout), center=center,
+        unbiased=unbiased,
     )  # fmt: skip
     out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], layout)
     if not slots.shape[2]:
@@ -339,7 +346,8 @@ def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, logits: Tensor, layout: Layout,
-    scale: float, softcap: float | None, group: int, keys: bool = True, values: bool = True,
+    scale: float, softcap: float | None, group: int, center: Tensor | None = None, unbiased: bool = False,
+    keys: bool = True, values: bool = True,
 ) -> Sums:  # fmt: skip
     """`attend_tiers`, whole or a half of it; of a half, anything stands for the tensors that it does not need.
 
@@ -363,17 +371,21 @@ def attend(
     partial = new((batch * heads, exact + splits, rows, d if values else 0))
     peaks, totals = (new((batch * heads, exact + splits, rows)) for _ in range(2))
     turns = layout.is_rotated and keys
+    shares = q
+    if centered := center is not None and center.shape[2] > 0:
+        shares = share_of_center(q, center, cursor, capacity, group, scale)
     attend_tiers[batch * heads, exact + splits](
         q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,
-        recent, slots, slot_index, logits, partial, peaks, totals,
+        recent, slots, slot_index, shares, logits, partial, peaks, totals,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2),
         k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
         scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, exact=exact, splits=splits,
         d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
         window=window, top_k=top_k, lanes=lanes, queries=queries,
-        stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, MASK=kind, CAP=softcap is not None, ROWS=rows,
-        CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)), SPAN=span, EXACT=EXACT_BLOCK,
+        stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered, UNBIASED=unbiased,
+        MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
+        SPAN=span, EXACT=EXACT_BLOCK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
     return Sums(exact, partial, peaks, totals)

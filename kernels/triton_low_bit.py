@@ -220,16 +220,17 @@ def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
 
 @triton.jit
 def attend_low_bit(
-    # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits and the
-    # sums of each lie; which are rows at all, and which of them keep their logits.
-    q_row, mask_row, logits_row, out_row, real, kept,
+    # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits,
+    # what the center adds to them and the sums of each lie; which are rows at all, and which of them keep their logits.
+    q_row, mask_row, logits_row, shares_row, out_row, real, kept,
     # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
     bh, low_bit, split, splits,
     # As attend_tiers has them.
     codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr,
-    CAP: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
 
@@ -305,7 +306,13 @@ def attend_low_bit(
                 logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
                 zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
                 logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
-            logits = tl.trans(capped(logits * scale, softcap, CAP))
+            logits = logits * scale
+            if UNBIASED and not plain:  # see `attention.inflation`
+                noise = query.to(tl.float32) * key_scale.to(tl.float32)[None, :] * scale
+                logits -= tl.sum(noise * noise, 1)[None, :] / 24
+            if CENTERED:
+                logits += tl.load(shares_row[None, :] + tokens[:, None], real[None, :], 0.0)
+            logits = tl.trans(capped(logits, softcap, CAP))
 
         fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
         seen = real[:, None] & ~fetched[None, :]

@@ -25,7 +25,7 @@ SMALLEST_GROUP = 32
 
 def score_low_bit(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor, key_params: Tensor,
-    recent: Tensor, key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
+    center: Tensor, recent: Tensor, key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attention.score_low_bit`, but beyond the low-bit tier the logits hold the window's, then anything; nobody
     reads them there. Bytes a low-bit token and KV head: its keys', 4·G·lanes of logits written and read, 4·lanes of
@@ -36,7 +36,7 @@ def score_low_bit(
     logits = torch.empty((batch, query_heads, lanes, codes.shape[2]), dtype=torch.float32, device=q.device)
     sums = attend(
         q, k, k, form, cursor, codes, key_params, key_params, recent, recent, cursor, logits, layout, scale, softcap,
-        group=group_of(codes, key_params, layout), values=False,
+        group=group_of(codes, key_params, layout), center=center, values=False,
     )  # fmt: skip
     _, lse = merged(sums, q, k.shape[1], sinks, lanes, layout, values=False)
     return logits, scores_of(logits, lse, form, cursor, k.shape[1], lanes)

@@ -24,7 +24,8 @@ class Site:
 
     q [B, Hq, T, d]; k, v [B, H, T, d] are the new pairs; mask is None (causal) or [B|1, Hq|1, T|1, n + T]; padded:
     tokens that the session's padding says are not there are hidden besides; sinks None or [Hq]. `past_k` and `past_v`
-    are the held placeholders, None in a prefill.
+    are the held placeholders, None in a prefill. frequencies: the name of the input [h] that RoPE turns the keys by,
+    None where none was found; biased_keys: a bias was added to them before.
     """
 
     number: int
@@ -44,6 +45,8 @@ class Site:
     heads: int
     query_heads: int
     head_dim: int
+    frequencies: str | None = None
+    biased_keys: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,15 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
     """`decode_attention` of one site becomes `score_low_bit`, `correct` and `attend_scored`."""
     graph = graph_module.graph
     call: Node = site.attention.args[0]  # type: ignore[assignment]
-    q, k, v, mask, sinks, cursor, codes, key_params, value_params, recent, slots, slot_index, *settings = call.args
+    q, k, v, mask, sinks, cursor, codes, key_params, value_params, center, recent, *rest = call.args
+    slots, slot_index, *layout, _, scale, softcap = rest  # what is corrected has no need to be unbiased
+    settings = (*layout, scale, softcap)
     host, corrected = (state_input(graph_module, context, site.number, field) for field in ("host", "corrected"))
     # The hit rate, where it is measured, is of what is attended to.
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
     with graph.inserting_before(first):
-        asked = (q, k, mask, sinks, cursor, codes, key_params, recent, *settings)
+        asked = (q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
         both = call_op(graph_module, site, "score_low_bit", asked)
         logits, scores = (graph.call_function(operator.getitem, (both, part)) for part in (0, 1))
         call_op(graph_module, site, "correct", (scores, missed, cursor, host, slots, slot_index, corrected))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -65,10 +68,13 @@ def match_site(attention: Node, context: Context) -> Site:
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
     mask, padded = carried_mask(form, context)
     heads, head_dim = value_of(keys.new).shape[1::2]
+    frequencies = frequencies_of(keys.new, int(head_dim))
     return Site(
         len(context.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
         mask, padded, form.sinks, form.scale, form.softcap,
         heads=int(heads), query_heads=int(value_of(form.q).shape[1]), head_dim=int(head_dim),
+        frequencies=frequencies,
+        biased_keys=frequencies is not None and has_bias(keys.new),
     )  # fmt: skip
 
 
@@ -149,6 +155,35 @@ def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) ->
         raise NoMatch(f"queries, keys and values have unlike dtypes: {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[1] % k.shape[1] or not statically_known_true(q.shape[2] == k.shape[2]):
         raise NoMatch(f"queries {tuple(q.shape)} do not go with keys {tuple(k.shape)}")
+
+
+def frequencies_of(keys: Node, head_dim: int) -> str | None:
+    """The input, a vector of a number for two channels each, that the angles come from whose cosine the keys are
+    multiplied by."""
+    cosines = (node for node in nodes_behind(keys) if node.target in ("cos", torch.cos))
+    for node in (behind for cos in cosines for behind in nodes_behind(cos)):
+        value = value_of(node)  # of a length, a number
+        is_vector = node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
+        if is_vector and value.is_floating_point() and statically_known_true(2 * value.shape[0] <= head_dim):
+            return node.name
+    return None
+
+
+def has_bias(keys: Node) -> bool:
+    """Whether the linear layer that keys come from adds a bias."""
+    projection = next((node for node in nodes_behind(keys) if node.target is F.linear), None)
+    return projection is not None and argument(projection, 2, "bias") is not None
+
+
+def nodes_behind(node: Node) -> Iterator[Node]:
+    """Every node that this one comes from, the nearest first."""
+    seen, todo = {node}, deque([node])
+    while todo:
+        for behind in todo.popleft().all_input_nodes:
+            if behind not in seen:
+                seen.add(behind)
+                todo.append(behind)
+                yield behind
 
 
 def unread_updates(graph_module: GraphModule) -> list[LeftAlone]:

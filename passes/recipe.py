@@ -13,13 +13,15 @@ class Call:
 
     At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap) → out, or (out, selection
     scores) where `scores`; a mask of one row is padding, beside which an op is causal by itself. As a store: op(k, v,
-    padding, cursor, *state, *settings).
+    padding, cursor, *state, *settings), and behind them RoPE's frequencies [h], or None, where the state tensor
+    `turned` [B, H, n, d] is not empty.
     """
 
     op: str
     state: tuple[str, ...]
     settings: tuple[Any, ...] = ()
     scores: bool = False
+    turned: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport, call_op, cursor_input, output_node, padding_input, state_input
+from .context import Context, PassReport, Site, call_op, cursor_input, output_node, padding_input, state_input
 from .in_place import take_writes
 
 
@@ -30,8 +30,16 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, context.lanes) for node in (site.k, site.v))
             for call, tensors in zip(calls, state, strict=True):
-                call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings))
+                is_turned = bool(call.turned) and context.state[site.number][call.turned].shape[2] > 0
+                turned = (frequencies_input(graph_module, site),) if is_turned else ()
+                call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
     return graph_module, PassReport("store", {"stored": len(context.sites)})
+
+
+def frequencies_input(graph_module: GraphModule, site: Site) -> Node | None:
+    """The input that holds RoPE's frequencies."""
+    inputs = graph_module.graph.find_nodes(op="placeholder")
+    return next((node for node in inputs if node.name == site.frequencies), None)
 
 
 def first_lane(graph_module: GraphModule, pair: Node, lanes: int) -> Node:

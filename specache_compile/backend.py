@@ -78,7 +78,8 @@ def compile_sites(captured: Captured) -> CompiledGraph:
     past, tokens = (captured.symbols.hint(size) for size in (captured.past, captured.tokens))
     # Refuses heads that the asked options cannot keep, though the first tokens may be too few to move over to them.
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
-    options = options_at(captured.options, captured.layers[0].device, prompt=past or tokens, tokens=past + tokens)
+    batch = captured.symbols.hint(captured.batch)
+    options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
     for phase in phases(captured.phase, options):
         rewrites.get(Variant(phase, options, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)

@@ -59,7 +59,7 @@ class Captured:
         """The KV heads of each site."""
         keys = [value_of(site.k) for site in self.sites]
         return [
-            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number)
+            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys)
             for site, k in zip(self.sites, keys, strict=True)
         ]
 

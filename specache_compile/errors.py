@@ -174,6 +174,13 @@ def evicted_half_way(method: str) -> SpecacheError:
     )
 
 
+def too_little_memory(needed: int, allowed: int, tokens: int, batch: int) -> OptionError:
+    return OptionError(
+        f"option memory: {tokens:,} tokens x batch {batch} need {needed / 2**20:,.1f} MiB on the device at 1 bit, "
+        f"and may have {allowed / 2**20:,.1f} MiB. Give more, or lower top_k, the batch or the context."
+    )
+
+
 def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None) -> SpecacheError:
     limit = "half of what is free" if asked is None else "option host_memory"
     return SpecacheError(

@@ -34,6 +34,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from specache_compile.kernels import triton_append as append
+from specache_compile.kernels import triton_center as center
 from specache_compile.kernels import triton_copy as copy
 from specache_compile.kernels import triton_decode as decode
 from specache_compile.kernels import triton_extend as extend
@@ -52,7 +53,8 @@ FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
     "mask": "*u8", "padding": "*u8", "cursor": "*i64", "slot_index": "*i32", "wanted": "*i32", "traffic": "*i64",
     "tokens": "*i32", "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32",
-    "partial": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "codes": "*u8",
+    "partial": "*fp32", "center": "*fp32", "shares": "*fp32", "frequencies": "*fp32", "cosines": "*fp32",
+    "sines": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "codes": "*u8",
 }  # fmt: skip
 ALIGNED = ("capacity", *(f"{x}_{axis}" for x in "qkvx" for axis in ("batch", "head", "lane", "token", "row")))
 MODEL = (
@@ -182,9 +184,10 @@ def build_attention(
     codes = "*i16" if key_width % 2 == span % 2 == 0 else "*u8"
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
-        "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False, "MASK": 0,
-        "CAP": False, "ROWS": decode.FEWEST_ROWS, "CHANNELS": next_power_of_2(d), "SPAN": span,
-        "EXACT": decode.EXACT_BLOCK, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "m_token": 1,
+        "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False,
+        "CENTERED": False, "UNBIASED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
+        "CHANNELS": next_power_of_2(d), "SPAN": span, "EXACT": decode.EXACT_BLOCK, "m_token": 1,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
     build(
         decode.attend_tiers, label, dtype, warps=decode.WARPS,
@@ -220,6 +223,7 @@ def main() -> None:
         build_quantiser(label, "bf16", key_bits, value_bits, 128, 64, rotated=True)
     build_attention("bool mask", "bf16", 2, 2, 128, 64, MASK=1)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
+    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True, UNBIASED=True)
     for bits, group in [(2, 64), (16, decode.PLAIN_BLOCK)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": 128, "group": group, "stored": 2}
         types = {"logits": "*fp32"}
@@ -228,10 +232,15 @@ def main() -> None:
         build_attention(f"{bits} bits, from logits", types=types, KEYS=False, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip
+    build(center.find_center, "bf16, d 128", d=128, turning=64, window=128, PADDED=True, CHANNELS=128,
+          BLOCK=center.TOKEN_BLOCK)  # fmt: skip
+    build(center.add_shares, "bf16, d 128", d=128, group=64, lanes=2, queries=4, ROWS=8, CHANNELS=center.CHANNEL_BLOCK)
     build(append.write_recent, "bf16, d 128", d=128, window=128, BLOCK=append.RING_BLOCK, CHANNELS=128)
     for d in (96, 256):
         block = rotation_block(d)
-        build(append.rotate_groups, f"bf16, d {d}", d=d, window=128, room=64, block=block, BLOCK=append.ROTATED_BLOCK)
+        for turned, centered in ((True, False), (True, True), (False, True)):
+            build(append.rotate_groups, f"bf16, d {d}, turned {turned}, centered {centered}", d=d, window=128, group=64,
+                  room=64, block=block, TURNED=turned, CENTERED=centered, BLOCK=append.ROTATED_BLOCK)  # fmt: skip
         build(rotate.rotate_rows, f"bf16, d {d}", types={"out": "*bf16"}, rows=2, d=d, block=block,
               ROWS=rotate.ROW_BLOCK)  # fmt: skip
     for label, d, stored, changes in [

@@ -33,6 +33,7 @@ from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.break_even import min_context
+from specache_compile.runtime.memory import check_memory, within_memory
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import CompiledGraph
 
@@ -103,6 +104,9 @@ def explain(
             raise
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
+    layers = next((graph.layers for graph in captured if graph.sites), [])
+    parsed = within_memory(parsed, layers, batch_size, prompt_length)
+    check_memory(parsed, layers, batch_size, prompt_length)
     return explanation_of(
         captured, rewrites, parsed, prompt_length, batch_size,
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected, accepted=accepted,

@@ -126,8 +126,11 @@ def memory_table(e: Explanation) -> str:
     rows.append(("of the full 16-bit cache", *(f"{x / max(1, full):.3f}" for x in shares)))
     host = f"{e.host_gib:.0f} GiB of host memory"
     device = f"{e.device.name} ({e.device.vram_gib:.0f} GiB)"
+    asked = getattr(e.options, "memory", None)
+    chosen = "" if asked is None else f"\nmemory {asked}: bits {e.options.bits} fit"  # type: ignore[attr-defined]
     return (
         section(f"KV memory ({COMPUTED})", rows, ("", *tiers, "on the device"), right=len(tiers) + 1)
+        + chosen
         + f"\nfull 16-bit cache {size(full)}, weights {size(e.weight_bytes)}, temporaries of a decode step "
         f"{size(e.working_bytes.get('decode', 0))}\n"
         f"peak of a prefill beside the weights, nothing fused: {size(e.prefill_bytes)}\n"

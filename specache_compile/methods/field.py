@@ -15,13 +15,15 @@ LayerState = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The KV heads of one site: count, channels, dtype, device, and the site's number."""
+    """The KV heads of one site: count, channels, dtype, device, the site's number, and whether a bias is added to the
+    keys before RoPE."""
 
     heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
     number: int = 0
+    biased_keys: bool = False
 
 
 @dataclass(frozen=True)

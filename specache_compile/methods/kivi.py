@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specache_compile.options import inherited
 
 from . import specache
-from .low_bit import LowBitOptions
+from .low_bit import LowBitOptions, bits_or_memory
 from .method import Method
 
 
@@ -20,4 +20,4 @@ class KiviOptions(LowBitOptions):
     residual_length: int = inherited(LowBitOptions, "residual_length", default=128)
 
 
-METHOD = Method("kivi", KiviOptions, specache.FIELDS, specache.recipe)
+METHOD = Method("kivi", KiviOptions, specache.FIELDS, specache.recipe, defaults=bits_or_memory)

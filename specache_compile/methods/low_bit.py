@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from specache_compile.errors import OptionError
+from specache_compile.kernels import center
 from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.quantize import value_group
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
 from .drafting import DraftOptions
-from .field import Cropped, Field, LayerShape, LayerState
+from .field import Cropped, Field, LayerShape, LayerState, always
 
 BITS = (1, 2, 4, 8, 16)
 # Of keys and values, by `bits`: keys decide which pairs are fetched, and an error of theirs is exponentiated.
@@ -29,6 +32,35 @@ def check_min_context(name: str, value: Any) -> None:
 
 def check_quantiser(name: str, value: Any) -> None:
     one_of(name, value, tuple(QUANTISERS))
+
+
+# What a size may end in.
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def bytes_of_memory(size: int | str) -> int:
+    """6442450944 of "6 GiB"; a number is bytes already. ValueError where it is no size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", str(size).strip())
+    if found is None:
+        raise ValueError(f"{size!r} is no size")
+    return int(float(found[1]) * UNITS[found[2] or ""])
+
+
+def check_size(name: str, value: Any) -> None:
+    try:
+        fits = value is None or (type(value) in (int, str) and bytes_of_memory(value) > 0)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise OptionError(f"option {name}={value!r}: give a number of bytes, a size like '6 GiB', or None")
+
+
+def bits_or_memory(given: Mapping[str, Any]) -> dict[str, Any]:
+    """OptionError where bits are given beside the memory that is to choose them; there are no defaults to add."""
+    both = [name for name in ("bits", "key_bits", "value_bits") if given.get(name) is not None]
+    if given.get("memory") is not None and both:
+        raise OptionError(f"options memory and {both[0]}: give one of them; memory chooses the bits")
+    return {}
 
 
 def number(text: str) -> int | float:
@@ -48,9 +80,23 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     key_bits: int | None = choice(None, (None, *BITS), "of its keys alone, in place of bits", choices=BITS, type=int)
     value_bits: int | None = choice(None, (None, *BITS), "of its values alone", choices=BITS, type=int)
+    memory: int | str | None = option(
+        None, check_size,
+        "bytes that the tiers on the device may have for the prompt: as many bits as fit, in place of bits",
+        type=str, metavar="SIZE",
+    )  # fmt: skip
     rotate: bool = choice(
         False, (True, False),
         "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out",
+    )  # fmt: skip
+    center: str = choice(
+        "never", ("never", "auto", "always"),
+        "take the mean that its keys have before RoPE off them before they are quantised, and add its exact share to "
+        "the logits. auto: where the model adds a bias to its keys",
+    )  # fmt: skip
+    unbiased: bool = choice(
+        False, (True, False),
+        "take off the low-bit logits what their keys' rounding adds to the expected exp(logit); without correction",
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
@@ -125,6 +171,13 @@ def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, ca
     return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
 
 
+def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """The keys' mean, and how RoPE turns it (`kernels/center.py`)."""
+    asked = options.center == "always" or (options.center == "auto" and layer.biased_keys)
+    rows = center.ROWS if asked and options.layout.is_quantised else 0
+    return (batch, layer.heads, rows, layer.head_dim)
+
+
 def recent_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """A ring: token t at t mod W."""
     return (batch, layer.heads, options.window, 2, layer.head_dim)
@@ -140,5 +193,6 @@ def refill_recent(state: LayerState, cropped: Cropped) -> None:
 CODES = Field("codes", "low-bit", codes_shape, codes_dtype)
 KEY_PARAMS = Field("key_params", "low-bit", key_params_shape)
 VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape)
+CENTER = Field("center", "low-bit", center_shape, always(torch.float32))
 RECENT = Field("recent", "recent", recent_shape, on_crop=refill_recent)
-LOW_BIT = (CODES, KEY_PARAMS, VALUE_PARAMS)
+LOW_BIT = (CODES, KEY_PARAMS, VALUE_PARAMS, CENTER)

@@ -12,13 +12,13 @@ from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .host_tier import HOST
-from .low_bit import LOW_BIT, RECENT, LowBitOptions
+from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
 from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
 # On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
 # (docs/evaluation.md).
-PAPER = {"bits": 2, "rotate": False, "correct": "never"}
+PAPER = {"bits": 2, "rotate": False, "center": "never", "correct": "never"}
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,18 @@ class SpecacheOptions(LowBitOptions):
 
     method: str = "specache"
     setting: str = choice(
-        "best", ("best", "paper"), "defaults of bits, rotate and correct: best, or as in SpeCache's paper"
+        "best", ("best", "paper"), "defaults of bits, rotate, center and correct: best, or as in SpeCache's paper"
     )
     bits: int | float = inherited(LowBitOptions, "bits", default=1.5)
     rotate: bool = inherited(LowBitOptions, "rotate", default=True)
+    center: str = inherited(LowBitOptions, "center", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
+    selector: str = choice(
+        "topk",
+        ("topk", "pages"),
+        "what is fetched: tokens one by one, or pages of them by their best token, a baseline; without correction",
+    )
+    page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
     speculate: bool = choice(
         True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
     )
@@ -44,6 +51,18 @@ class SpecacheOptions(LowBitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.selector == "pages" and self.correct != "never":
+            raise OptionError(
+                f"option selector='pages' with correct={self.correct!r}: a correction takes tokens one by one"
+            )
+        if self.selector == "pages" and 0 < self.top_k < self.page_size:
+            raise OptionError(
+                f"option selector='pages': a page of {self.page_size} tokens does not fit top_k={self.top_k}"
+            )
+        if self.correct != "never" and self.unbiased:
+            raise OptionError(
+                f"option unbiased with correct={self.correct!r}: nothing is gained by both; take correct='never'"
+            )
         if self.correct != "never" and not self.top_k:
             raise OptionError(
                 f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
@@ -60,18 +79,36 @@ class SpecacheOptions(LowBitOptions):
 def recipe(options: LowBitOptions, site: int) -> Recipe:
     """Decode attends over the tiers, an extend over the host's; the `prefetch` and `speculate` passes do the rest."""
     low_bit = tuple(field.name for field in LOW_BIT)
-    over_tiers = Call("decode_attention", (*low_bit, "recent", "slots", "slot_index"), options.layout, scores=True)
+    over_tiers = Call(
+        "decode_attention",
+        (*low_bit, "recent", "slots", "slot_index"),
+        (*options.layout, options.unbiased),
+        scores=True,
+    )
     return Recipe(
         {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
-        (Call("append", ("recent", *low_bit), (*options.layout, options.zero_point)), Call("offload", ("host",))),
-        Selector("select_topk", correct=options.correct) if options.top_k else None,
+        (
+            Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
+            Call("offload", ("host",)),
+        ),
+        selector_of(options),
     )
 
 
+def selector_of(options: LowBitOptions) -> Selector | None:
+    """None where no pair is fetched."""
+    if not (isinstance(options, SpecacheOptions) and options.top_k):
+        return None
+    if options.selector == "pages":
+        return Selector("select_pages", settings=(options.page_size,))
+    return Selector("select_topk", correct=options.correct)
+
+
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the setting that was given; where no pair is fetched, none is corrected."""
-    found = dict(PAPER) if given.get("setting") == "paper" else {}
-    return {**found, "correct": "never"} if given.get("top_k") == 0 else found
+    """Those of the setting that was given; where no pair is fetched, or whole pages are, none is corrected."""
+    found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
+    uncorrected = given.get("top_k") == 0 or given.get("selector") == "pages"
+    return {**found, "correct": "never"} if uncorrected else found
 
 
 FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)

@@ -36,6 +36,7 @@ from specache_compile.passes.phase import EXTEND, Phase
 from .break_even import min_context
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
+from .memory import check_memory, within_memory
 from .records import Statistics
 from .state import (
     MEASURE,
@@ -51,11 +52,18 @@ from .state import (
 from .variant import Variant, phases
 
 
-def options_at(options: MethodOptions, device: torch.device, prompt: int, tokens: int) -> MethodOptions:
+def options_at(
+    options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int, tokens: int
+) -> MethodOptions:
     """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt`: with the budget that it
-    gives; the 16-bit ones, where the tokens are too few to gain."""
-    fixed = options.for_prompt(prompt)
-    return fixed.in_16_bits if tokens < min_context(fixed, device) else fixed
+    gives, and the bits that fit; the 16-bit ones, where the tokens are too few to gain."""
+    fixed = fixed_options(options, layers, batch, prompt)
+    return fixed.in_16_bits if tokens < min_context(fixed, layers[0].device) else fixed
+
+
+def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int) -> MethodOptions:
+    """The options as a prompt and its rows fix them."""
+    return within_memory(options.for_prompt(prompt), layers, batch, prompt)
 
 
 def session_of(cache: Any) -> Session | None:
@@ -80,8 +88,9 @@ class Session:
     @torch.inference_mode(False)
     def __init__(self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int) -> None:
         self.asked = options
-        self.options = options_at(options, layers[0].device, prompt, prompt)
-        fixed = options.for_prompt(prompt)
+        self.options = options_at(options, layers, batch, prompt, prompt)
+        fixed = fixed_options(options, layers, batch, prompt)
+        check_memory(fixed, layers, batch, prompt)
         self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         # The model's, by which a saved session knows it again.

@@ -85,8 +85,8 @@ def moved_over(
     for start in range(0, low_bit, MOVED):
         pairs = codes[:, :, start : min(start + MOVED, low_bit)].unflatten(3, (2, -1))
         store_low_bit(
-            pairs, padding, start, new["codes"], new["key_params"], new["value_params"], options.layout,
-            options.zero_point,
+            pairs, padding, start, new["codes"], new["key_params"], new["value_params"], new["center"],
+            options.layout, options.zero_point,
         )  # fmt: skip
     adopt(new, layer)
     return new

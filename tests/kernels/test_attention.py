@@ -39,6 +39,8 @@ class Case:
     bits: int = 2
     value_bits: int | None = None
     rotate: bool = False
+    center: bool = False
+    unbiased: bool = False
     group: int = 32
     residual: int = 32
     top_k: int = 24
@@ -76,14 +78,16 @@ class Step:
     def run(self, op: str) -> tuple[Tensor, Tensor]:
         """Output and the last lane's scores. The two halves of a corrected attention make one op here: their scores are
         of the low-bit pairs alone, and so those of a step with nothing in its slots."""
-        settings = (*self.case.layout, self.case.head_dim**-0.5, self.case.softcap)
+        last = (self.case.head_dim**-0.5, self.case.softcap)
+        settings = (*self.case.layout, *last)
         tiers = list(self.state.values())
         if not op.startswith("score"):
-            given = (self.q, self.k, self.v, self.mask, self.sinks, self.cursor, *tiers, *settings)
+            given = (self.q, self.k, self.v, self.mask, self.sinks, self.cursor, *tiers)
+            given = (*given, *self.case.layout, self.case.unbiased, *last)
             return getattr(torch.ops.specache, op)(*given)
-        codes, key_params, value_params, recent, slots, slot_index = tiers
+        codes, key_params, value_params, center, recent, slots, slot_index = tiers
         step = (self.mask, self.sinks, self.cursor)
-        asked = (self.q, self.k, *step, codes, key_params, recent, *settings)
+        asked = (self.q, self.k, *step, codes, key_params, center, recent, *settings)
         logits, scores = getattr(torch.ops.specache, op)(*asked)
         given = (self.q, self.k, self.v, *step, logits, codes, value_params, recent, slots, slot_index, *settings)
         return getattr(torch.ops.specache, op.replace("score_low_bit", "attend_scored"))(*given), scores[-1]
@@ -129,6 +133,10 @@ def make_step(case: Case, seed: int = 0) -> Step:
         stored_values = read_levels(codes[:, :, :low_bit, width:], value_bits, d) * scale + zero
         if case.rotate:
             stored_keys, stored_values = turned(stored_keys), turned(stored_values)
+    center = torch.zeros(*rows, 0, d)
+    if case.center:
+        center, waves = make_center(low_bit, normal(*rows, d).float() * 20)
+        stored_keys = stored_keys + waves
 
     unfetched_keys = torch.cat([stored_keys, keys[:, :, low_bit:]], 2)
     slots = torch.full((*rows, case.top_k, 2, d), math.nan, dtype=case.dtype)
@@ -154,6 +162,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
             "codes": codes,
             "key_params": key_params,
             "value_params": value_params,
+            "center": center,
             "recent": recent,
             "slots": slots,
             "slot_index": slot_index,
@@ -162,6 +171,27 @@ def make_step(case: Case, seed: int = 0) -> Step:
         values=values,
         unfetched_keys=unfetched_keys,
     )
+
+
+def make_center(tokens: int, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The center of that mean [B, H, d], and what it is at each token, float64 [B, H, n, d]: RoPE as complex numbers,
+    over all channels but the last two."""
+    d = mean.shape[-1]
+    half = d // 2 - 1
+    frequencies = 0.7 ** torch.arange(half, dtype=torch.float64)
+    pairs = torch.complex(mean[..., :half].double(), mean[..., half : 2 * half].double())
+    angles = torch.arange(tokens, dtype=torch.float64)[:, None] * frequencies.float().double()
+    waves = pairs.unsqueeze(2) * torch.polar(torch.ones_like(angles), angles)
+    quarter, still = torch.view_as_real(pairs * 1j).unbind(-1), mean[..., 2 * half :]
+    channel = torch.arange(1, half + 1)
+    rows = [
+        mean,
+        torch.cat([*quarter, torch.zeros_like(still)], -1),
+        torch.cat([frequencies, frequencies, torch.zeros(2)]).expand_as(mean),
+        torch.cat([-(channel + half), channel, torch.zeros(2)]).expand_as(mean),
+    ]
+    still = still.double().unsqueeze(2).expand(-1, -1, tokens, -1)
+    return torch.stack([row.float() for row in rows], 2), torch.cat([waves.real, waves.imag, still], -1)
 
 
 def turned(x: Tensor) -> Tensor:
@@ -275,6 +305,33 @@ def test_output_and_scores_are_the_references(op: str, head_dim: int, bits: int)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
 def test_keys_and_values_of_their_own_bits_turned(op: str, head_dim: int, bits: tuple[int, int]) -> None:
     check(op, Case(head_dim=head_dim, bits=bits[0], value_bits=bits[1], rotate=True, mask="padding", length=350))
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_what_the_centers_keys_lack_is_in_their_logits(op: str, head_dim: int, rotate: bool) -> None:
+    check(op, Case(head_dim=head_dim, rotate=rotate, center=True, mask="padding", softcap=30.0, length=350))
+
+
+@pytest.mark.parametrize("op", [name for name in DECODE_OPS if not name.startswith("score")])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_what_rounding_adds_to_the_expected_weights_is_taken_off(op: str, rotate: bool) -> None:
+    """As a mask would that hides that much of each low-bit token; no slot is filled, whose pairs are exact."""
+    case = Case(bits=2, value_bits=1, rotate=rotate, filled=0, length=350, unbiased=True)
+    step = make_step(case)
+    step.state["key_params"].mul_(6)
+    low_bit, heads, group = case.low_bit(case.length), case.heads * case.ratio, case.group
+    q = step.q.double() * case.head_dim**-0.5
+    variances = step.state["key_params"][:, :, : low_bit // group, 0].double() ** 2 / 12
+    q = turned(q) if rotate else q
+    excess = q**2 @ variances.repeat_interleave(case.ratio, 1).mT / 2
+    mask = torch.zeros(case.batch, heads, case.lanes, case.length + 1)
+    mask[..., :low_bit] = -excess.repeat_interleave(group, -1)
+    assert mask.min() < -0.1
+    out, scores = step.run(op)
+    expected, expected_scores = replace(step, case=replace(case, unbiased=False), mask=mask).run(op)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(scores, expected_scores, **CLOSE)
 
 
 def test_unquantised_pairs_are_not_turned(op: str) -> None:

@@ -279,8 +279,10 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
     q, k, v = (torch.randn(16, h, 2, 128, device="cuda", generator=generator).bfloat16() for h in (32, 8, 8))
 
     def attend(rows: slice) -> torch.Tensor:
-        tiers = [state[f][rows] for f in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
-        given = (q[rows], k[rows], v[rows], None, None, cursor, *tiers, *options.layout, 0.088, None)
+        tiers = [
+            state[f][rows] for f in ("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
+        ]
+        given = (q[rows], k[rows], v[rows], None, None, cursor, *tiers, *options.layout, False, 0.088, None)
         out, _ = torch.ops.specache.decode_attention(*given)
         return out[-1]
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from specache_compile.kernels import tiers
+from specache_compile.kernels.center import set_center
 from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.ops import OPS, Op, loaded_on_first_use
 
@@ -38,6 +39,7 @@ class Case:
     bits: int = 2
     value_bits: int | None = None
     rotate: bool = False
+    center: bool = False
     dtype: torch.dtype = torch.float32
     mask: str | None = None
     sinks: bool = False
@@ -51,6 +53,7 @@ CASES = (
     Case("16 bits, one row", dtype=torch.bfloat16, bits=16, batch=1, ratio=1, head_dim=32, softcap=5.0, mask="bool"),
     Case("nothing in the low-bit tier", length=20, sinks=True, mask="additive", dtype=torch.bfloat16),
     Case("keys and values apart, rotated", bits=2, value_bits=1, rotate=True, mask="bool", head_dim=96),
+    Case("centered", center=True, length=63, softcap=5.0),  # the first group comes into the low-bit tier
 )
 
 
@@ -72,12 +75,16 @@ class Inputs:
         self.k, self.v = self.normal(*rows, case.lanes, d), self.normal(*rows, case.lanes, d)
         self.new_k, self.new_v = self.normal(*rows, 1, d), self.normal(*rows, 1, d)
         self.sinks = self.normal(query_heads) if case.sinks else None
+        self.frequencies = torch.tensor([1.0, 0.1, 0.01])
         quantized = case.bits < 16
         self.layout = Layout(case.bits, case.value_bits or case.bits, case.rotate)
         shape = (*rows, CAPACITY, sum(self.layout.widths(d)))
         self.codes = torch.randint(0, 256, shape, dtype=torch.uint8) if quantized else self.normal(*shape)
         self.key_params = self.normal(*rows, CAPACITY // GROUP if quantized else 0, 2, d)
         self.value_params = self.normal(*rows, CAPACITY if quantized else 0, 2, d // 16)
+        self.center = torch.zeros(*rows, 4 if case.center else 0, d)
+        if case.center and low_bit:
+            set_center(self.normal(*rows, low_bit, d) + 30.0, None, self.frequencies, self.center)
         self.recent = self.normal(*rows, WINDOW, 2, d)
         self.slots = self.normal(*rows, TOP_K, 2, d)
         self.host = self.normal(*rows, CAPACITY, 2, d)
@@ -121,12 +128,12 @@ class Inputs:
 
 
 def decode_inputs(i: Inputs) -> tuple[Any, ...]:
-    state = (i.codes, i.key_params, i.value_params, i.recent, i.slots, i.slot_index)
-    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
+    state = (i.codes, i.key_params, i.value_params, i.center, i.recent, i.slots, i.slot_index)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.case.center, i.scale, i.case.softcap)
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:
-    state = (i.codes, i.key_params, i.recent)
+    state = (i.codes, i.key_params, i.center, i.recent)
     return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
 
 
@@ -147,11 +154,12 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
     ),
     "append": lambda i: (
-        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, *i.layout,
-        "midpoint",
+        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, i.center, *i.layout,
+        "midpoint", i.frequencies if i.case.center else None,
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.wanted),
+    "select_pages": lambda i: (i.scores, i.wanted, 5),
     "prefetch": lambda i: (i.wanted, i.cursor, i.host, i.slots, i.slot_index, i.fetched),
     "wait": lambda i: (i.q, i.cursor, i.slots, i.slot_index, i.wanted),
     "budget_attention": lambda i: (

@@ -60,6 +60,7 @@ class Cache:
     zero_point: str = "midpoint"
     value_bits: int | None = None
     rotate: bool = False
+    center: Tensor = field(default_factory=lambda: torch.zeros(*ROWS, 0, 1))
     originals: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,8 +93,8 @@ class Cache:
         self.cursor[NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
         k, v = pairs.unbind(3)
         ops.append(
-            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, *self.layout,
-            self.zero_point,
+            k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.center,
+            *self.layout, self.zero_point,
         )  # fmt: skip
         ops.offload(k, v, None, self.cursor, self.host)
         self.originals.append(pairs)
@@ -174,6 +175,20 @@ def test_the_candidates_of_largest_score_are_wanted(candidates: int, k: int) -> 
     ops.select_topk(scores, wanted)
     for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
         best = sorted((t for t in range(64) if row[t] >= 0), key=lambda t: -row[t])[:k]
+        assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
+
+
+@pytest.mark.parametrize(("k", "page"), [(16, 4), (18, 4), (64, 7), (5, 5), (4, 1)])
+def test_pages_go_by_their_best_token(k: int, page: int) -> None:
+    torch.manual_seed(k)
+    scores = torch.rand(*ROWS, 60).masked_fill(torch.rand(*ROWS, 60) < 0.4, -1.0)
+    scores[..., 50:] = -1.0
+    wanted = torch.full((*ROWS, k), 7, dtype=torch.int32)
+    ops.select_pages(scores, wanted, page)
+    for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
+        runs = [range(60)[start : start + page] for start in range(0, 60, page)]
+        pages = sorted(runs, key=lambda run: -max(row[t] for t in run))
+        best = [t for p in pages[: k // page] for t in p if row[t] >= 0]
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
 

@@ -47,6 +47,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU's exponential is not exact to the last bit, and its sums run in another order.
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cuda" else 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 BATCH = 2
+STATE = ("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     zero_point: str = "midpoint"
+    center: bool = False
+    unbiased: bool = False
 
     def __str__(self) -> str:
         changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -77,8 +80,13 @@ class Case:
     def options(self) -> SpecacheOptions:
         return SpecacheOptions(
             bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, group_size=self.group, residual_length=32,
-            top_k=self.top_k, correct="never", zero_point=self.zero_point,
+            top_k=self.top_k, correct="never", zero_point=self.zero_point, center="always" if self.center else "never",
         )  # fmt: skip
+
+    @property
+    def frequencies(self) -> Tensor | None:
+        """RoPE's, over a half of the channels."""
+        return 0.8 ** torch.arange(self.head_dim // 4, device=DEVICE) if self.center else None
 
     @property
     def has_exact_rotation(self) -> bool:
@@ -123,6 +131,8 @@ CASES = [
     Case(rotate=True, bits=16),  # what is not quantised is not rotated
     Case(rotate=True, dtype=torch.float16, bits=1, head_dim=128),
     Case(rotate=True, head_dim=256, lanes=1),
+    Case(center=True, mask="bool", softcap=5.0),
+    Case(center=True, rotate=True, value_bits=1, head_dim=80, heads=3, length=300),
     *(
         [
             *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
@@ -147,13 +157,16 @@ class Layer:
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator)
         if case.options.layout.is_rotated and case.has_exact_rotation:
             self.pairs = (self.pairs * 8).round() / 8
+        if case.center:  # a bias that stays far above what float32 loses of it
+            self.pairs[:, :, :, 0] += 5 * torch.randn(case.head_dim, generator=generator)
         self.pairs = self.pairs.to(DEVICE, case.dtype)
         at = 0
         for tokens in (case.length - 6, 1, 1, 1, 1, 2):
             self.point(at, tokens)
             k, v = self.pairs[:, :, at : at + tokens].unbind(3)
-            tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params"))
-            append(k, v, padding_of(case, len(self)), self.cursor, *tier, *case.options.layout, case.zero_point)
+            tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params", "center"))
+            settings = (*case.options.layout, case.zero_point, case.frequencies)
+            append(k, v, padding_of(case, len(self)), self.cursor, *tier, *settings)
             at += tokens
         self.point(at, 1)
 
@@ -190,7 +203,8 @@ def padding_of(case: Case, capacity: int) -> Tensor | None:
 def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
     ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
     assert torch.equal(ours.state["recent"], reference.state["recent"])
-    if case.options.layout.is_rotated and not case.has_exact_rotation:
+    torch.testing.assert_close(ours.state["center"], reference.state["center"], atol=1e-4, rtol=1e-5)
+    if case.center or (case.options.layout.is_rotated and not case.has_exact_rotation):
         assert_dequantised_alike(ours, reference)
         return
     for field in ("codes", "key_params", "value_params"):
@@ -243,7 +257,7 @@ def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_cod
         pairs[1, 0] = 2.5
         pairs[1, 1, :, :, 3] = float("nan")
         layer.point(0, 90)
-        tier = (layer.state[name] for name in ("recent", "codes", "key_params", "value_params"))
+        tier = (layer.state[name] for name in ("recent", "codes", "key_params", "value_params", "center"))
         append(*pairs.unbind(3), None, layer.cursor, *tier, 2, 2, False, "midpoint")
         return layer
 
@@ -287,11 +301,13 @@ class Step:
         return (*case.options.layout, case.head_dim**-0.5, case.softcap)
 
     def whole(self, attend: Any) -> tuple[Tensor, Tensor]:
-        tier = self.state("codes", "key_params", "value_params", "recent", "slots", "slot_index")
-        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *self.settings)
+        tier = self.state(*STATE)
+        *bits, scale, softcap = self.settings
+        settings = (*bits, self.layer.case.unbiased, scale, softcap)
+        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *settings)
 
     def scored(self, score: Any) -> tuple[Tensor, Tensor]:
-        tier = self.state("codes", "key_params", "recent")
+        tier = self.state("codes", "key_params", "center", "recent")
         return score(self.q, self.k, self.mask, self.sinks, self.layer.cursor, *tier, *self.settings)
 
     def attended(self, attend: Any, logits: Tensor) -> Tensor:
@@ -319,6 +335,14 @@ def test_decode_attention_and_its_scores(case: Case) -> None:
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
     assert out.is_contiguous()
+
+
+def test_logits_are_unbiased() -> None:
+    step = step_of(Case(unbiased=True, rotate=True, bits=1, softcap=5.0, head_dim=96))
+    out, scores = step.whole(triton_decode.decode_attention)
+    expected, expected_scores = step.whole(attention.decode_attention)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(scores, expected_scores, atol=5e-6, rtol=5e-6)
 
 
 @every_case
@@ -431,15 +455,15 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     layer = Layer(replace(case, length=500), tiers.append)
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
-    tier = [layer.state[n][:1] for n in ("codes", "key_params", "value_params", "recent", "slots", "slot_index")]
-    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, 0.125, None)
+    tier = [layer.state[n][:1] for n in STATE]
+    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, False, 0.125, None)
     for out, expected in zip(
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
-    codes, key_params, value_params, recent, slots, slot_index = tier
+    codes, key_params, value_params, center, recent, slots, slot_index = tier
     settings = (2, 2, rotate, 0.125, None)
-    asked = (q, k, None, None, layer.cursor, codes, key_params, recent, *settings)
+    asked = (q, k, None, None, layer.cursor, codes, key_params, center, recent, *settings)
     logits, scores = triton_scored.score_low_bit(*asked)
     torch.testing.assert_close(scores, attention.score_low_bit(*asked)[1], atol=1e-5, rtol=1e-5)
     given = (q, k, v, None, None, layer.cursor, logits, codes, value_params, recent, slots, slot_index, *settings)

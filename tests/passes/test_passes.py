@@ -18,7 +18,7 @@ from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, context_for
 from specache_compile.lowering.lower import trust_indices
 from specache_compile.passes.clean_up import clean_up
 from specache_compile.passes.context import Context, Input, output_node
-from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.find_attention import find_attention, frequencies_of
 from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.lane_rules import own_rules, product, rows_times
 from specache_compile.passes.overlap import critical_path, dependencies, is_copy, is_wait, overlap
@@ -83,13 +83,13 @@ return (matmul, None, None)
         self.assertExpectedInline(
             text(run(graph_module, context, find_attention, own_cache, rewrite_attention)),
             """\
-decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, recent_0, slots_0, slot_index_0, 1, 1, True, 0.25, None)
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, False, 0.25, None)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
 return (matmul, None, None)
 """,  # noqa: E501
         )
-        assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 6
+        assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 7
 
     def test_own_rules(self) -> None:
         graph_module = products_graph(batch=3)
@@ -165,10 +165,10 @@ return (getitem, getitem_1, getitem_2, getitem_3)
         self.assertExpectedInline(
             text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store)),
             """\
-decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, recent_0, slots_0, slot_index_0, 1, 1, True, 0.25, None)
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, False, 0.25, None)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
-append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, 1, 1, True, midpoint)
+append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, center_0, 1, 1, True, midpoint)
 offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (matmul, None, None)
 """,  # noqa: E501
@@ -207,7 +207,7 @@ matmul_1""",
             text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store, clean_up)),
             """\
 scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
-append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, 1, 1, True, midpoint)
+append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, center_0, 1, 1, True, midpoint)
 offload_default = specache.offload.default(k0, v0, None, cursor, host_0)
 return (scaled_dot_product_attention, None, None)
 """,  # noqa: E501
@@ -270,6 +270,18 @@ def test_find_attention_leaves_a_sliding_window_alone() -> None:
     context = context_for(builder, DECODE)
     run(graph_module, context, find_attention)
     assert "sliding window" in context.left_alone[0].reason
+
+
+@pytest.mark.parametrize(("size", "found"), [(DIM // 2, "vector"), (DIM // 4, "vector"), (DIM, None)])
+def test_frequencies_are_a_vector_that_fits_the_channels_and_no_length(size: int, found: str | None) -> None:
+    builder = GraphBuilder()
+    length = builder.graph.placeholder("length")
+    length.meta["example_value"] = PAST
+    vector, keys = builder.input("vector", size), builder.input("keys", PAST, DIM)
+    positions = builder.call(torch.arange, (PAST,), length)
+    angles = builder.call(torch.outer, (PAST, size), positions, vector)
+    turned = builder.call(torch.mul, (PAST, DIM), keys, builder.call(torch.cos, (PAST, size), angles))
+    assert frequencies_of(turned, DIM) == found
 
 
 @pytest.mark.parametrize("step", [own_cache, rewrite_attention, store, prefetch, overlap])
@@ -352,7 +364,7 @@ def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> Non
     order = list(graph_module.graph.nodes)
     for site in context.sites:
         call = site.attention.args[0]
-        slots = call.args[10]
+        slots = call.args[11]
         waits = [order.index(n) for n in order if is_wait(n) and n.args[2] is slots]
         fetches = [
             order.index(n) for n in order if n.target is torch.ops.specache.prefetch.default and n.args[3] is slots

@@ -1,0 +1,93 @@
+"""The center of a head's keys: the mean that they have before RoPE, which is taken off before they are quantised.
+
+A key of token t is R(t)·x, with RoPE's rotation R(t). What all x have in common (a bias of the key projection, above
+all) R spreads over a group's tokens as a wave, which widens the range of every channel; as R(t)·β it can be taken off
+each key, and q·R(t)·β be added to the logit again. Any β will do: a poor one costs precision, never correctness. So t
+is the number of the token in the cache, whatever position p the model gives it: R(p - t)·x has a mean too.
+
+A state tensor `center` float32 [B, H, 4, d] holds what is needed to turn it, a row each:
+
+    β           the mean
+    γ           β a quarter turn on, so that R(t)·β = cos(t·θ)·β + sin(t·θ)·γ
+    θ           RoPE's frequency of each channel, in radians a token; 0: not turned
+    partner     the channel that each is turned with, counted from 1, and its sign; 0: none
+
+Zeros mean that there is none. Angles are the sum of a group's first token's and of the place in the group, everywhere:
+what is taken off must be what is added, to the last bits of large biases.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BETA, GAMMA, THETA, PARTNER = range(4)
+ROWS = 4
+# Tokens that the mean is taken of: the last of those that are the first to come into the tier.
+MEAN_OF = 1024
+
+
+def partners(frequencies: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """θ and the signed partner of each channel, float32 [d], from RoPE's frequencies [h]: channels j and j + h turn
+    together (as GPT-NeoX's and Llama's do), those from 2·h on do not turn."""
+    turning = frequencies.shape[0]
+    theta = torch.zeros(head_dim, dtype=torch.float32, device=frequencies.device)
+    partner = torch.zeros_like(theta)
+    channel = torch.arange(1, turning + 1, dtype=torch.float32, device=frequencies.device)
+    theta[:turning] = theta[turning : 2 * turning] = frequencies.float()
+    partner[:turning], partner[turning : 2 * turning] = -(channel + turning), channel
+    return theta, partner
+
+
+def quarter_turn(x: Tensor, partner: Tensor) -> Tensor:
+    """x [..., d], each channel its partner's with its sign."""
+    return x[..., (partner.abs().long() - 1).clamp_min(0)] * partner.sign()
+
+
+def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor, center: Tensor) -> None:
+    """Write `center` for a tier whose first keys are to be these [B, H, T, d], of the tokens 0 to T - 1.
+
+    there: bool [B, 1, T, 1], the tokens that count; None: all. What is not finite does not.
+    """
+    theta, partner = partners(frequencies, keys.shape[-1])
+    first = max(0, keys.shape[2] - MEAN_OF)
+    keys = keys[:, :, first:].float()
+    counts = keys.isfinite().all(-1, keepdim=True)
+    counts = counts if there is None else counts & there[:, :, first:]
+    keys = keys.masked_fill(~counts, 0.0)
+    tokens = torch.arange(first, first + keys.shape[2], dtype=torch.float32, device=keys.device)
+    angle = tokens[:, None] * theta
+    turned = keys * angle.cos() - quarter_turn(keys, partner) * angle.sin()
+    mean = turned.sum(2) / counts.sum(2).clamp_min(1)
+    center[:, :, BETA], center[:, :, GAMMA] = mean, quarter_turn(mean, partner)
+    center[:, :, THETA], center[:, :, PARTNER] = theta, partner
+
+
+def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+    """R(t)·β of the tokens of the groups first..stop, in factors: of the groups float32 [B, H, n, 2·d], and of the
+    places in one [g, 2·d]; the sum of the products' two halves is R(t)·β."""
+    beta, gamma, theta = (center[:, :, row, None] for row in (BETA, GAMMA, THETA))
+    start = torch.arange(first * group, stop * group, group, dtype=torch.float32, device=center.device)[:, None] * theta
+    place = torch.arange(group, dtype=torch.float32, device=center.device)[:, None] * theta[0, 0]
+    cos, sin = start.cos(), start.sin()
+    groups = torch.cat([cos * beta + sin * gamma, cos * gamma - sin * beta], -1)
+    return groups, torch.cat([place.cos(), place.sin()], -1)
+
+
+def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
+    """R(t)·β [B, H, (stop - first)·g, d] of the tokens of the groups first..stop."""
+    groups, places = waves(center, group, first, stop)
+    both = groups.unsqueeze(3) * places
+    return both.unflatten(-1, (2, -1)).sum(-2).flatten(2, 3)
+
+
+def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> Tensor:
+    """q·R(t)·β [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d], in float32: what the logits of the
+    first `length` tokens, whole groups, lack.
+
+    FLOPs: 4·d a token and query row, as a product with a table of one group's places.
+    """
+    groups, places = waves(center, group, 0, length // group)
+    rows = query.flatten(2, 3).repeat(1, 1, 1, 2)
+    shares = (rows.unsqueeze(3) * groups.unsqueeze(2)) @ places.T
+    return shares.flatten(3).unflatten(2, query.shape[2:4])

@@ -1,0 +1,37 @@
+"""The option memory: as many bits as the bytes that the device's tiers may have leave room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from specache_compile.errors import too_little_memory
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.low_bit import BITS_OF_BOTH, LowBitOptions, bytes_of_memory
+from specache_compile.options import MethodOptions
+
+from .state import predicted_bytes
+
+
+def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> MethodOptions:
+    """The options with the most bits, the same in all layers, under which `length` tokens of `batch` rows fit into the
+    memory that they ask for, or the fewest; as they are where they ask for none."""
+    if not isinstance(options, LowBitOptions) or options.memory is None:
+        return options
+    allowed = bytes_of_memory(options.memory)
+    every = [replace(options, bits=bits) for bits in sorted(BITS_OF_BOTH, reverse=True)]
+    return next((chosen for chosen in every if device_bytes(chosen, layers, batch, length) <= allowed), every[-1])
+
+
+def check_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> None:
+    """OptionError where the tiers of these options, from `within_memory`, do not fit into what they ask for."""
+    if isinstance(options, LowBitOptions) and options.memory is not None:
+        needed, allowed = device_bytes(options, layers, batch, length), bytes_of_memory(options.memory)
+        if needed > allowed:
+            raise too_little_memory(needed, allowed, length, batch)
+
+
+def device_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> int:
+    """Bytes of the tiers on the device."""
+    tiers = predicted_bytes(options, layers, batch, length)
+    return sum(size for tier, size in tiers.items() if tier != "host")

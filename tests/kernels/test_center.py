@@ -1,0 +1,74 @@
+"""The center of the keys: what it is, that it makes biased keys as good to quantise as others, and that a share is what
+was taken off."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.attention import low_bit_keys
+from specache_compile.kernels.center import centers, set_center, share_of_center
+from specache_compile.kernels.cursor import new_cursor
+from specache_compile.kernels.layout import Layout
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.kivi import KiviOptions
+from specache_compile.runtime.state import allocate
+
+HEADS, DIM, GROUP = 2, 64, 32
+FREQUENCIES = 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
+BIAS = torch.randn(HEADS, 1, DIM, generator=torch.Generator().manual_seed(0)) * 300
+
+
+def rope(x: Tensor, positions: Tensor) -> Tensor:
+    """x [..., n, d] turned to its positions, in float64: channels j and j + d/2 are a complex number."""
+    pairs = torch.complex(*x.double().chunk(2, -1))
+    angles = positions.double().unsqueeze(-1) * FREQUENCIES.double()
+    pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
+    """Root mean square error [B] of 2-bit keys [B, H, n, d] of the tokens that are there."""
+    options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
+    batch, _, tokens, _ = keys.shape
+    state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512)
+    tier = [state[name] for name in ("codes", "key_params", "value_params", "center")]
+    low_bit, cursor = options.low_bit_length(tokens), new_cursor(torch.device("cpu"))
+    cursor[2] = low_bit
+    frequencies = FREQUENCIES if center else None
+    arguments = (keys, keys, padding, cursor, state["recent"], *tier)
+    torch.ops.specache.append(*arguments, *options.layout, "midpoint", frequencies)
+    stored = low_bit_keys(*tier[:2], Layout(2, 2, False), DIM, 0, low_bit)
+    if center:
+        stored = stored + centers(state["center"], GROUP, 0, low_bit // GROUP)
+    seen = torch.ones(batch, 1, low_bit, 1) if padding is None else padding[..., :low_bit].mT.float()
+    return ((stored - keys[:, :, :low_bit]).square() * seen).mean((1, 2, 3)).sqrt()
+
+
+def test_biased_keys_are_quantised_as_well_as_others_wherever_a_row_begins() -> None:
+    x = torch.randn(2, HEADS, 500, DIM, generator=torch.Generator().manual_seed(1))
+    first = torch.tensor([0, 45]).view(2, 1, 1)  # the second row's first tokens are padding
+    positions, padding = torch.arange(500) - first, (torch.arange(500) >= first).unsqueeze(1)
+    free, biased = (rope(keys, positions).float() for keys in (x, x + BIAS))
+    assert (error_of(biased, False, padding) > 20 * error_of(free, False, padding)).all()
+    assert (error_of(biased, True, padding) < 1.1 * error_of(free, False, padding)).all()
+
+
+def test_what_is_not_finite_has_no_part_in_the_center() -> None:
+    keys = rope(torch.zeros(1, HEADS, 96, DIM) + BIAS, torch.arange(96)).float()
+    keys[0, 0, 5, 3], keys[0, 1, 7] = float("nan"), float("inf")
+    center = torch.zeros(1, HEADS, 4, DIM)
+    set_center(keys, None, FREQUENCIES, center)
+    torch.testing.assert_close(center[0, :, 0], BIAS[:, 0], atol=2e-3, rtol=1e-5)
+
+
+def test_a_share_is_what_was_taken_off_far_into_a_context() -> None:
+    center = torch.zeros(1, HEADS, 4, DIM)
+    set_center(rope(BIAS.expand(HEADS, GROUP, DIM), torch.arange(GROUP)).float()[None], None, FREQUENCIES, center)
+    query = torch.randn(1, HEADS, 3, 2, DIM, generator=torch.Generator().manual_seed(2))
+    length = 4096
+    waves = centers(center, GROUP, 0, length // GROUP)
+    exact = rope(BIAS, torch.arange(length)).unsqueeze(0)
+    torch.testing.assert_close(waves.double(), exact, atol=0.1, rtol=0)  # of 300: the angle's rounding in float32
+    shares, expected = share_of_center(query, center, GROUP, length), query @ waves.unsqueeze(2).mT
+    torch.testing.assert_close(shares, expected, atol=2e-2, rtol=0)  # of 10,000: its sums' order

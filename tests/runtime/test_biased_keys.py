@@ -1,0 +1,55 @@
+"""Models whose keys have large biases, as Qwen2's do: 2 bits serve them as well as others, where keys are centered."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from conftest import compiled_with, prompt, tiny_llama
+
+KIVI = {"method": "kivi", "lowering": "eager", "bits": 2, "rotate": True, "group_size": 32, "residual_length": 32}
+STEPS = 24
+
+
+def with_biased_keys(model: LlamaForCausalLM, size: float) -> LlamaForCausalLM:
+    """A copy with biases up to `size` in three pairs of channels of each head; what the query has there is as much
+    smaller, as training makes it, or all attention would be the bias's."""
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        attention, d = layer.self_attn, twin.config.head_dim
+        for pair in (1, 3, 6):
+            for channel in (pair, pair + d // 2):
+                attention.k_proj.bias.data[channel::d] = size * (0.5 + pair / 12)
+                attention.q_proj.weight.data[channel::d] *= 2 / size
+    return twin
+
+
+@torch.no_grad()
+def logprobs(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Of the tokens after each of the last, fed one by one behind an exact prefill."""
+    out = model(ids[:, :-STEPS], use_cache=True)
+    found = []
+    for place in range(ids.shape[1] - STEPS, ids.shape[1]):
+        out = model(ids[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+        found.append(out.logits[:, -1].log_softmax(-1))
+    return torch.stack(found, 1)
+
+
+def distance(model: LlamaForCausalLM, options: dict[str, object], ids: Tensor) -> float:
+    """KL(uncompiled ‖ compiled), nats, the mean."""
+    exact, found = logprobs(model, ids), logprobs(compiled_with(model, options), ids)
+    return float((exact.exp() * (exact - found)).sum(-1).mean())
+
+
+def test_biased_keys_cost_nothing_where_keys_are_centered() -> None:
+    free = tiny_llama(attention_bias=True, head_dim=32, initializer_range=0.15)
+    ids, biased = prompt(350, batch=2), with_biased_keys(free, 900.0)
+    plain, centered, usual = (
+        distance(model, {**KIVI, "center": center}, ids)
+        for model, center in ((biased, "never"), (biased, "auto"), (free, "never"))
+    )
+    assert plain > 4 * centered
+    assert centered < 1.2 * usual
