@@ -31,6 +31,7 @@ from tqdm import tqdm
 import specache_compile as sc
 from specache_compile.evaluation.command import load
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.state import MEASURE, fields_of
 
 
 def digest(cache: Any) -> str:
@@ -38,9 +39,10 @@ def digest(cache: Any) -> str:
     session, hasher = session_of(cache), hashlib.sha256()
     assert session is not None
     session.drain()
-    for state in session.state:
-        for name, tensor in state.items():
-            held = tensor[:, :, : session.length] if name == "host" else tensor
+    for layer, state in zip(session.layers, session.state, strict=True):
+        for field in (field for field in fields_of(session.options, layer) if field.tier != MEASURE):
+            tensor = state[field.name]
+            held = tensor[:, :, : session.length] if field.on_host else tensor
             hasher.update(held.contiguous().view(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()[:16]
 

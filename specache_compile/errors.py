@@ -49,7 +49,7 @@ def plain_already() -> SpecacheError:
 
 def cannot_be_saved(number: int, kind: str) -> SpecacheError:
     return SpecacheError(
-        f"layer {number} of this cache, a {kind}, has more than keys and values: such a cache cannot be saved"
+        f"layer {number} of this cache, a {kind}, is not keys and values alone: such a cache cannot be saved"
     )
 
 
@@ -64,6 +64,13 @@ def not_compiled() -> SpecacheError:
     return SpecacheError(
         "load: this model is not compiled by the backend, which alone can go on from a saved session: "
         "model.compile(backend='specache', options=...) first"
+    )
+
+
+def several_devices(devices: Sequence[str]) -> SpecacheError:
+    return SpecacheError(
+        f"load: this model is on several devices ({', '.join(devices)}), and a saved session goes to one: move the "
+        "model to one device, or prefill again"
     )
 
 

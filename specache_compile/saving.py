@@ -13,6 +13,7 @@ was there before. One process at a time may save into a folder.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .compiled_options import options_of
 from .errors import (
@@ -41,6 +42,7 @@ from .errors import (
     other_layers,
     other_model,
     other_options,
+    several_devices,
     unreadable_session,
 )
 from .kernels.host_memory import allowance
@@ -49,7 +51,7 @@ from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
 from .passes.context import Part
 from .runtime.session import Session
-from .runtime.state import adopt, empty, fields_of, host_bytes
+from .runtime.state import MEASURE, adopt, empty, fields_of, host_bytes
 from .runtime.step import differences, session_behind
 
 FORMAT = 1
@@ -63,8 +65,22 @@ NUMBERS = ("batch", "length", "capacity", "slots_ready", "padded")
 TENSORS = ("guess", "guessed", "padding")
 PARTS: tuple[Part, Part] = ("keys", "values")
 OPTIONS = ("asked", "options", "pending_options")
-# The model's own, whichever cache comes to it: how its graphs are lowered.
-OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes")
+# The model's own, whichever cache comes to it: how its graphs are lowered, and what this machine may spend.
+OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory")
+# Layers of a cache that are their keys, their values and their numbers, and no more.
+KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
+# Folders of tensors, and nothing else that a folder may have.
+TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
+# A header's parts, and what JSON makes of each.
+HEADER_PARTS = {
+    "weights": list,
+    "options": dict,
+    "numbers": dict,
+    "shapes": list,
+    "layers": list,
+    "folder": str,
+    "files": dict,
+}
 
 
 def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
@@ -97,11 +113,16 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         write({name: x for name in TENSORS if (x := getattr(session, name)) is not None}, tensors / STEP)
         header["folder"] = tensors.name
         header["files"] = {path.name: path.stat().st_size for path in sorted(tensors.iterdir())}
-        replace_header(root, header)
+        sync(tensors)
+        new = write_header(root, header)
+        sync(root)
     except BaseException:
         shutil.rmtree(tensors, ignore_errors=True)
         raise
-    for other in root.glob("tensors-*"):
+    # Here one session takes the place of the other. Interrupted, either is whole; the next save clears the rest away.
+    os.replace(new, root / HEADER)
+    sync(root)
+    for other in root.glob(TENSORS_FOLDER):
         if other != tensors:
             shutil.rmtree(other, ignore_errors=True)
 
@@ -110,7 +131,8 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     """The cache that `save` wrote to `folder`, for the same weights under the same options: `model` is compiled by this
     backend. The host tier is mapped from the file where it stays in ordinary memory, and read as steps need it.
 
-    SpecacheError where there is none, a file of it is cut short, or it was made with another model or other options.
+    What `stats` counts begins anew. SpecacheError where there is none, a file of it is cut short, or it was made with
+    another model or other options; and for a model on several devices.
     """
     root = Path(folder)
     header = read_header(root)
@@ -122,27 +144,28 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     assert options is not None
     if told := differences(asked, parse_options(given)):
         raise other_options(root, told)
+    device = device_of(model)
     check_weights(root, header["weights"], model)
     files = checked_files(root, header)
-    first = next(model.parameters())
     shapes = [
-        LayerShape(heads, head_dim, getattr(torch, dtype), first.device, number)
+        LayerShape(heads, head_dim, getattr(torch, dtype), device, number)
         for number, (heads, head_dim, dtype) in enumerate(header["shapes"])
     ]
     numbers = header["numbers"]
     session = Session(asked, shapes, numbers["batch"], numbers["length"])
     session.options, session.pending_options = options, pending
-    check_host_memory(session, numbers["capacity"])
     for name in NUMBERS:
         setattr(session, name, numbers[name])
+    check_host_memory(session)
     session.allocated = session.capacity
     return filled(session, model, header, files)
 
 
+@torch.inference_mode(False)
 def filled(
     session: Session, model: torch.nn.Module, header: Mapping[str, Any], files: Mapping[str, Path]
 ) -> DynamicCache:
-    """The cache of a session, with what the files hold."""
+    """The cache of a session, with what the files hold; as all its state, not under the caller's inference mode."""
     cache = empty_cache(model, [layer["kind"] for layer in header["layers"]])
     device = session.layers[0].device
     plain: dict[int, LayerState] = {}
@@ -171,19 +194,14 @@ def filled(
 
 def described_layer(number: int, layer: Any) -> dict[str, Any]:
     """A layer of the cache: its class, its numbers, and its site; None where its keys and values are plain."""
-    handle = getattr(layer.keys, "handle", None)
-    more = [name for name, value in vars(layer).items() if holds_pairs(value) and name not in PARTS]
-    if more or not isinstance(layer, DynamicLayer):
+    if type(layer) not in KINDS or not layer.is_initialized:
         raise cannot_be_saved(number, type(layer).__name__)
+    handle = getattr(layer.keys, "handle", None)
     return {
         "kind": type(layer).__name__,
         "site": None if handle is None else handle.site,
         "numbers": {name: value for name, value in vars(layer).items() if type(value) in (int, bool)},
     }
-
-
-def holds_pairs(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 1
 
 
 def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
@@ -217,14 +235,16 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
             raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
         stays = field.on_host and shape.device.type == "cpu"
         state[field.name] = tensor if stays else empty(field, tuple(wanted), tensor.dtype, shape).copy_(tensor)
+        if field.tier == MEASURE:
+            state[field.name].zero_()
     adopt(state, shape)
     return state
 
 
-def check_host_memory(session: Session, capacity: int) -> None:
+def check_host_memory(session: Session) -> None:
     """SpecacheError where the host tier would outgrow its budget."""
     options = session.options
-    needed = host_bytes(options, session.layers, session.batch, capacity)
+    needed = host_bytes(options, session.layers, session.batch, session.capacity)
     allowed = allowance(0, options.host_memory)
     if needed > allowed:
         raise no_host_memory(needed, allowed, session.length, session.batch, options.host_memory)
@@ -242,7 +262,9 @@ def restored_options(told: Mapping[str, Any] | None, given: MethodOptions) -> Me
     """Those that `described_options` described, for a model that is compiled under `given`."""
     if told is None:
         return None
-    return METHODS[told["method"]].options(**told, **{name: getattr(given, name) for name in OF_THE_MODEL})
+    kind = METHODS[told["method"]].options
+    own = {name: getattr(given, name) for name in OF_THE_MODEL if name in own_options(kind)}
+    return kind(**told, **own)
 
 
 def weights_of(session: Session) -> list[Tensor]:
@@ -258,6 +280,14 @@ def weight_hash(weight: Tensor) -> str:
     values = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous().view(torch.uint8)
     told = f"{tuple(weight.shape)} {weight.dtype} {bytes(values.tolist()).hex()}"
     return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The one device that a model is on; SpecacheError where there are more."""
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1:
+        raise several_devices(sorted(map(str, devices)))
+    return devices.pop()
 
 
 def check_weights(root: Path, told: Sequence[str], model: torch.nn.Module) -> None:
@@ -276,6 +306,11 @@ def read_header(root: Path) -> dict[str, Any]:
         raise unreadable_session(path, f"it is no JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise unreadable_session(path, f"it is not of format {FORMAT}")
+    for name, kind in HEADER_PARTS.items():
+        if not isinstance(header.get(name), kind):
+            raise unreadable_session(path, f"its {name!r} is no {kind.__name__}")
+    if not fnmatch.fnmatchcase(header["folder"], TENSORS_FOLDER):
+        raise unreadable_session(path, f"its folder {header['folder']!r} is none that save makes")
     return header
 
 
@@ -305,13 +340,12 @@ def write(tensors: LayerState, path: Path) -> None:
     sync(path)
 
 
-def replace_header(root: Path, header: Mapping[str, Any]) -> None:
-    """The one moment in which a session takes the place of the one before."""
+def write_header(root: Path, header: Mapping[str, Any]) -> Path:
+    """The header beside the one that is in force, which it is to replace."""
     new = root / f"{HEADER}.new"
     new.write_text(json.dumps(header, indent=1) + "\n")
     sync(new)
-    os.replace(new, root / HEADER)
-    sync(root)
+    return new
 
 
 def sync(path: Path) -> None:

@@ -23,7 +23,7 @@ def materialize(cache: DynamicCache) -> DynamicCache:
     held, layers = itertools.count(), list[Any](cache.layers)
     for layer in layers:
         twin = copy.copy(layer)
-        if isinstance(layer.keys, HeldTensor):
+        if isinstance(getattr(layer, "keys", None), HeldTensor):
             number = next(held)
             twin.keys, twin.values = session.plain(number, "keys"), session.plain(number, "values")
             layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")

@@ -137,7 +137,8 @@ class CompiledGraph:
 def differences(made_under: MethodOptions, compiled_with: MethodOptions) -> str:
     """The options of a cache that a model has otherwise; empty where there are none. How a model is lowered is its own,
     whichever cache comes to it."""
-    names = ["method", *(name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))]
+    special = (name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))
+    names = ["method", "exact_layers", *special]
     return ", ".join(
         f"{name} {getattr(made_under, name)!r} (the model's: {getattr(compiled_with, name)!r})"
         for name in names
@@ -174,7 +175,7 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
 def session_behind(cache: DynamicCache) -> Session:
     """The session of a held cache, brought to the view that the cache is; SpecacheError where it is plain."""
     layers: list[Any] = list(cache.layers)
-    held = [layer for layer in layers if isinstance(layer.keys, HeldTensor)]
+    held = [layer for layer in layers if isinstance(getattr(layer, "keys", None), HeldTensor)]
     if not held:
         raise plain_already()
     return agreed_session(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 import specache_compile as sc
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
@@ -47,14 +48,17 @@ def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
-    """From the middle of a generation, slots chosen and a guess made; two rows."""
+    """From the middle of a generation, slots chosen and a guess made; two rows; loaded under inference mode."""
     model = compiled_with(llama, {**SETTINGS[name], "lowering": "eager"})
     logits, cache = step(model, prompt(150, 2))
     for _ in range(3):
         logits, cache = step(model, logits[:, -1:].argmax(-1), cache)
     sc.save(cache, tmp_path / "session")
-    again = sc.load(tmp_path / "session", model)
+    with torch.inference_mode():
+        again = sc.load(tmp_path / "session", model)
     token = logits[:, -1:].argmax(-1)
+    counted = [state[n] for state in session_of(again).state for n in ("fetched", "corrected") if n in state]
+    assert not any(map(torch.any, counted))
     (expected, cache), (got, again) = step(model, token, cache), step(model, token, again)
     assert torch.equal(got, expected)
     assert torch.equal(go_on(model, again), go_on(model, cache))
@@ -129,23 +133,33 @@ def test_a_session_outlives_its_process(tmp_path: Path) -> None:
         logits, cache = step(model, prompt(1, seed=tokens + 1), cache)
 
 
-def test_an_interrupted_save_leaves_the_session_before(
-    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), [(saving, "save_file"), (os, "replace")])
+def test_an_interrupted_save_leaves_a_whole_session(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
 ) -> None:
+    """The one before, until the header is replaced; and what is left over, and no other folder, goes with the next."""
     _, cache = step(compiled, prompt(100))
     sc.save(cache, tmp_path)
-    expected = go_on(compiled, sc.load(tmp_path, compiled), 2)
+    (tmp_path / "tensors-of-mine").mkdir()
     step(compiled, prompt(1), cache)
+    original = getattr(owner, name)
 
     def interrupted(*given: Any) -> None:
+        if when == "after":
+            original(*given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         sc.save(cache, tmp_path)
     monkeypatch.undo()
-    assert len(list(tmp_path.glob("tensors-*"))) == 1
-    assert torch.equal(go_on(compiled, sc.load(tmp_path, compiled), 2), expected)
+    again = sc.load(tmp_path, compiled)
+    assert again.get_seq_length() == (101 if (name, when) == ("replace", "after") else 100)
+    sc.save(again, tmp_path)
+    sc.load(tmp_path, compiled)
+    assert len(list(tmp_path.glob("tensors-*"))) == 2
+    assert (tmp_path / "tensors-of-mine").exists()
 
 
 def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -173,20 +187,46 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match=r"layer-001.safetensors of a saved session cannot be read: it has"):
             sc.load(folder, compiled)
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}'])
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])
     def test_a_header_that_is_none(self, compiled: LlamaForCausalLM, folder: Path, text: str) -> None:
         (folder / "session.json").write_text(text)
         with pytest.raises(sc.SpecacheError, match=r"session\.json of a saved session cannot be read"):
             sc.load(folder, compiled)
+
+    def test_a_header_that_leads_elsewhere(self, compiled: LlamaForCausalLM, folder: Path) -> None:
+        header = json.loads((folder / "session.json").read_text())
+        (folder / "session.json").write_text(json.dumps({**header, "folder": f"../session/{header['folder']}"}))
+        with pytest.raises(sc.SpecacheError, match="is none that save makes"):
+            sc.load(folder, compiled)
+
+    def test_layers_with_more_than_keys_and_values(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+        _, cache = step(compiled, prompt(70))
+        hybrid = LinearAttentionAndFullAttentionLayer()
+        hybrid.lazy_initialization(cache.layers[0].keys, cache.layers[0].values)
+        hybrid.keys, hybrid.values = cache.layers[0].keys, cache.layers[0].values
+        for layers in ([hybrid, *cache.layers[1:]], [*cache.layers, LinearAttentionLayer()]):
+            cache.layers = layers
+            with pytest.raises(sc.SpecacheError, match=r"a LinearAttention.* is not keys and values alone"):
+                sc.save(cache, tmp_path)
+            assert sc.materialize(cache).get_seq_length() == 70
+
+    def test_a_model_on_several_devices(self, folder: Path) -> None:
+        other = compile_copy(tiny_llama())
+        other.lm_head.to("meta")
+        with pytest.raises(sc.SpecacheError, match=r"on several devices \(cpu, meta\)"):
+            sc.load(folder, other)
 
     def test_another_models_session(self, folder: Path) -> None:
         other = compile_copy(tiny_llama(seed=1))
         with pytest.raises(sc.SpecacheError, match="made with another model"):
             sc.load(folder, other)
 
-    def test_another_option(self, llama: LlamaForCausalLM, folder: Path) -> None:
-        other = compile_copy(llama, bits=2)
-        with pytest.raises(sc.SpecacheError, match=r"made with other options: bits 1 \(the model's: 2\)\. Compile"):
+    @pytest.mark.parametrize(
+        ("option", "told"), [({"bits": 2}, r"bits 1 \(the model's: 2\)"), ({"exact_layers": [0]}, r"exact_layers \(\)")]
+    )
+    def test_another_option(self, llama: LlamaForCausalLM, folder: Path, option: Any, told: str) -> None:
+        other = compile_copy(llama, **option)
+        with pytest.raises(sc.SpecacheError, match=f"made with other options: {told}"):
             sc.load(folder, other)
 
     def test_an_uncompiled_model(self, llama: LlamaForCausalLM, folder: Path) -> None:
@@ -197,9 +237,6 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match="plain tensors already"):
             sc.save(step(llama, prompt(10))[1], tmp_path)
 
-    def test_a_host_tier_over_its_budget(
-        self, compiled: LlamaForCausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(saving, "allowance", lambda held, asked: 10)
-        with pytest.raises(sc.SpecacheError, match="host tier would need"):
-            sc.load(folder, compiled)
+    def test_a_host_tier_over_the_budget_that_the_model_has_here(self, llama: LlamaForCausalLM, folder: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match=r"host tier would need .* for 70 tokens"):
+            sc.load(folder, compile_copy(llama, host_memory=10))
