@@ -15,6 +15,8 @@ import pytest
 os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
     r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\], L\['args'\]\[0\]"
 )
+# A cache of fake tensors' results costs more than it saves, where sizes are symbols.
+os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 
 import torch
 
