@@ -152,12 +152,16 @@ def print_launches() -> None:
             made.clear()
             at, cursor = allocate(options, shape, 1, 8192), torch.tensor([8000, 7936, 7936, 0])
             fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
-            low_bit, settings = [at["codes"], at["key_params"], at["value_params"]], (*options.layout, 0.1, None)
+            low_bit = [at[name] for name in ("codes", "key_params", "value_params", "center")]
+            settings = (*options.layout, 0.1, None)
             exact = [at["recent"], at["slots"], at["slot_index"]]
             if options.correct == "never":
-                _, scores = decode.decode_attention(q, k, v, None, None, cursor, *low_bit, *exact, *settings)
+                _, scores = decode.decode_attention(
+                    q, k, v, None, None, cursor, *low_bit, *exact, *options.layout, False, 0.1, None
+                )
             else:
-                logits, by_lane = scored.score_low_bit(q, k, None, None, cursor, *low_bit[:2], at["recent"], *settings)
+                keys = [at["codes"], at["key_params"], at["center"], at["recent"]]
+                logits, by_lane = scored.score_low_bit(q, k, None, None, cursor, *keys, *settings)
                 select.select_topk(by_lane[0], at["wanted"], cursor)
                 copy.gather(*fetch)
                 rest = [logits, at["codes"], at["value_params"], *exact]
