@@ -1,4 +1,4 @@
-"""The README's table of GPU figures, from what gpu_decode.py measured, and what break_even.py should say.
+"""The table of GPU figures in docs/gpu.md, from what gpu_decode.py measured, and what break_even.py should say.
 
 python benchmarks/gpu_table.py [--out benchmarks/results/gpu_table.json]    reads gpu_decode.json beside it
 """
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"\nin break_even.py: MEASURED = {{{found['device']!r}: {least}}}" if least else "\nno break-even was measured"
     )
-    print("in the README and docs: python tests/doc_tables.py --write")
+    print("in docs/gpu.md: python tests/doc_tables.py --write")
 
 
 if __name__ == "__main__":
