@@ -8,8 +8,8 @@
 
 First what the kernels take for granted, then the tests that need a GPU, then the benchmarks, each in a process of its
 own; at the end the table of docs/gpu.md, and what break_even.py should say. A step that fails does not keep the next
-from running, but for the probes. `summary.json` has every step's outcome; each test and each row of figures is written when
-it is there. Exit status: 0, all is done; 3, the time is up, run it again; 1, a step has failed.
+from running, but for the probes. `summary.json` has every step's outcome; each test and each row of figures is written
+when it is there. Exit status: 0, all is done; 3, the time is up, run it again; 1, a step has failed.
 """
 
 from __future__ import annotations
