@@ -13,6 +13,7 @@ was there before. One process at a time may save into a folder.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import hashlib
 import json
@@ -98,7 +99,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
         "weights": sorted({weight_hash(weight) for weight in weights_of(session)}),
         "options": {name: described_options(getattr(session, name)) for name in OPTIONS},
         "numbers": {name: getattr(session, name) for name in NUMBERS},
-        "shapes": [[shape.heads, shape.head_dim, name_of(shape.dtype)] for shape in session.layers],
+        "shapes": [described_shape(shape) for shape in session.layers],
         "layers": layers,
     }
     root = Path(folder)
@@ -139,18 +140,16 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     given = options_of(model)
     if given is None:
         raise not_compiled()
-    asked, options, pending = (restored_options(header["options"][name], parse_options(given)) for name in OPTIONS)
+    compiled_with = parse_options(given)
+    asked, options, pending = (restored_options(header["options"][name], compiled_with) for name in OPTIONS)
     assert asked is not None
     assert options is not None
-    if told := differences(asked, parse_options(given)):
+    if told := differences(asked, compiled_with):
         raise other_options(root, told)
     device = device_of(model)
     check_weights(root, header["weights"], model)
     files = checked_files(root, header)
-    shapes = [
-        LayerShape(heads, head_dim, getattr(torch, dtype), device, number)
-        for number, (heads, head_dim, dtype) in enumerate(header["shapes"])
-    ]
+    shapes = [restored_shape(told, device) for told in header["shapes"]]
     numbers = header["numbers"]
     session = Session(asked, shapes, numbers["batch"], numbers["length"])
     session.options, session.pending_options = options, pending
@@ -248,6 +247,16 @@ def check_host_memory(session: Session) -> None:
     allowed = allowance(0, options.host_memory)
     if needed > allowed:
         raise no_host_memory(needed, allowed, session.length, session.batch, options.host_memory)
+
+
+def described_shape(shape: LayerShape) -> dict[str, Any]:
+    """All of a layer's shape but the device, which is the loading model's."""
+    told = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "device"}
+    return {**told, "dtype": str(shape.dtype).removeprefix("torch.")}
+
+
+def restored_shape(told: Mapping[str, Any], device: torch.device) -> LayerShape:
+    return LayerShape(**{**told, "dtype": getattr(torch, told["dtype"]), "device": device})
 
 
 def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
@@ -355,7 +364,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

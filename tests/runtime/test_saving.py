@@ -64,6 +64,15 @@ def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: P
     assert torch.equal(go_on(model, again), go_on(model, cache))
 
 
+def test_centered_keys_are_centered_when_they_are_loaded(tmp_path: Path) -> None:
+    """A model that adds a bias to its keys has them centered by default."""
+    model = compiled_with(tiny_llama(attention_bias=True), {"lowering": "eager"})
+    _, cache = step(model, prompt(150))
+    assert session_of(cache).state[0]["center"].any()
+    sc.save(cache, tmp_path)
+    assert torch.equal(go_on(model, sc.load(tmp_path, model), 3), go_on(model, cache, 3))
+
+
 def test_a_cropped_cache_is_saved_as_it_is_seen(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
     _, cache = step(compiled, prompt(200))
     cache.crop(-60)
