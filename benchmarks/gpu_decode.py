@@ -42,7 +42,7 @@ from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import own_options
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import bucket, predicted_bytes
+from specache_compile.runtime.state import bucket, device_total, predicted_bytes
 
 GIB = 1 << 30
 LLAMA = {
@@ -121,7 +121,7 @@ def sequence_bytes(model: LlamaForCausalLM, case: Case) -> tuple[int, int]:
     layers, tokens = shapes_of(model), case.context + STEPS
     if case.method in SPECACHE:
         tiers = predicted_bytes(parse_options(SPECACHE[case.method]), layers, 1, tokens)
-        return sum(size for tier, size in tiers.items() if tier != "host"), tiers["host"]
+        return device_total(tiers), tiers["host"]
     whole = round(bucket(tokens) * len(layers) * pair_bytes(case.method, layers[0]))
     beside = bucket(tokens) * layers_at_once(case.method) * round(pair_bytes(FULL, layers[0]))
     return (beside, whole) if case.method == OFFLOADED else (whole + beside, 0)

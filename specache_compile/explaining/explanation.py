@@ -19,10 +19,10 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.context import LeftAlone
 from specache_compile.passes.pipeline import Trace
-from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 from .devices import Device
-from .plan import StepTime, break_even, device_total, fits, largest_batch, step_time
+from .plan import StepTime, break_even, fits, largest_batch, step_time
 from .report import write_report
 from .roofline import full_cache_step, launch_cost, step_costs, total
 from .schedule import Launch, Schedule, launches_of

@@ -15,7 +15,7 @@ from specache_compile.kernels.costs import bytes_of
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.context import value_of
-from specache_compile.runtime.state import predicted_bytes
+from specache_compile.runtime.state import device_total, predicted_bytes
 
 from .devices import Device
 from .roofline import operator_name
@@ -27,11 +27,6 @@ VIEWS = {
     "_unsafe_view", "alias", "detach", "expand", "flatten", "getitem", "permute", "reshape", "select", "slice",
     "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
-
-
-def device_total(tiers: Mapping[str, int]) -> int:
-    """KV bytes on the device: every tier but the host's."""
-    return sum(size for tier, size in tiers.items() if tier != "host")
 
 
 def largest_batch(

@@ -10,7 +10,7 @@ from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import BITS_OF_BOTH, LowBitOptions, bytes_of_memory
 from specache_compile.options import MethodOptions
 
-from .state import predicted_bytes
+from .state import device_total, predicted_bytes
 
 
 def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> MethodOptions:
@@ -33,5 +33,4 @@ def check_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: in
 
 def device_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> int:
     """Bytes of the tiers on the device."""
-    tiers = predicted_bytes(options, layers, batch, length)
-    return sum(size for tier, size in tiers.items() if tier != "host")
+    return device_total(predicted_bytes(options, layers, batch, length))

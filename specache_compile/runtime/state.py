@@ -6,7 +6,7 @@ predicts and what a session allocates are the same sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -136,6 +136,11 @@ def tier_totals(sizes: Iterable[tuple[Field, int]]) -> dict[str, int]:
         if field.tier != MEASURE:
             total[field.tier] = total.get(field.tier, 0) + size
     return total
+
+
+def device_total(tiers: Mapping[str, int]) -> int:
+    """KV bytes on the device: every tier but the host's."""
+    return sum(size for tier, size in tiers.items() if tier != "host")
 
 
 def bytes_by_tier(options: MethodOptions, layers: Sequence[LayerShape], state: Sequence[LayerState]) -> dict[str, int]:

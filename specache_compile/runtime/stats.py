@@ -11,6 +11,7 @@ from torch import Tensor
 from specache_compile.errors import SpecacheError
 
 from .records import Verified, find_record
+from .state import device_total
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,8 @@ class Stats:
     kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
     `seconds` were spent finding and binding the session. `replays` of the decode steps were one launch of a recorded
     CUDA graph each (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for
-    corrections; both None on CUDA, where the host does not know. `compiles` counts all
-    graphs of the model so far. hit_rate is None unless the option hit_rate was set, verification unless a draft was
-    verified.
+    corrections; both None on CUDA, where the host does not know. `compiles` counts all graphs of the model so far.
+    hit_rate is None unless the option hit_rate was set, verification unless a draft was verified.
     """
 
     prefills: int
@@ -88,7 +88,7 @@ def stats(model: torch.nn.Module) -> Stats:
     latest = record.latest
     latest.queue.settle()
     tier = latest.bytes_by_tier
-    device = sum(size for name, size in tier.items() if name != "host")
+    device = device_total(tier)
     tally = torch.stack([t.cpu() for t in latest.tallies]).sum(0) if latest.tallies else torch.zeros(3)
     mass, recall, count = tally.tolist()
     fetched = sum(int(count) for count in [*latest.fetched, *latest.corrected])

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.explaining.devices import DEVICES, find_device
-from specache_compile.explaining.plan import break_even, device_total, largest_batch, temporaries
+from specache_compile.explaining.plan import break_even, largest_batch, temporaries
 from specache_compile.explaining.roofline import Cost
 from specache_compile.methods.field import LayerShape
-from specache_compile.runtime.state import predicted_bytes
+from specache_compile.runtime.state import device_total, predicted_bytes
 
 OPTIONS = {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
 
