@@ -97,6 +97,7 @@ class MethodOptions:
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
     host_memory = cast("int | None", None)
+    memory = cast("int | str | None", None)
 
     def __post_init__(self) -> None:
         for declared in fields(self):

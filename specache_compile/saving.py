@@ -37,7 +37,6 @@ from .compiled_options import options_of
 from .errors import (
     cannot_be_saved,
     model_is_gone,
-    no_host_memory,
     no_saved_session,
     not_compiled,
     other_layers,
@@ -46,13 +45,12 @@ from .errors import (
     several_devices,
     unreadable_session,
 )
-from .kernels.host_memory import allowance
 from .methods import METHODS, parse_options
 from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
 from .passes.context import Part
 from .runtime.session import Session
-from .runtime.state import MEASURE, adopt, empty, fields_of, host_bytes
+from .runtime.state import MEASURE, adopt, empty, fields_of
 from .runtime.step import differences, session_behind
 
 FORMAT = 1
@@ -155,7 +153,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     session.options, session.pending_options = options, pending
     for name in NUMBERS:
         setattr(session, name, numbers[name])
-    check_host_memory(session)
+    session.check_host_memory(session.length)
     session.allocated = session.capacity
     return filled(session, model, header, files)
 
@@ -238,15 +236,6 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
             state[field.name].zero_()
     adopt(state, shape)
     return state
-
-
-def check_host_memory(session: Session) -> None:
-    """SpecacheError where the host tier would outgrow its budget."""
-    options = session.options
-    needed = host_bytes(options, session.layers, session.batch, session.capacity)
-    allowed = allowance(0, options.host_memory)
-    if needed > allowed:
-        raise no_host_memory(needed, allowed, session.length, session.batch, options.host_memory)
 
 
 def described_shape(shape: LayerShape) -> dict[str, Any]:

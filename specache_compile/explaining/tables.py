@@ -126,7 +126,7 @@ def memory_table(e: Explanation) -> str:
     rows.append(("of the full 16-bit cache", *(f"{x / max(1, full):.3f}" for x in shares)))
     host = f"{e.host_gib:.0f} GiB of host memory"
     device = f"{e.device.name} ({e.device.vram_gib:.0f} GiB)"
-    asked = getattr(e.options, "memory", None)
+    asked = e.options.memory
     chosen = "" if asked is None else f"\nmemory {asked}: bits {e.options.bits} fit"  # type: ignore[attr-defined]
     return (
         section(f"KV memory ({COMPUTED})", rows, ("", *tiers, "on the device"), right=len(tiers) + 1)

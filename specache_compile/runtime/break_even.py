@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
 
 # Tokens, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand here.
@@ -14,7 +13,7 @@ MEASURED: dict[str, int] = {}
 def min_context(options: MethodOptions, device: torch.device) -> int:
     """Tokens from which the options' tiers are used. "auto": what was measured on this device, 0 where nothing was. 0
     too where memory chooses the bits: they are 16 where there is room."""
-    if isinstance(options, LowBitOptions) and options.memory is not None:
+    if options.memory is not None:
         return 0
     if isinstance(options.min_context, int):
         return options.min_context

@@ -25,7 +25,7 @@ def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: i
 
 def check_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> None:
     """OptionError where the tiers of these options, from `within_memory`, do not fit into what they ask for."""
-    if isinstance(options, LowBitOptions) and options.memory is not None:
+    if options.memory is not None:
         needed, allowed = device_bytes(options, layers, batch, length), bytes_of_memory(options.memory)
         if needed > allowed:
             raise too_little_memory(needed, allowed, length, batch)

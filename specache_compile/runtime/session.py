@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import (
+    SpecacheError,
     SpecacheWarning,
     copy_failed,
     evicted,
@@ -57,13 +58,17 @@ def options_at(
 ) -> MethodOptions:
     """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt`: with the budget that it
     gives, and the bits that fit; the 16-bit ones, where the tokens are too few to gain."""
-    fixed = fixed_options(options, layers, batch, prompt)
-    return fixed.in_16_bits if tokens < min_context(fixed, layers[0].device) else fixed
+    return in_force(fixed_options(options, layers, batch, prompt), layers, tokens)
 
 
 def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int) -> MethodOptions:
     """The options as a prompt and its rows fix them."""
     return within_memory(options.for_prompt(prompt), layers, batch, prompt)
+
+
+def in_force(fixed: MethodOptions, layers: Sequence[LayerShape], tokens: int) -> MethodOptions:
+    """Of options that a prompt has fixed those that hold for so many tokens."""
+    return fixed.in_16_bits if tokens < min_context(fixed, layers[0].device) else fixed
 
 
 def session_of(cache: Any) -> Session | None:
@@ -88,9 +93,9 @@ class Session:
     @torch.inference_mode(False)
     def __init__(self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int) -> None:
         self.asked = options
-        self.options = options_at(options, layers, batch, prompt, prompt)
         fixed = fixed_options(options, layers, batch, prompt)
         check_memory(fixed, layers, batch, prompt)
+        self.options = in_force(fixed, layers, prompt)
         self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         # The model's, by which a saved session knows it again.
@@ -197,12 +202,11 @@ class Session:
         before = self.allocated
         if before == self.capacity:
             return
-        held = sum(host.nbytes for host in self.fields("host"))
-        needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
-        allowed = allowance(held, self.options.host_memory)
-        if needed > allowed:
-            wanted, self.capacity = self.capacity, before
-            raise no_host_memory(needed, allowed, wanted, self.batch, self.options.host_memory)
+        try:
+            self.check_host_memory(self.capacity)
+        except SpecacheError:
+            self.capacity = before
+            raise
         self.drain()
         for number, layer in enumerate(self.layers):
             if not before:
@@ -211,6 +215,14 @@ class Session:
                 self.state[number] = allocate(self.options, layer, self.batch, self.capacity, self.state[number])
         self.allocated = self.capacity
         self.note_memory()
+
+    def check_host_memory(self, tokens: int) -> None:
+        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this capacity."""
+        held = sum(host.nbytes for host in self.fields("host"))
+        needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
+        allowed = allowance(held, self.options.host_memory)
+        if needed > allowed:
+            raise no_host_memory(needed, allowed, tokens, self.batch, self.options.host_memory)
 
     def fields(self, name: str) -> list[Tensor]:
         """One state tensor of each layer that has it."""
