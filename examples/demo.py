@@ -40,6 +40,7 @@ from specache_compile.evaluation.tasks.task import scored
 from specache_compile.options import LOWERINGS
 
 ROOT = Path(__file__).parents[1]
+VERIFIED = "the same, verified: exact"
 # As `specache eval` spells them.
 METHODS = {
     "full cache": "uncompiled",
@@ -47,9 +48,8 @@ METHODS = {
     "SpeCache as in its paper, 1 bit": "specache:setting=paper,bits=1",
     "specache, 1 bit": "specache:bits=1",
     "specache, 1.5 bits (the default)": "specache",
-    "the same, verified: exact": "specache:verify=16",
+    VERIFIED: "specache:verify=16",
 }
-VERIFIED = "the same, verified: exact"
 LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
 QUESTION = "\nAccording to the note to the board, what is the password of the archive?"
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .layout import Layout, rotation_block
 from .triton_center import load_group_center, set_center
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
+from .triton_pairs import load_pairs
 from .triton_rotate import hadamard
 
 # Tokens of a ring write per program: 16 rows of K and V keep a warp's loads 16 bytes wide.
@@ -62,29 +63,6 @@ def encode(x, scale, zero, bits: tl.constexpr):
     return ((levels + ROUND) - ROUND).to(tl.int32)
 
 
-@triton.jit
-def load_pairs(
-    # k or v [B, H, T, d], the ring [B, H, W, 2, d].
-    new, recent,
-    # Which of them, broadcast over one another: tokens' numbers and channels; `mask`: what is there at all.
-    tokens, channels, mask,
-    # The KV head's number in [B, H], where its part of `new` starts, from one new token to the next, cached tokens.
-    bh, head_base, stride, length,
-    # WHICH: 0 for keys, 1 for values. ROTATED: the ring is `rotate_groups`' and has all of them.
-    WHICH: tl.constexpr, window, d, ROTATED: tl.constexpr,
-):  # fmt: skip
-    """Keys or values of `tokens`, in float32: from the ring where they are cached, from the new ones otherwise."""
-    ring = recent + ((bh * window + tokens % window) * 2 + WHICH) * d + channels
-    if ROTATED:
-        found = tl.load(ring, mask, 0.0).to(tl.float32)
-    else:
-        cached = tokens < length
-        fresh = new + head_base + (tokens - length) * stride + channels
-        old = tl.load(ring, mask & cached, 0.0).to(tl.float32)
-        found = tl.where(cached, old, tl.load(fresh, mask & (tokens >= length), 0.0).to(tl.float32))
-    return found
-
-
 @triton.jit(do_not_specialize=["heads", "done"])
 def rotate_groups(
     # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
@@ -113,11 +91,11 @@ def rotate_groups(
     place = turned + ((bh * room + tokens % room) * 2) * d + channel
     key = load_pairs(
         k, recent, tokens, channel, channel < d,
-        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, ROTATED=False,
+        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
     )  # fmt: skip
     value = load_pairs(
         v, recent, tokens, channel, channel < d,
-        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, ROTATED=False,
+        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=False,
     )  # fmt: skip
     if CENTERED:
         first = start // group * group  # a group is whole blocks
@@ -143,14 +121,14 @@ def quantize_groups(
     # The largest number of the model's dtype; H, C in tokens, and the tokens that leave the window before these.
     limit, heads, capacity, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
-    value_bits: tl.constexpr, midpoint: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr,
+    value_bits: tl.constexpr, midpoint: tl.constexpr, PADDED: tl.constexpr, APART: tl.constexpr,
     KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
 
-    PADDED: whether `padding` is one. KEY_PLANE, VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values,
-    and gv, padded. Bytes: 4·g·d read (the values again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a
-    number.
+    PADDED: whether `padding` is one. APART: `recent` is what `rotate_groups` made. KEY_PLANE, VALUE_PLANE, VALUE_GROUP:
+    the bytes of a token's keys, of its values, and gv, padded. Bytes: 4·g·d read (the values again from the cache),
+    g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
     """
     bh = tl.program_id(0).to(tl.int64)
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
@@ -177,7 +155,7 @@ def quantize_groups(
         channel = plane * key_width + byte
         x = load_pairs(
             k, recent, tokens[:, None], channel[None, :], inside[None, :],
-            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, ROTATED=ROTATED,
+            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=APART,
         )  # fmt: skip
         low, high = finite_range(x, inside[None, :] & present[:, None], 0)
         scale, zero = scale_and_zero(low, high, limit, key_bits, midpoint)
@@ -195,7 +173,7 @@ def quantize_groups(
     for part in tl.static_range(value_groups):
         x = load_pairs(
             v, recent, tokens[:, None], (part * value_group + within)[None, :], real,
-            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, ROTATED=ROTATED,
+            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
         )  # fmt: skip
         low, high = finite_range(x, real, 1)
         scale, zero = scale_and_zero(low, high, limit, value_bits, midpoint)
@@ -209,7 +187,7 @@ def quantize_groups(
         channel = plane * value_width + byte
         x = load_pairs(
             v, recent, tokens[:, None], channel[None, :], inside[None, :],
-            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, ROTATED=ROTATED,
+            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
         )  # fmt: skip
         at = scales[:, None] + (channel // value_group)[None, :]
         scale = tl.load(at, inside[None, :], 1.0).to(tl.float32)
@@ -243,11 +221,11 @@ def copy_groups(
     row = codes + (bh * capacity + tokens) * 2 * d + channel
     key = load_pairs(
         k, recent, tokens, channel, inside,
-        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, ROTATED=False,
+        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
     )  # fmt: skip
     value = load_pairs(
         v, recent, tokens, channel, inside,
-        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, ROTATED=False,
+        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=False,
     )  # fmt: skip
     tl.store(row, key.to(codes.dtype.element_ty), inside)
     tl.store(row + d, value.to(codes.dtype.element_ty), inside)
@@ -328,7 +306,7 @@ def append(
                 **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
                 done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
                 key_bits=key_bits, value_bits=value_bits, midpoint=zero_point == "midpoint", PADDED=padding is not None,
-                ROTATED=apart, KEY_PLANE=triton.next_power_of_2(key_width),
+                APART=apart, KEY_PLANE=triton.next_power_of_2(key_width),
                 VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
                 num_warps=8 if group * d >= 128 * 128 else 4,
             )  # fmt: skip

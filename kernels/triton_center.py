@@ -13,21 +13,12 @@ from torch import Tensor
 
 from .center import BETA, GAMMA, MEAN_OF, PARTNER, ROWS, THETA
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
+from .triton_pairs import load_pairs
 
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
 CENTER_ROWS, NEWEST = tl.constexpr(ROWS), tl.constexpr(MEAN_OF)
 TOKEN_BLOCK, CHANNEL_BLOCK = 16, 32
 FEWEST_ROWS = 8
-
-
-@triton.jit
-def load_keys(
-    k, recent, k_base, k_token, bh, window, d, length, tokens, channel, mask
-):  # fmt: skip
-    """Keys of `tokens`, in float32: from the ring where they are cached, from the new ones otherwise."""
-    ring = tl.load(recent + (bh * window + tokens % window) * 2 * d + channel, mask & (tokens < length), 0.0)
-    new = tl.load(k + k_base + (tokens - length) * k_token + channel, mask & (tokens >= length), 0.0)
-    return tl.where(tokens < length, ring.to(tl.float32), new.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -65,8 +56,14 @@ def find_center(
         if PADDED:
             there &= tl.load(padding + (bh // heads) * p_batch + token, there, 0) != 0
         mask = there[:, None] & inside
-        x = load_keys(k, recent, k_base, k_token, bh, window, d, length, token[:, None], channel[None, :], mask)
-        y = load_keys(k, recent, k_base, k_token, bh, window, d, length, token[:, None], partner[None, :], mask)
+        x = load_pairs(
+            k, recent, token[:, None], channel[None, :], mask,
+            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
+        )  # fmt: skip
+        y = load_pairs(
+            k, recent, token[:, None], partner[None, :], mask,
+            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
+        )  # fmt: skip
         finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
         there &= finite
         x, y = tl.where(there[:, None], x, 0.0), tl.where(there[:, None], y * sign[None, :], 0.0)

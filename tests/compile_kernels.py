@@ -7,11 +7,13 @@ pairs are taken to be multiples of 16, and the mask to be contiguous, as a launc
 kernel takes more shared memory than a supported GPU has for one. Then how attention is shared out on three GPUs, and
 the launches of a layer.
 
-    python tests/compile_kernels.py
+    python tests/compile_kernels.py              every shape of every kernel for both, some two minutes
+    python tests/compile_kernels.py --in-turn    one shape for the one, the next for the other
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -48,6 +50,7 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
+ROUNDS = itertools.cycle([[name] for name in TARGETS] if "--in-turn" in sys.argv[1:] else [list(TARGETS)])
 # What the arguments are, by name, where it is not a 32-bit integer.
 FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
@@ -73,15 +76,15 @@ def build(
     kernel: Any, label: str, dtype: str = "bf16", warps: int = 4, types: dict[str, str] | None = None, stages: int = 3,
     **constants: Any,
 ) -> None:  # fmt: skip
-    """Compile one kernel for all targets with these constants; every other argument gets its type by its name."""
+    """Compile one kernel with these constants, for all targets or for the next; other arguments have types by name."""
     known = {**POINTERS, **dict.fromkeys(MODEL, f"*{dtype}"), **dict.fromkeys(FLOATS, "fp32"), **(types or {})}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in ALIGNED]
     hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
     options = {"num_warps": warps, "num_stages": stages}
-    for name, target in TARGETS.items():
-        made = compile_kernel(ASTSource(kernel, signature, places, hints), target=target, options=options)
+    for name in next(ROUNDS):
+        made = compile_kernel(ASTSource(kernel, signature, places, hints), target=TARGETS[name], options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(made.asm["cubin"])
             cubin.flush()
@@ -205,7 +208,7 @@ def build_quantiser(label: str, dtype: str, key_bits: int, value_bits: int, d: i
     build(
         append.quantize_groups, label, dtype, warps=8 if group * d >= 128 * 128 else 4, d=d, window=64 + group,
         group=group, value_group=gv, key_bits=key_bits, value_bits=value_bits, midpoint=True, PADDED=True,
-        ROTATED=rotated, KEY_PLANE=key_plane, VALUE_PLANE=value_plane, VALUE_GROUP=next_power_of_2(gv),
+        APART=rotated, KEY_PLANE=key_plane, VALUE_PLANE=value_plane, VALUE_GROUP=next_power_of_2(gv),
     )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ CASES = [
     Case(rotate=True, dtype=torch.float16, bits=1, head_dim=128),
     Case(rotate=True, head_dim=256, lanes=1),
     Case(center=True, mask="bool", softcap=5.0),
-    Case(center=True, rotate=True, value_bits=1, head_dim=80, heads=3, length=300),
+    Case(center=True, rotate=True, value_bits=1, head_dim=80, heads=3),
     *(
         [
             *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
@@ -327,13 +327,31 @@ def step_of(case: Case) -> Step:
 
 
 @every_case
-def test_decode_attention_and_its_scores(case: Case) -> None:
-    step = step_of(case)
-    out, scores = step.whole(triton_decode.decode_attention)
+def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
+    """In one, then its logits and scores, then the rest from them: the same output."""
+    step, tolerance = step_of(case), TOLERANCE[case.dtype]
+    close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
+    whole, scores = step.whole(triton_decode.decode_attention)
     expected, expected_scores = step.whole(attention.decode_attention)
-    tolerance = TOLERANCE[case.dtype]
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
+    close(whole, expected)
+    close(scores, expected_scores)
+    assert whole.is_contiguous()
+
+    logits, scores = step.scored(triton_scored.score_low_bit)
+    expected_logits, expected_scores = step.scored(attention.score_low_bit)
+    assert logits.shape == expected_logits.shape
+    low_bit = int(step.layer.cursor[LOW_BIT])
+    known, expected = logits[..., :low_bit], expected_logits[..., :low_bit]
+    torch.testing.assert_close(known, expected, atol=4 * tolerance, rtol=4 * tolerance)
+    close(scores, expected_scores)
+    assert scores[0].is_contiguous()  # as `select_topk` needs it
+
+    logits[..., low_bit:] = float("nan")  # nobody reads them
+    before = logits.clone()
+    out = step.attended(triton_scored.attend_scored, logits)
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+    close(out, step.attended(attention.attend_scored, expected_logits))
+    torch.testing.assert_close(out, whole, atol=2 * tolerance, rtol=2 * tolerance)
     assert out.is_contiguous()
 
 
@@ -343,30 +361,6 @@ def test_logits_are_unbiased() -> None:
     expected, expected_scores = step.whole(attention.decode_attention)
     torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(scores, expected_scores, atol=5e-6, rtol=5e-6)
-
-
-@every_case
-def test_the_halves_of_a_corrected_decode_attention(case: Case) -> None:
-    step = step_of(case)
-    low_bit = int(step.layer.cursor[LOW_BIT])
-    logits, scores = step.scored(triton_scored.score_low_bit)
-    expected_logits, expected_scores = step.scored(attention.score_low_bit)
-    tolerance = TOLERANCE[case.dtype]
-    assert logits.shape == expected_logits.shape
-    known, expected = logits[..., :low_bit], expected_logits[..., :low_bit]
-    torch.testing.assert_close(known, expected, atol=4 * tolerance, rtol=4 * tolerance)
-    torch.testing.assert_close(scores, expected_scores, atol=tolerance, rtol=tolerance)
-    assert scores[0].is_contiguous()  # as `select_topk` needs it
-    logits[..., low_bit:] = float("nan")  # nobody reads them
-    before = logits.clone()
-    out = step.attended(triton_scored.attend_scored, logits)
-    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
-    expected = step.attended(attention.attend_scored, expected_logits)
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(
-        out, step.whole(triton_decode.decode_attention)[0], atol=2 * tolerance, rtol=2 * tolerance
-    )
-    assert out.is_contiguous()
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
@@ -628,8 +622,9 @@ def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int) -
 
 
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
-    """Without a GPU, in a process of its own: what runs in the interpreter cannot be compiled in the same one."""
+    """Without a GPU, in a process of its own: what runs in the interpreter cannot be compiled in the same one. The two
+    GPUs in turn: each kernel but the smallest has several shapes."""
     script = Path(__file__).parents[1] / "compile_kernels.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(script), "--in-turn"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("sm_90") == done.stdout.count("sm_80") > 20
+    assert done.stdout.count("sm_90") + done.stdout.count("sm_80") > 50
