@@ -6,7 +6,7 @@ small calls; here the codes are read once, and there is one call.
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import CDLL, byref
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ def step_of(
 def fits(codes: Tensor, *pairs: Tensor) -> bool:
     """Whether the kernels read such tiers and pairs, all of one dtype; else the definitions take over."""
     return codes.is_contiguous() and pairs[0].dtype in DTYPES and all(x.dtype == pairs[0].dtype for x in pairs)
+
+
+def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
+    """What a call with such arguments needs; None where the definition takes over."""
+    return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 
 def decode_attention_fused(

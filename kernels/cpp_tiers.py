@@ -7,6 +7,7 @@ begun with it, and a worker would take the core that the copy is to hide behind:
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import CDLL
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,11 @@ from .cursor import LENGTH, LOW_BIT
 
 # New tokens whose pairs are written at once; more are the worker's.
 WRITE_THROUGH = 16
+
+
+def library_of(*arguments: Any) -> CDLL:
+    """What a call with such arguments needs: the same for all."""
+    return tiers_library()
 
 
 def select_topk_fused(scores: Tensor, wanted: Tensor) -> None:

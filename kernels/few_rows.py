@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, m] · weightᵀ [m, n] + bias [n], rows at most `MOST_ROWS`; → [rows, n]."""
     return F.linear(x, weight, bias)
+
+
+def library_of(x: Tensor, *rest: Tensor | None) -> CDLL | None:
+    """What a call with such arguments needs; None where the definition takes over."""
+    return rows_library(x.dtype) if x.dtype in DTYPES else None
 
 
 def few_rows_fused(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,12 +24,12 @@ class Op:
 
     schema: every mutated argument marked. run: the PyTorch code that defines it. fake: its shapes under FakeTensorMode
     and on the meta device. cuda: "module:function" of the CUDA implementation, loaded on first use (triton is on Linux
-    only); None: there is none, the op is for CPUs. fused: the same in C++, for CPUs: an op `NAME_fused` of
-    its own, which lowering puts in place of the op. cost: see `costs.py`. lanes: its vmap rule, where a mapped axis
-    becomes lanes. copies: it runs on the copy stream. is_work: it takes long enough to hide a copy behind. early: it
-    starts as soon as it can, of several that could the one of the lowest number first. is_wait: it blocks until copies
-    have ended, and starts as late as it can. reads_host: it waits for the offloads by itself. capturable: a CUDA graph
-    may hold it, as it reads no length on the host.
+    only); None: there is none, the op is for CPUs. fused: the same in C++, for CPUs: an op `NAME_fused` of its own,
+    which lowering puts in place of the op. library: has that C++ compiled, for arguments like these. cost: see
+    `costs.py`. lanes: its vmap rule, where a mapped axis becomes lanes. copies: it runs on the copy stream. is_work: it
+    takes long enough to hide a copy behind. early: it starts as soon as it can, of several that could the one of the
+    lowest number first. is_wait: it blocks until copies have ended, and starts as late as it can. reads_host: it waits
+    for the offloads by itself. capturable: a CUDA graph may hold it, as it reads no length on the host.
     """
 
     schema: str
@@ -37,6 +37,7 @@ class Op:
     fake: Callable[..., Any]
     cuda: str | None = None
     fused: Callable[..., Any] | None = None
+    library: Callable[..., object] | None = None
     cost: CostOf = costs.nothing
     lanes: Callable[..., Any] | None = None
     copies: bool = False
@@ -56,7 +57,7 @@ def with_fused(op: Op) -> Iterator[Op]:
     yield op
     if op.fused is not None:
         schema = op.schema.replace("(", "_fused(", 1)
-        yield replace(op, schema=schema, run=op.fused, fused=None, cuda=None, lanes=None)
+        yield replace(op, schema=schema, run=op.fused, fused=None, library=None, cuda=None, lanes=None)
 
 
 def fake_nothing(*args: object) -> None:
@@ -140,29 +141,29 @@ DECLARED = (
     Op(
         "few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
         few_rows.few_rows, few_rows.fake_few_rows,
-        fused=few_rows.few_rows_fused, is_work=True,
+        fused=few_rows.few_rows_fused, library=few_rows.library_of, is_work=True,
     ),
     Op(
         "decode_attention" + DECODE,
         attention.decode_attention, fake_decode_attention, "triton_decode:decode_attention",
-        fused=cpp_decode.decode_attention_fused, cost=costs.decode_attention, lanes=widened_decode_attention,
-        is_work=True,
+        fused=cpp_decode.decode_attention_fused, library=cpp_decode.library_of, cost=costs.decode_attention,
+        lanes=widened_decode_attention, is_work=True,
     ),
     Op(
         "score_low_bit" + SCORE,
         attention.score_low_bit, fake_score_low_bit, "triton_scored:score_low_bit",
-        fused=cpp_decode.score_low_bit_fused, cost=costs.score_low_bit, is_work=True,
+        fused=cpp_decode.score_low_bit_fused, library=cpp_decode.library_of, cost=costs.score_low_bit, is_work=True,
     ),
     Op(
         "correct(Tensor scores, Tensor? missed, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) corrected) -> ()",
         tiers.correct, fake_nothing, "copy_stream:correct",
-        fused=cpp_tiers.correct_fused, cost=costs.correct,
+        fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of, cost=costs.correct,
     ),
     Op(
         "attend_scored" + SCORED,
         attention.attend_scored, fake_extend_attention, "triton_scored:attend_scored",
-        fused=cpp_decode.attend_scored_fused, cost=costs.attend_scored, is_work=True,
+        fused=cpp_decode.attend_scored_fused, library=cpp_decode.library_of, cost=costs.attend_scored, is_work=True,
     ),
     Op(
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
@@ -173,7 +174,7 @@ DECLARED = (
     Op(
         "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",
         tiers.select_topk, fake_nothing, "triton_select:select_topk",
-        fused=cpp_tiers.select_topk_fused, cost=costs.select_topk, early=0,
+        fused=cpp_tiers.select_topk_fused, library=cpp_tiers.library_of, cost=costs.select_topk, early=0,
     ),
     Op(
         "select_pages(Tensor scores, Tensor(a!) wanted, int page) -> ()",
@@ -184,7 +185,7 @@ DECLARED = (
         "prefetch(Tensor wanted, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) fetched) -> ()",
         tiers.prefetch, fake_nothing, "copy_stream:prefetch",
-        fused=cpp_tiers.prefetch_fused, cost=costs.prefetch, copies=True, early=1,
+        fused=cpp_tiers.prefetch_fused, library=cpp_tiers.library_of, cost=costs.prefetch, copies=True, early=1,
     ),
     Op(
         "wait(Tensor after, Tensor cursor, Tensor(a!) slots, Tensor(b!) slot_index, Tensor(c!) wanted) -> ()",
@@ -194,14 +195,14 @@ DECLARED = (
     Op(
         "offload(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) host) -> ()",
         tiers.offload, fake_nothing, "copy_stream:offload",
-        fused=cpp_tiers.offload_fused, cost=costs.offload, copies=True, early=2,
+        fused=cpp_tiers.offload_fused, library=cpp_tiers.library_of, cost=costs.offload, copies=True, early=2,
     ),
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
         "Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, "
         f"{LAYOUT}, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, "triton_append:append",
-        fused=cpp_tiers.append_fused, cost=costs.append, early=3,
+        fused=cpp_tiers.append_fused, library=cpp_tiers.library_of, cost=costs.append, early=3,
     ),
     Op(
         "keep_keys(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) device_keys) -> ()",

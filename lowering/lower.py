@@ -12,6 +12,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
 from specache_compile.kernels.ops import op_of
@@ -71,16 +72,21 @@ def op_by_op(graph_module: GraphModule) -> GraphModule:
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:
-    """On a CPU, ops that have a C++ kernel become it: the same schema, the same numbers but for rounding."""
-    for node in graph_module.graph.nodes:
-        op = op_of(node.target)
-        if op is None or op.fused is None:
+    """On a CPU, ops that have a C++ kernel become it: the same schema, the same numbers but for rounding.
+
+    It is compiled here, where a person is told of it, and not in the first step.
+    """
+    ours = [(node, op) for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None]
+    fused = [(node, op) for node, op in ours if op.fused is not None]
+    if fused:
+        tell("C++ kernels")
+    for node, op in fused:
+        arguments = map_arg(node.args, value_of)
+        if {given.device.type for given in arguments if isinstance(given, torch.Tensor)} != {"cpu"}:
             continue
-        devices = {
-            value.device.type for value in map(value_of, node.all_input_nodes) if isinstance(value, torch.Tensor)
-        }
-        if devices == {"cpu"}:
-            node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
+        node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
+        if op.library is not None:
+            op.library(*arguments)
 
 
 def trust_indices(graph_module: GraphModule) -> None:

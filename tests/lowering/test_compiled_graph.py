@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import LlamaForCausalLM
 
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from generated_code import compiled_phases, launches, names, state_left_alone
+from specache_compile.kernels import cpp_library
+from specache_compile.lowering import progress
 from specache_compile.runtime.records import find_record
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}
@@ -56,6 +59,26 @@ def test_the_pre_decode_runs_op_by_op_with_the_kernels_of_the_compiled_step(llam
     called = [str(node.target) for node in run.graph.nodes if "specache." in str(node.target)]
     ops = ["wait", "decode_attention_fused", "select_topk_fused", "prefetch_fused"]
     assert called == 2 * [f"specache.{op}.default" for op in ops]
+
+
+def test_the_steps_cpp_is_compiled_while_a_person_is_told_so(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not in the first step."""
+    asked_for: dict[str, bool] = {}
+
+    def load(name: str, *rest: Any) -> Any:
+        asked_for.setdefault(name, progress.current.get() is not None)
+        return compiled(name, *rest)
+
+    compiled = cpp_library.compiled
+    monkeypatch.setattr(cpp_library, "compiled", load)
+    for library in (cpp_library.decode_library, cpp_library.rows_library, cpp_library.tiers_library):
+        library.cache_clear()
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options=OPTIONS)
+    greedy_unmasked(twin, prompt(70), 3)
+    assert asked_for == {"cpp_decode.cpp": True, "cpp_rows.cpp": True, "cpp_tiers.cpp": True}
 
 
 def test_the_prefill_hands_each_layer_over_as_soon_as_it_has_it(code: dict[str, list[str]]) -> None:
