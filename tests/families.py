@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ class Family:
     lanes: int = 2
     note: str = ""
     reason: str = "sliding window"
+
+    @property
+    def one_layer(self) -> Family:
+        """Its first layer alone, for a family whose layers are all alike."""
+        return replace(self, settings={**self.settings, "num_hidden_layers": 1}, rewritten=1)
 
     def model(self) -> Any:
         """The model in float32, never stopping early; weights large enough that logits are well apart, biases and
