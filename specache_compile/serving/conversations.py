@@ -42,7 +42,7 @@ class Bounds:
     disk_bytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Conversation:
     """`ids` int64 [n]: the tokens that the cache holds; the first `prompt` of them were the last request's. `folder`:
     where it is saved, while it is not in memory. `moved`: bytes that its session is known to have moved."""
@@ -233,7 +233,7 @@ def size_of(folder: Path) -> int:
 def locked(folder: Path) -> FileLock:
     """The folder for this server alone; SpecacheError where another has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / ".lock", thread_local=False)  # it is released by the thread that closes
     try:
         lock.acquire(timeout=0)
     except Timeout:
