@@ -14,7 +14,7 @@ import openai
 
 from conftest import LOSSLESS, tiny_llama
 from specache_compile.cli import options_of, parser
-from specache_compile.serving.command import bound, make_server
+from specache_compile.serving.command import bound, make_server, url_of
 from specache_compile.serving.model import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
@@ -36,12 +36,12 @@ def serving(checkpoint: Path, *flags: str) -> Iterator[Served]:
     """`specache serve checkpoint ...`, in a thread."""
     args = parser().parse_args(["serve", str(checkpoint), "--port", "0", "--device", "cpu", *FLAGS, *flags])
     with bound(args.host, args.port) as listener:
-        server = make_server(args, options_of(args))
+        server = make_server(args, options_of(args), listener)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        url = url_of(listener)
         try:
             with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
                 yield Served(url, client, str(checkpoint), server)

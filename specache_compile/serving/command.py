@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import ipaddress
 import socket
 import sys
 from pathlib import Path
@@ -59,9 +60,8 @@ def add_serve(command: argparse.ArgumentParser) -> None:
 def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Serve until interrupted."""
     with bound(args.host, args.port) as listener:
-        server = make_server(args, options)
-        port = listener.getsockname()[1]
-        print(f"{args.model} at http://{args.host}:{port}/v1; Ctrl+C stops", file=sys.stderr)
+        server = make_server(args, options, listener)
+        print(f"{args.model} at {url_of(listener)}/v1; Ctrl+C stops", file=sys.stderr)
         server.run([listener])
 
 
@@ -78,8 +78,13 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(args: argparse.Namespace, options: dict[str, Any]) -> Server:
-    """The server, with its model loaded; `run` it on a socket. SpecacheError where the extra `serve` is missing."""
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> Server:
+    """The server, with its model loaded, to be run on that socket. SpecacheError where the extra `serve` is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise not_installed("serve", missing)
@@ -93,13 +98,16 @@ def make_server(args: argparse.Namespace, options: dict[str, Any]) -> Server:
     from .metrics import Metrics
     from .model import ServedModel
     from .server import application
+    from .session_folder import SessionFolder
 
+    loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     tell_origin(args.model)
     served, metrics = ServedModel(args.model, args.device, options), Metrics()
     model, _ = served.load_model_and_processor(args.model)
-    conversations = Conversations(model, bounds(args, model.device), args.session_folder, metrics.note_evicted)
+    folder = args.session_folder and SessionFolder(args.session_folder, int(args.session_disk_gib * GIB))
+    conversations = Conversations(model, bounds(args, model.device), folder, metrics.note_evicted)
     generation = Generation(model, conversations, metrics, limit_of(model), args.queue)
-    app = application(served, generation, metrics, args.host)
+    app = application(served, generation, metrics, loopback)
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOPPING))
 
 
@@ -114,5 +122,4 @@ def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
         conversations=args.sessions,
         host_bytes=host if args.session_host_gib is None else int(args.session_host_gib * GIB),
         device_bytes=on_device if args.session_device_gib is None else int(args.session_device_gib * GIB),
-        disk_bytes=int(args.session_disk_gib * GIB),
     )

@@ -12,6 +12,7 @@ import time
 import uuid
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.stats import stats
 
-from .conversations import Conversation, Conversations
+from .conversation import Conversation
+from .conversations import Conversations
 from .metrics import Metrics
 
 # Tokens that an answer may have where a request does not say.
@@ -91,8 +93,11 @@ class Generation(GenerateManager):
         self.tickets: weakref.WeakValueDictionary[str, Ticket] = weakref.WeakValueDictionary()
         self.waiting: list[Ticket] = []
         metrics.queue.set_function(self.queued)
-        for place in ("host", "device", "disk"):
-            metrics.session_bytes.labels(place).set_function(lambda place=place: conversations.total(place))
+        for place in ("host", "device"):
+            metrics.session_bytes.labels(place).set_function(partial(conversations.total, place))
+        folder = conversations.folder
+        if folder is not None:
+            metrics.session_bytes.labels("disk").set_function(folder.total)
         metrics.sessions.labels("memory").set_function(lambda: len(conversations.in_memory))
         metrics.sessions.labels("disk").set_function(lambda: len(conversations.on_disk))
 

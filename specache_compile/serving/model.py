@@ -23,6 +23,12 @@ class ServedModel(ModelManager):
         """There is one model and no revision of it."""
         return model_id
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        model, _ = self.load_model_and_processor(self.force_model)
+        return int(model.config.get_text_config().vocab_size)
+
     def _load_processor(self, *given: Any, **more: Any) -> Any:
         if is_byte_level(self.checkpoint):
             return byte_tokenizer()

@@ -4,12 +4,15 @@ answer are refused here, so that no answer is silently another one."""
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
+
+from .model import ServedModel
 
 # Arguments of the chat template's call that are the server's.
 RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
@@ -65,7 +68,7 @@ class ChatBody(Body):
     tool_choice: Literal["auto", "none"] | None = None
     functions: None = None
     function_call: None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0)], float] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("chat_template_kwargs")
@@ -80,11 +83,17 @@ class ChatBody(Body):
 class OpenAIConfig:
     """How a request's fields become a generation's: as OpenAI has them, where `transformers serve` differs."""
 
+    model_manager: ServedModel
+
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **more: Any) -> Any:
         # The seed is set when the model begins with the request, not while another one draws.
         own = {name: value for name, value in body.items() if name != "seed"}
         config = super()._build_generation_config(own, *given, **more)  # type: ignore[misc]
         config.max_new_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        config.cache_implementation = None  # the cache is a conversation's
+        unknown = [token for token in body.get("logit_bias") or () if int(token) >= self.model_manager.vocabulary]
+        if unknown:
+            raise HTTPException(400, f"logit_bias: the model has no token {unknown[0]}")
         if body.get("temperature") is not None or body.get("top_p") is not None:
             config.do_sample = body.get("temperature") != 0
         return config

@@ -29,23 +29,22 @@ from .requests import Body, ChatBody, ChatCompletions, CompletionBody, Completio
 LARGEST_BODY = 16 << 20
 # nginx's status for what nobody waited for.
 CLIENT_LEFT = 499
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
-def application(served: ServedModel, generation: Generation, metrics: Metrics, host: str) -> FastAPI:
-    """The server's routes. On a loopback host requests that were meant for another name are refused, as a web page
-    that has its name resolve to this machine would send them."""
+def application(served: ServedModel, generation: Generation, metrics: Metrics, loopback: bool) -> FastAPI:
+    """The server's routes. loopback: it listens for this machine alone. Requests to another name are refused then, as a
+    web page would send them that has its own name resolve to this machine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(generation.stop)
-        served.shutdown()
 
     app = FastAPI(title="specache", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Tickets, metrics=metrics)
-    if host in LOOPBACK:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"])
+    if loopback:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK)
     queue = OneQueue(generation)
     chats, completions = ChatCompletions(served, queue), Completions(served, queue)
     name = str(served.force_model)
