@@ -126,7 +126,7 @@ def not_installed(extra: str, modules: Sequence[str]) -> SpecacheError:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> SpecacheError:
-    return SpecacheError(f"cannot listen at {host}:{port} ({error.strerror}): give another --host or --port")
+    return SpecacheError(f"cannot listen at --host {host} --port {port} ({error.strerror}): give others")
 
 
 def folder_is_served(folder: Path) -> SpecacheError:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import openai
 
 from conftest import LOSSLESS, tiny_llama
 from specache_compile.cli import options_of, parser
-from specache_compile.serving.command import bound, make_server, url_of
+from specache_compile.serving.command import running
 from specache_compile.serving.model import byte_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
@@ -23,31 +20,22 @@ FLAGS = [word for name, value in LOSSLESS.items() for word in (f"--{name.replace
 
 @dataclass
 class Served:
-    """A running server: its address, and an OpenAI client of it that takes no answer for granted."""
+    """A running server: its address, the model's name, and an OpenAI client of it, which asks once."""
 
     url: str
-    client: openai.OpenAI
     name: str
-    server: Any
+    client: openai.OpenAI
 
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, *flags: str) -> Iterator[Served]:
-    """`specache serve checkpoint ...`, in a thread."""
+    """`specache serve checkpoint ...`."""
     args = parser().parse_args(["serve", str(checkpoint), "--port", "0", "--device", "cpu", *FLAGS, *flags])
-    with bound(args.host, args.port) as listener:
-        server = make_server(args, options_of(args), listener)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        url = url_of(listener)
-        try:
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                yield Served(url, client, str(checkpoint), server)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with (
+        running(args, options_of(args)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield Served(url, str(checkpoint), client)
 
 
 def write_checkpoint(folder: Path) -> Path:

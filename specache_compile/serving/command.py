@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import ipaddress
 import socket
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +69,33 @@ def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
         server.run([listener])
 
 
+@contextlib.contextmanager
+def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
+    """The same in a thread of this process; the server's URL, which answers."""
+    with bound(args.host, args.port) as listener:
+        server = make_server(args, options, listener)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def bound(host: str, port: int) -> socket.socket:
     """A socket that does not listen yet: a port that is taken is told before a model is loaded."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if not 0 <= port < 1 << 16:  # getaddrinfo would take its lower bits
+        raise SpecacheError(f"--port {port}: give a port, 0 to 65535")
     try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()

@@ -90,6 +90,8 @@ class OpenAIConfig:
         own = {name: value for name, value in body.items() if name != "seed"}
         config = super()._build_generation_config(own, *given, **more)  # type: ignore[misc]
         config.max_new_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        if not config.do_sample:
+            config.temperature = config.top_p = config.top_k = None
         config.cache_implementation = None  # the cache is a conversation's
         unknown = [token for token in body.get("logit_bias") or () if int(token) >= self.model_manager.vocabulary]
         if unknown:

@@ -7,18 +7,21 @@ names, and unloads all, for whoever asks.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specache_compile.errors import SpecacheError
 
 from .generation import Generation, OneQueue, Ticket
 from .metrics import Metrics
@@ -29,6 +32,8 @@ from .requests import Body, ChatBody, ChatCompletions, CompletionBody, Completio
 LARGEST_BODY = 16 << 20
 # nginx's status for what nobody waited for.
 CLIENT_LEFT = 499
+# How the handlers begin the event that says why a stream has failed. Text within events has its quotes escaped.
+STREAM_ERROR = 'data: {"error": "'
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
@@ -56,7 +61,11 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, l
         ticket: Ticket = request.state.ticket
         ticket.seed = body.seed
         generation.tickets[ticket.id] = ticket
-        return await while_waited_for(request, handler.handle_request(body.model_dump(exclude_none=True), ticket.id))
+        given = body.model_dump(exclude_none=True)
+        response = await while_waited_for(request, handler.handle_request(given, ticket.id))
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = with_errors(response.body_iterator)
+        return response
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Any:
@@ -86,6 +95,7 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, l
     _, processor = served.load_model_and_processor(name)
     app.add_exception_handler(StarletteHTTPException, refused)
     app.add_exception_handler(RequestValidationError, malformed)
+    app.add_exception_handler(SpecacheError, failed)  # without a traceback: it says all
     app.add_exception_handler(Exception, failed)
     return app
 
@@ -104,6 +114,17 @@ async def while_waited_for(request: Request, work: Awaitable[Any]) -> Any:
 async def disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def with_errors(events: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    """A stream's events, an error in the form that OpenAI's clients read."""
+    async for event in events:
+        before, begun, message = event.rpartition(STREAM_ERROR)
+        if not begun:
+            yield event
+            continue
+        told = json.loads(STREAM_ERROR.removeprefix("data: ") + message)["error"]
+        yield f"{before}data: {json.dumps(described(500, told))}\n\n"
 
 
 class Tickets:
@@ -147,22 +168,22 @@ class Tickets:
                 self.metrics.requests.labels(status).inc()
 
 
-def error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def described(status: int, message: str) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"error": {"message": message, "type": kind, "code": status}}
-    return JSONResponse(told, status, dict(headers or {}))
+    return {"error": {"message": message, "type": kind, "code": status}}
 
 
 async def refused(request: Request, exception: Any) -> JSONResponse:
-    return error(exception.status_code, str(exception.detail), exception.headers)
+    told = described(exception.status_code, str(exception.detail))
+    return JSONResponse(told, exception.status_code, exception.headers)
 
 
 async def malformed(request: Request, exception: Any) -> JSONResponse:
     """A body that is no JSON, or whose fields are not what they should be: each by its place."""
     faults = (f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in exception.errors())
-    return error(400, "; ".join(faults))
+    return JSONResponse(described(400, "; ".join(faults)), 400)
 
 
 async def failed(request: Request, exception: Exception) -> JSONResponse:
-    return error(500, str(exception) or type(exception).__name__)
+    return JSONResponse(described(500, str(exception) or type(exception).__name__), 500)

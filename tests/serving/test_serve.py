@@ -250,4 +250,16 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "/no/such/model", "--port", served.url.rpartition(":")[2]]) == 2
-    assert "give another --host or --port" in capsys.readouterr().err
+    assert "cannot listen at --host 127.0.0.1" in capsys.readouterr().err
+
+
+def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path) -> None:
+    """In a stream too, which has begun by then."""
+    with serving(checkpoint, "--host-memory", "300000") as served:
+        ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 900, "max_tokens": 2}
+        with pytest.raises(openai.InternalServerError, match="the host tier would need"):
+            served.client.completions.create(**ask)
+        with pytest.raises(openai.APIError, match="the host tier would need"):
+            list(served.client.completions.create(**ask, stream=True))
+        assert figures(served)["specache_requests_total 500"] == 1
+        assert served.client.completions.create(**{**ask, "prompt": "a" * 90}).usage.completion_tokens == 2
