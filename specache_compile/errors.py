@@ -133,7 +133,7 @@ def folder_is_served(folder: Path) -> SpecacheError:
     return SpecacheError(f"another server keeps its sessions in {folder}: give this one a folder of its own")
 
 
-def not_kept(error: SpecacheError) -> str:
+def not_kept(error: Exception) -> str:
     return f"a session is not kept, and its conversation's next turn is read from its beginning: {error}"
 
 

@@ -128,7 +128,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     tell_origin(args.model)
     served, metrics = ServedModel(args.model, args.device, options), Metrics()
-    model, _ = served.load_model_and_processor(args.model)
+    model, _ = served.one()
     folder = args.session_folder and SessionFolder(args.session_folder, int(args.session_disk_gib * GIB))
     conversations = Conversations(model, bounds(args, model.device), folder, metrics.note_evicted)
     generation = Generation(model, conversations, metrics, limit_of(model), args.queue)

@@ -26,8 +26,11 @@ class ServedModel(ModelManager):
     @property
     def vocabulary(self) -> int:
         """Tokens that the model knows."""
-        model, _ = self.load_model_and_processor(self.force_model)
-        return int(model.config.get_text_config().vocab_size)
+        return int(self.one()[0].config.get_text_config().vocab_size)
+
+    def one(self) -> tuple[Any, Any]:
+        """The model and its tokenizer."""
+        return self.load_model_and_processor(str(self.force_model))
 
     def _load_processor(self, *given: Any, **more: Any) -> Any:
         if is_byte_level(self.checkpoint):

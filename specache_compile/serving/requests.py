@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.utils import BaseHandler
 
 from .model import ServedModel
 
@@ -80,7 +81,7 @@ class ChatBody(Body):
         return given
 
 
-class OpenAIConfig:
+class AsOpenAI(BaseHandler):
     """How a request's fields become a generation's: as OpenAI has them, where `transformers serve` differs."""
 
     model_manager: ServedModel
@@ -88,22 +89,22 @@ class OpenAIConfig:
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **more: Any) -> Any:
         # The seed is set when the model begins with the request, not while another one draws.
         own = {name: value for name, value in body.items() if name != "seed"}
-        config = super()._build_generation_config(own, *given, **more)  # type: ignore[misc]
+        config = super()._build_generation_config(own, *given, **more)
         config.max_new_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        if body.get("temperature") is not None or body.get("top_p") is not None:
+            config.do_sample = body.get("temperature") != 0
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = None
         config.cache_implementation = None  # the cache is a conversation's
-        unknown = [token for token in body.get("logit_bias") or () if int(token) >= self.model_manager.vocabulary]
+        unknown = [token for token in body.get("logit_bias") or () if token >= self.model_manager.vocabulary]
         if unknown:
             raise HTTPException(400, f"logit_bias: the model has no token {unknown[0]}")
-        if body.get("temperature") is not None or body.get("top_p") is not None:
-            config.do_sample = body.get("temperature") != 0
         return config
 
 
-class Completions(OpenAIConfig, CompletionHandler):
+class Completions(AsOpenAI, CompletionHandler):
     pass
 
 
-class ChatCompletions(OpenAIConfig, ChatCompletionHandler):
+class ChatCompletions(AsOpenAI, ChatCompletionHandler):
     pass

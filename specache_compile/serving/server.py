@@ -92,7 +92,7 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, l
     def tell() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    _, processor = served.load_model_and_processor(name)
+    _, processor = served.one()
     app.add_exception_handler(StarletteHTTPException, refused)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_exception_handler(SpecacheError, failed)  # without a traceback: it says all
