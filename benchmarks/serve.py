@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.model is None:
             write_checkpoint(Path(folder), args.layers)
         model = args.model or folder
-        served = parser().parse_args(["serve", model, "--port", "0", "--lowering", args.lowering, "--top-k", "64"])
+        served = parser().parse_args(["serve", model, "--port", "0", "--lowering", args.lowering])
         with running(served, options_of(served)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             conversations = tqdm(range(0, 2 + 2 * args.repeats, 2), "conversations", file=sys.stderr)
             _, *counted = [conversation(client, model, args.tokens, seed) for seed in conversations]

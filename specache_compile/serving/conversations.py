@@ -67,9 +67,12 @@ class Conversations:
         return replace(conversation, cache=copy.deepcopy(conversation.cache), moved=(0, 0))
 
     def put(self, conversation: Conversation) -> None:
-        """Keep it, as the most recently used; others, or itself, are evicted until all is within the bounds."""
+        """Keep it, as the most recently used; `trim` is to follow."""
         conversation.note()
         self.in_memory.append(conversation)
+
+    def trim(self) -> None:
+        """Evict until all is within the bounds."""
         self.make_room(self.bounds.conversations)
 
     def make_room(self, conversations: int) -> None:

@@ -195,6 +195,7 @@ class Generation(GenerateManager):
         conversation.ids = torch.tensor(listener.ids[:held], dtype=torch.int64)
         if held and held == len(conversation.ids):
             self.conversations.put(conversation)
+            self.submit(self.conversations.trim)  # to disk, it takes a while: nobody's answer waits for it
 
     def count(self, conversation: Conversation) -> None:
         """The bytes that its session has moved since it was last counted."""

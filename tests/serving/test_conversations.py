@@ -42,6 +42,7 @@ def hold(kept: Conversations, ids: torch.Tensor) -> Conversation:
     kept.model(ids[None], past_key_values=cache, use_cache=True)
     conversation = Conversation(ids, cache, prompt=len(ids))
     kept.put(conversation)
+    kept.trim()
     return conversation
 
 
@@ -114,6 +115,7 @@ def test_the_least_recently_used_one_goes_first(compiled: LlamaForCausalLM) -> N
     assert kept.in_memory == [first, third]
     kept.bounds = Bounds(2, bytes_of(third.cache)["host"], 0)
     kept.put(kept.take(torch.cat([third.ids, second.ids[:1]])))
+    kept.trim()
     assert kept.in_memory == [third]
     assert evicted == ["nowhere"] * 2
 
