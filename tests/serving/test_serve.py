@@ -25,6 +25,8 @@ from specache_compile.cli import main
 
 pytestmark = pytest.mark.one_process
 
+NEEDLE = Path(__file__).parent.parent.parent / "examples" / "needle-llama"
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -171,13 +173,13 @@ def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: 
         endless.close()
         waiting.join()
         assert len(second[0]) == 8
-        assert figures(served)["specache_generated_tokens_total"] < 1000
+        before = figures(served)
+        assert before["specache_generated_tokens_total"] < 1900
         with pytest.raises(openai.APITimeoutError):
-            served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=1900, timeout=0.3)
+            served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=1900, timeout=1)
+        wait_for(served, "specache_left_total", 2)
         wait_for(served, "specache_running", 0)
-        now = figures(served)
-        assert now["specache_left_total"] == 2
-        assert now["specache_generated_tokens_total"] < 1500
+        assert 0 < grown(served, before, "specache_generated_tokens_total") < 1900
 
 
 def wait_for(served: Served, name: str, value: float) -> None:
@@ -265,6 +267,16 @@ def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Pat
             list(served.client.completions.create(**ask, stream=True))
         assert figures(served)["specache_requests_total 500"] == 1
         assert served.client.completions.create(**{**ask, "prompt": "a" * 90}).usage.completion_tokens == 2
+
+
+def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
+    filler = "def nothing():\n    return None\n" * 6
+    prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
+    with serving(NEEDLE) as served:
+        ask: dict[str, Any] = {"model": served.name, "temperature": 0, "max_tokens": 5}
+        assert served.client.completions.create(**ask, prompt=prompt).choices[0].text == "40712"
+        with pytest.raises(openai.BadRequestError, match="has no chat template: ask /v1/completions"):
+            say(served, [{"role": "user", "content": prompt}])
 
 
 def test_requests_at_once_are_answered_each_its_own(served: Served, uncompiled: LlamaForCausalLM) -> None:
