@@ -14,7 +14,10 @@ from specache_compile.cli import options_of, parser
 from specache_compile.serving.command import running
 from specache_compile.serving.model import byte_tokenizer
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
+)
 FLAGS = [word for name, value in LOSSLESS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 

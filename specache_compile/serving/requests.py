@@ -4,10 +4,11 @@ answer are refused here, so that no answer is silently another one."""
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Annotated, Any, Literal
 
 from fastapi import HTTPException
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -17,6 +18,14 @@ from .model import ServedModel
 
 # Arguments of the chat template's call that are the server's.
 RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+def is_json(text: str) -> str:
+    json.loads(text)
+    return text
 
 
 class Body(BaseModel):
@@ -30,8 +39,8 @@ class Body(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     frequency_penalty: float | None = Field(None, ge=0, le=2)
-    presence_penalty: Literal[0] | None = None
-    stop: str | list[str] | None = None
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     n: Literal[1] | None = None
     generation_config: None = None
@@ -50,11 +59,23 @@ class TextPart(BaseModel):
     text: str
 
 
+class Function(BaseModel):
+    name: str
+    arguments: Annotated[str, AfterValidator(is_json)]
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    function: Function
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ResponseFormat(BaseModel):
@@ -67,8 +88,12 @@ class ChatBody(Body):
     logprobs: Literal[False] | None = None
     response_format: ResponseFormat | None = None
     tool_choice: Literal["auto", "none"] | None = None
+    tools: list[dict[str, Any]] | None = None
     functions: None = None
     function_call: None = None
+    reasoning_effort: None = None
+    audio: None = None
+    web_search_options: None = None
     logit_bias: dict[Annotated[int, Field(ge=0)], float] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -88,7 +113,7 @@ class AsOpenAI(BaseHandler):
 
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **more: Any) -> Any:
         # The seed is set when the model begins with the request, not while another one draws.
-        own = {name: value for name, value in body.items() if name != "seed"}
+        own = {name: value for name, value in body.items() if name != "seed" and value not in ([], {})}
         config = super()._build_generation_config(own, *given, **more)
         config.max_new_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
         if body.get("temperature") is not None or body.get("top_p") is not None:

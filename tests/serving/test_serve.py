@@ -189,6 +189,10 @@ def wait_for(served: Served, name: str, value: float) -> None:
         time.sleep(0.02)
 
 
+HELLO = {"role": "user", "content": "Hello"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{"}}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -198,7 +202,12 @@ def wait_for(served: Served, name: str, value: float) -> None:
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1"),
         ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages.0.role"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+        ("chat/completions", {"messages": [{"role": "critic", "content": "a"}]}, 400, "no critics here"),
+        ("chat/completions", {"messages": [CALL]}, 400, "messages.0.tool_calls.0.function.arguments"),
+        ("chat/completions", {"messages": [HELLO], "logit_bias": {"128": 1}}, 400, "the model has no token 128"),
+        ("chat/completions", {"messages": [HELLO], "chat_template_kwargs": {"tokenize": False}}, 400, "tokenize"),
         ("completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+        ("completions", {"prompt": "a", "stop": ""}, 400, "stop"),
         ("completions", {"prompt": ""}, 400, "the prompt is empty"),
         ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "n": 2}, 400, "n: Input should be 1"),
@@ -220,6 +229,20 @@ def test_what_cannot_be_answered_is_refused(served: Served, path: str, body: Any
         urllib.request.urlopen(request)
     assert refused.value.code == status
     assert message in json.load(refused.value)["error"]["message"]
+
+
+def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    nothing: dict[str, Any] = {"n": 1, "presence_penalty": 0.0, "stop": [], "logit_bias": {}, "logprobs": False}
+    ask: dict[str, Any] = {"model": served.name, "messages": [HELLO], "max_completion_tokens": 3}
+    assert served.client.chat.completions.create(**ask, **nothing).usage.completion_tokens == 3
+
+
+def test_a_stop_string_ends_an_answer(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    expected = answer(uncompiled, "Stop there. " * 5, 12)
+    ask: dict[str, Any] = {"model": served.name, "prompt": "Stop there. " * 5, "max_tokens": 12, "temperature": 0}
+    choice = served.client.completions.create(**ask, stop=expected[5:7]).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.text == expected[: expected.index(expected[5:7]) + 2]
 
 
 def test_a_longest_answer_ends_at_the_models_context(served: Served) -> None:
