@@ -295,6 +295,11 @@ def placed(model: Any, device: str) -> Any:
         raise SpecacheError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
+def limit_of(model: Any) -> int:
+    """The model's longest context, in tokens."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 62))
+
+
 def is_byte_level(model: str) -> bool:
     """A local checkpoint of 256 tokens without a tokenizer reads bytes, as the shipped examples do."""
     folder = Path(model)

@@ -1,4 +1,4 @@
-"""The `specache` command: explain, generate, evaluate methods, diagnose attention."""
+"""The `specache` command: explain, generate, serve, evaluate methods, diagnose attention."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from .checkpoints import is_byte_level, placed, resolved, tell_origin
+from .checkpoints import is_byte_level, limit_of, placed, resolved, tell_origin
 from .errors import OptionError, SpecacheError
-from .evaluation.command import MODEL, add_eval, limit_of, run_eval
+from .evaluation.command import MODEL, add_eval, run_eval
 from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .evaluation.reader import chat_turn
 from .explaining.devices import find_device
 from .explaining.verification import ACCEPTED
 from .kernels.costs import CORRECTED
 from .methods import METHODS, declared_options, defaults_of, parse_options
+from .serving.command import add_serve, run_serve
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: `specache explain`, `generate`, `eval` and `diagnose`."""
+    """The command line: `specache explain`, `generate`, `serve`, `eval` and `diagnose`."""
     top = argparse.ArgumentParser(prog="specache", description=DESCRIPTION)
     commands = top.add_subparsers(dest="command", required=True)
     explain = commands.add_parser(
@@ -77,7 +78,10 @@ def parser() -> argparse.ArgumentParser:
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
     )
     generate.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
-    for command in (explain, generate):
+    serve = commands.add_parser("serve", help="a compiled checkpoint behind OpenAI's interface")
+    serve.add_argument("model", metavar="CHECKPOINT", help=MODEL)
+    add_serve(serve)
+    for command in (explain, generate, serve):
         add_options(command)
     add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))
     add_diagnose(
@@ -188,6 +192,13 @@ class ByteTokenizer:
         return bytes(int(token) for token in tokens).decode(errors="replace")
 
 
+RUN = {
+    "explain": run_explain,
+    "generate": run_generate,
+    "serve": lambda args: run_serve(args, options_of(args)),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; a bad path, option or phase is one line on stderr and exit status 2."""
     args = parser().parse_args(arguments)
@@ -198,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
             run_diagnose(args, sys.argv[1:] if arguments is None else arguments)
         else:
             parse_options(options_of(args))
-            {"explain": run_explain, "generate": run_generate}[args.command](args)
+            RUN[args.command](args)
     except (SpecacheError, OptionError, OSError, ValueError) as error:
         print(f"specache: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

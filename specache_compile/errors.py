@@ -121,6 +121,22 @@ def not_drafted(reason: str) -> str:
     )
 
 
+def not_installed(extra: str, modules: Sequence[str]) -> SpecacheError:
+    return SpecacheError(f"{', '.join(modules)}: not installed; pip install 'specache-compile[{extra}]'")
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> SpecacheError:
+    return SpecacheError(f"cannot listen at --host {host} --port {port} ({error.strerror}): give others")
+
+
+def folder_is_served(folder: Path) -> SpecacheError:
+    return SpecacheError(f"another server keeps its sessions in {folder}: give this one a folder of its own")
+
+
+def not_kept(error: Exception) -> str:
+    return f"a session is not kept, and its conversation's next turn is read from its beginning: {error}"
+
+
 RECOMPILE_LIMIT = (
     "Dynamo's recompile limit was reached (raise torch._dynamo.config.recompile_limit, or recompile_limit= of "
     "torch.compile where it has it; TORCH_LOGS=recompiles shows the cause)"

@@ -75,9 +75,8 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
         rows = re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", run.stderr.split("MARK")[1])
         names = [name for _, name in rows]
         assert "specache_compile.backend" in names
-        assert [
-            n for n in names if re.match(r"specache_compile\.(explaining|evaluation|cli)|jinja2|matplotlib", n)
-        ] == []
+        others = r"specache_compile\.(explaining|evaluation|serving|cli)|jinja2|matplotlib|fastapi"
+        assert [n for n in names if re.match(others, n)] == []
         seconds.append(sum(int(microseconds) for microseconds, _ in rows) / 1e6)
         if seconds[-1] < QUICK:
             break
@@ -95,6 +94,8 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
         ("specache_compile/runtime/new.py", "from specache_compile.backend import specache"),
         ("specache_compile/methods/new.py", "from specache_compile.runtime.session import Session"),
         ("specache_compile/explaining/new.py", "from specache_compile.evaluation.tasks import TASKS"),
+        ("specache_compile/new.py", "from .serving.command import run_serve"),
+        ("specache_compile/serving/new.py", "from specache_compile.evaluation.tasks import TASKS"),
         ("specache_compile/evaluation/new.py", "from specache_compile.cli import main"),
     ],
 )

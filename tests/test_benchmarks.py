@@ -102,6 +102,16 @@ def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
     torch.testing.assert_close(*answers, atol=close, rtol=0)
 
 
+def test_the_server_benchmark_tells_a_second_turns_share(tmp_path: Path) -> None:
+    small = ("--tokens", "1000", "--layers", "1", "--repeats", "1", "--lowering", "eager")
+    printed = run("serve", *small, "--out", str(tmp_path / "out.json"))
+    report = json.loads((tmp_path / "out.json").read_text())
+    cold, second = (report[f"{turn} turn: seconds to the first token, median"] for turn in ("first", "second"))
+    assert report["share"] == pytest.approx(second / cold, rel=0.05)
+    assert 0 < second < cold
+    assert str(report["share"]) in printed
+
+
 def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:
     run("gpu_prefill", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]

@@ -10,6 +10,7 @@ import pytest
 
 from specache_compile.cli import main
 from specache_compile.explaining import explain as explaining
+from specache_compile.serving import command as serving
 
 MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
 
@@ -89,6 +90,10 @@ def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[
         (["explain", str(Path(__file__).parent)], "no usable config at"),
         (["generate", MODEL, "--prompt-file", "/no/such/file"], "/no/such/file"),
         (["generate", MODEL, "--prompt", "a", "--verify", "0"], "verify=0: give a number of tokens, 1 to 1024"),
+        (["serve", "/no/such/model", "--port", "0"], "no checkpoint at /no/such/model"),
+        (["serve", MODEL, "--port", "0", "--sessions", "0"], "--sessions 0: give a number, 1 or more"),
+        (["serve", MODEL, "--port", "70000"], "--port 70000"),
+        (["serve", MODEL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         (["explain", MODEL, "--verify", "8", "--accepted", "2"], "accepted=2.0: give a share"),
     ],
 )
@@ -101,7 +106,13 @@ def test_bad_input_is_one_line_and_exit_status_2(
     assert error[-1].startswith("specache: ")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["generate", "--help"]])
+def test_serve_names_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "NEEDED", ("no_such_module",))
+    assert main(["serve", MODEL, "--port", "0"]) == 2
+    assert "no_such_module: not installed; pip install 'specache-compile[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["generate", "--help"], ["serve", "--help"]])
 def test_help_teaches(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)

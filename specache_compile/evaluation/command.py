@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints import KNOWN, is_byte_level, origin, placed, resolved, tell_origin
+from specache_compile.checkpoints import KNOWN, is_byte_level, limit_of, origin, placed, resolved, tell_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats
@@ -176,11 +176,6 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
     reader: Reader = ByteReader() if is_byte_level(path) else TokenizerReader(AutoTokenizer.from_pretrained(path))
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return placed(model, device), reader
-
-
-def limit_of(model: Any) -> int:
-    """The model's longest context."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 62))
 
 
 def text_identity(texts: Sequence[Path]) -> list[str] | str:

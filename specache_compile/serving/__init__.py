@@ -1,0 +1,1 @@
+"""`specache serve`: a compiled checkpoint behind OpenAI's interface; only the command line imports it."""

@@ -1,0 +1,150 @@
+"""`specache serve`: a checkpoint behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import ipaddress
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from specache_compile.checkpoints import limit_of, tell_origin
+from specache_compile.errors import SpecacheError, cannot_listen, not_installed
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+    from .conversations import Bounds
+
+NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+GIB = 1 << 30
+# Seconds that requests have to end by themselves when the server is stopped.
+STOPPING = 5
+
+
+def add_serve(command: argparse.ArgumentParser) -> None:
+    """The arguments of `specache serve`, but for the checkpoint and the backend's options."""
+    command.add_argument(
+        "--host", default="127.0.0.1", help="where to listen; only this machine can reach the default (%(default)s)"
+    )
+    command.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    cuda = torch.cuda.is_available()
+    command.add_argument("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
+    command.add_argument(
+        "--queue", type=int, default=64, metavar="N", help="requests that may wait, more get status 503 (%(default)s)"
+    )
+    group = command.add_argument_group(
+        "sessions", "the caches of conversations, kept for their next turns; the least recently used one goes first"
+    )
+    group.add_argument(
+        "--sessions", type=int, default=16, metavar="N", help="most in memory, the running one among them (%(default)s)"
+    )
+    group.add_argument("--session-host-gib", type=float, metavar="GIB", help="of host memory (half of what is free)")
+    group.add_argument(
+        "--session-device-gib", type=float, metavar="GIB", help="of device memory (half of what is free)"
+    )
+    group.add_argument(
+        "--session-folder", type=Path, metavar="DIR",
+        help="where to keep sessions that memory has no room for; a later server goes on with them",
+    )  # fmt: skip
+    group.add_argument(
+        "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="of that folder (%(default)s)"
+    )
+
+
+def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Serve until interrupted."""
+    with bound(args.host, args.port) as listener:
+        server = make_server(args, options, listener)
+        print(f"{args.model} at {url_of(listener)}/v1; Ctrl+C stops", file=sys.stderr)
+        server.run([listener])
+
+
+@contextlib.contextmanager
+def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
+    """The same in a thread of this process; the server's URL, which answers."""
+    with bound(args.host, args.port) as listener:
+        server = make_server(args, options, listener)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet: a port that is taken is told before a model is loaded."""
+    if not 0 <= port < 1 << 16:  # getaddrinfo would take its lower bits
+        raise SpecacheError(f"--port {port}: give a port, 0 to 65535")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise cannot_listen(host, port, error) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> Server:
+    """The server, with its model loaded, to be run on that socket. SpecacheError where the extra `serve` is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise not_installed("serve", missing)
+    for name in ("queue", "sessions"):
+        if getattr(args, name) < 1:
+            raise SpecacheError(f"--{name} {getattr(args, name)}: give a number, 1 or more")
+    import uvicorn
+
+    from .conversations import Conversations
+    from .generation import Generation
+    from .metrics import Metrics
+    from .model import ServedModel
+    from .server import application
+    from .session_folder import SessionFolder
+
+    loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    tell_origin(args.model)
+    served, metrics = ServedModel(args.model, args.device, options), Metrics()
+    model, _ = served.one()
+    folder = args.session_folder and SessionFolder(args.session_folder, int(args.session_disk_gib * GIB))
+    conversations = Conversations(model, bounds(args, model.device), folder, metrics.note_evicted)
+    generation = Generation(model, conversations, metrics, limit_of(model), args.queue)
+    app = application(served, generation, metrics, loopback)
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOPPING))
+
+
+def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
+    """What sessions may take, as it was asked for, or half of what is free now that the model is loaded."""
+    from .conversations import Bounds
+
+    host, on_device = psutil.virtual_memory().available // 2, 0
+    if device.type == "cuda":
+        on_device = torch.cuda.mem_get_info(device)[0] // 2
+    return Bounds(
+        conversations=args.sessions,
+        host_bytes=host if args.session_host_gib is None else int(args.session_host_gib * GIB),
+        device_bytes=on_device if args.session_device_gib is None else int(args.session_device_gib * GIB),
+    )

@@ -1,0 +1,83 @@
+"""A conversation: a cache with the tokens that it holds, which a prompt that begins with them goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from specache_compile.runtime.session import session_of
+from specache_compile.runtime.state import device_total, fields_of
+
+# Tokens at the end of a prompt that the next turn's may lack: templates drop what they put before an answer (an empty
+# thought, say) once it is given.
+GENERATION_PROMPT = 32
+
+
+@dataclass(eq=False)
+class Conversation:
+    """`ids` int64 [n]: the tokens that the cache holds, the first `prompt` of them the last request's. `crops`: whether
+    it can give back its last ones. `moved`: bytes that its session is known to have moved, to the device and to the
+    host. `nbytes`: what it takes of the host's memory and of the device's, as `note` found it."""
+
+    ids: Tensor
+    cache: DynamicCache
+    prompt: int = 0
+    crops: bool = True
+    moved: tuple[int, int] = (0, 0)
+    nbytes: dict[str, int] = field(default_factory=dict)
+
+    def note(self) -> None:
+        """After its cache has gone on."""
+        self.crops, self.nbytes = can_crop(self.cache), bytes_of(self.cache)
+
+    def cut(self, n: int) -> None:
+        """Keep its first n tokens."""
+        if n < len(self.ids):
+            self.cache.crop(n - len(self.ids))
+            self.ids = self.ids[:n]
+
+
+def begun(model: Any) -> Conversation:
+    """One that holds nothing yet."""
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return Conversation(torch.empty(0, dtype=torch.int64), cache)
+
+
+def shared(ids: Tensor, prompt: Tensor) -> int:
+    """Tokens that both begin with, but for the prompt's last, which the model is asked."""
+    n = min(len(ids), len(prompt) - 1)
+    different = (ids[:n] != prompt[:n]).nonzero()
+    return int(different[0]) if len(different) else n
+
+
+def is_next_turn(n: int, prompt: int) -> bool:
+    """Whether a request that shares n tokens with a conversation is its next turn, or its last one anew. prompt: the
+    tokens of its last request."""
+    return n >= max(1, prompt - min(GENERATION_PROMPT, prompt // 2))
+
+
+def can_crop(cache: DynamicCache) -> bool:
+    """Whether all layers can give back their last tokens: no window has passed over others, nothing was evicted."""
+    session = session_of(cache)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return False
+    if session is None:
+        return True
+    return any(item.has_all_pairs for item in fields_of(session.options, session.layers[0]))
+
+
+def bytes_of(cache: DynamicCache) -> dict[str, int]:
+    """Bytes of a cache on the host and on the device; on a CPU all are the host's."""
+    session = session_of(cache)
+    layers: list[Any] = list(cache.layers)
+    plain = [x for layer in layers for x in (layer.keys, layer.values) if getattr(x, "handle", None) is None]
+    host, device = 0, sum(x.nbytes for x in plain)
+    if session is not None:
+        tiers = session.statistics.bytes_by_tier
+        host, device = tiers.get("host", 0), device + device_total(tiers)
+    on_cpu = (plain[0] if session is None else session.cursor).device.type == "cpu"
+    return {"host": host + device, "device": 0} if on_cpu else {"host": host, "device": device}

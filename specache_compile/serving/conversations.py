@@ -1,0 +1,109 @@
+"""Which conversations a server keeps between requests, and which of them a prompt goes on from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from .conversation import Conversation, begun, is_next_turn, shared
+from .session_folder import Saved, SessionFolder
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What all conversations in memory may take: their number, and bytes. A CPU's tiers are all the host's."""
+
+    conversations: int
+    host_bytes: int
+    device_bytes: int
+
+
+class Conversations:
+    """All of a server's, the least recently used first: that one leaves the memory first, for the folder where there is
+    one. One thread at a time; `total` may be asked from another.
+
+    note_evicted: told "disk" or "nowhere" of each one that leaves the memory.
+    """
+
+    def __init__(
+        self, model: Any, bounds: Bounds, folder: SessionFolder | None, note_evicted: Callable[[str], object]
+    ) -> None:
+        self.model, self.bounds, self.folder, self.note_evicted = model, bounds, folder, note_evicted
+        self.in_memory: list[Conversation] = []
+
+    @property
+    def on_disk(self) -> list[Saved]:
+        return [] if self.folder is None else self.folder.saved
+
+    def take(self, prompt: Tensor) -> Conversation:
+        """One that holds a prefix of `prompt` int64 [n], n ≥ 1, the longest there is, for the caller alone, who gives
+        it back to `put` or drops it. Its next turn takes a conversation away from here; another request that begins
+        alike has a copy, where that is not more than twice what it wants; any other one begins anew."""
+        kept: list[Conversation | Saved] = [*self.on_disk, *self.in_memory]
+        lengths = [shared(conversation.ids, prompt) for conversation in kept]
+        serving = [i for i, conversation in enumerate(kept) if serves(conversation, lengths[i])]
+        best = max(serving, key=lambda i: (lengths[i], i), default=None)
+        taken = None if best is None else self.owned(kept[best], is_next_turn(lengths[best], kept[best].prompt))
+        self.make_room(self.bounds.conversations - 1)
+        if taken is None or best is None:
+            return begun(self.model)
+        taken.cut(lengths[best])
+        return taken
+
+    def owned(self, conversation: Conversation | Saved, leave: bool) -> Conversation | None:
+        """A conversation for the caller alone: itself, where it is to `leave`, or a copy. None where a saved one cannot
+        be read."""
+        if isinstance(conversation, Saved):
+            assert self.folder is not None
+            return self.folder.read(conversation, self.model, leave)
+        self.in_memory.remove(conversation)
+        if leave:
+            return conversation
+        self.in_memory.append(conversation)
+        return replace(conversation, cache=copy.deepcopy(conversation.cache), moved=(0, 0))
+
+    def put(self, conversation: Conversation) -> None:
+        """Keep it, as the most recently used; `trim` is to follow."""
+        conversation.note()
+        self.in_memory.append(conversation)
+
+    def trim(self) -> None:
+        """Evict until all is within the bounds."""
+        self.make_room(self.bounds.conversations)
+
+    def make_room(self, conversations: int) -> None:
+        """Evict until at most so many are in memory, within the bounds of bytes."""
+        while (
+            len(self.in_memory) > conversations
+            or self.total("host") > self.bounds.host_bytes
+            or self.total("device") > self.bounds.device_bytes
+        ):
+            self.evict()
+
+    def evict(self) -> None:
+        """The least recently used one, to disk where it can be saved."""
+        saved = self.folder is not None and self.folder.put(self.in_memory[0])
+        del self.in_memory[0]
+        self.note_evicted("disk" if saved else "nowhere")
+
+    def close(self) -> None:
+        """Evict all, and give the folder free."""
+        while self.in_memory:
+            self.evict()
+        if self.folder is not None:
+            self.folder.close()
+
+    def total(self, place: str) -> int:
+        """Bytes of those in memory: on the "host" or the "device"."""
+        return sum(conversation.nbytes[place] for conversation in list(self.in_memory))
+
+
+def serves(conversation: Conversation | Saved, n: int) -> bool:
+    """Whether to go on from its first n tokens: it can be cut to them, and is worth its copy where it is copied."""
+    if n < len(conversation.ids) and not conversation.crops:
+        return False
+    return is_next_turn(n, conversation.prompt) or n >= max(1, len(conversation.ids) // 2)

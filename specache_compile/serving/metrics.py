@@ -1,0 +1,38 @@
+"""What `/metrics` tells, in Prometheus's text form."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Metrics:
+    """The figures of one server, in a registry of its own. Bytes are bytes, times are seconds."""
+
+    def __init__(self) -> None:
+        own = self.registry = CollectorRegistry()
+        self.requests = Counter("specache_requests", "Answered requests, by HTTP status", ["status"], registry=own)
+        self.left = Counter("specache_left", "Requests whose client left before the end", registry=own)
+        self.prompt_tokens = Counter(
+            "specache_prompt_tokens", "Tokens of prompts: reused from a session, or computed", ["how"], registry=own
+        )
+        self.generated_tokens = Counter("specache_generated_tokens", "Tokens generated", registry=own)
+        self.moved_bytes = Counter(
+            "specache_moved_bytes", "Bytes of pairs: fetched to the device, or offloaded to the host", ["to"],
+            registry=own,
+        )  # fmt: skip
+        self.first_token = Histogram(
+            "specache_first_token_seconds", "From a request's arrival to its first token", buckets=SECONDS, registry=own
+        )
+        self.hit_rate = Gauge(
+            "specache_hit_rate", "Of the session that ran last, with the option hit_rate", ["of"], registry=own
+        )
+        self.queue = Gauge("specache_queue", "Requests that wait for the model", registry=own)
+        self.running = Gauge("specache_running", "Requests that the model works on: 0 or 1", registry=own)
+        self.sessions = Gauge("specache_sessions", "Idle sessions that are kept", ["place"], registry=own)
+        self.session_bytes = Gauge("specache_session_bytes", "Their bytes", ["place"], registry=own)
+        self.evicted = Counter("specache_evicted", "Sessions evicted from memory", ["to"], registry=own)
+
+    def note_evicted(self, to: str) -> None:
+        self.evicted.labels(to).inc()

@@ -1,0 +1,116 @@
+"""Sessions that memory had no room for, in a folder: a later server goes on with them.
+
+folder/
+  .lock                   one server at a time
+  session-3f9c.../        what `save` writes, and
+    tokens.json           the conversation's tokens; written last: a folder without it is half a session
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from torch import Tensor
+
+from specache_compile.errors import SpecacheError, SpecacheWarning, folder_is_served, not_kept
+from specache_compile.saving import load, save
+
+from .conversation import Conversation
+
+TOKENS = "tokens.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A conversation on disk; `ids`, `prompt` and `crops` as in memory."""
+
+    folder: Path
+    ids: Tensor
+    prompt: int
+    crops: bool
+    nbytes: int
+
+
+class SessionFolder:
+    """A server's, of at most `most` bytes, the least recently used session first. SpecacheError where another server
+    has the folder."""
+
+    def __init__(self, root: Path, most: int) -> None:
+        self.root, self.most = root, most
+        root.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(root / ".lock", thread_local=False)  # the thread that closes is another one
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            raise folder_is_served(root) from None
+        self.saved = found(root)
+        self.trim()
+
+    def put(self, conversation: Conversation) -> bool:
+        """Save it, as the most recently used; False, with a warning, where it cannot be saved."""
+        folder = self.root / f"session-{uuid.uuid4().hex}"
+        told = {"prompt": conversation.prompt, "crops": conversation.crops, "ids": conversation.ids.tolist()}
+        try:
+            save(conversation.cache, folder)
+            (folder / TOKENS).write_text(json.dumps(told))
+        except (SpecacheError, SafetensorError, OSError) as error:
+            warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
+            shutil.rmtree(folder, ignore_errors=True)
+            return False
+        saved = Saved(folder, conversation.ids, conversation.prompt, conversation.crops, size_of(folder))
+        self.saved.append(saved)
+        self.trim()
+        return True
+
+    def read(self, saved: Saved, model: Any, leave: bool) -> Conversation | None:
+        """The conversation, which leaves the folder unless it is to stay there too; None, with a warning, where it
+        cannot be read: it is gone from the folder then."""
+        self.saved.remove(saved)
+        try:
+            conversation = Conversation(saved.ids, load(saved.folder, model), saved.prompt, saved.crops)
+        except (SpecacheError, OSError) as error:
+            warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
+            conversation, leave = None, True
+        if leave:  # what is mapped of its files stays readable
+            shutil.rmtree(saved.folder, ignore_errors=True)
+        else:
+            self.saved.append(saved)
+        return conversation
+
+    def trim(self) -> None:
+        while self.total() > self.most:
+            shutil.rmtree(self.saved.pop(0).folder, ignore_errors=True)
+
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return sum(saved.nbytes for saved in list(self.saved))
+
+    def close(self) -> None:
+        self.lock.release()
+
+
+def found(root: Path) -> list[Saved]:
+    """What an earlier server has left, oldest first; halves of sessions are cleared away."""
+    left: dict[Saved, float] = {}
+    for folder in root.glob("session-*"):
+        try:
+            told = json.loads((folder / TOKENS).read_text())
+            ids = torch.tensor(told["ids"], dtype=torch.int64)
+            saved = Saved(folder, ids, int(told["prompt"]), bool(told["crops"]), size_of(folder))
+            left[saved] = (folder / TOKENS).stat().st_mtime
+        except (OSError, ValueError, KeyError, TypeError):
+            shutil.rmtree(folder, ignore_errors=True)
+    return sorted(left, key=lambda saved: left[saved])
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,182 @@
+"""Which conversation a prompt goes on from, what is kept, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+from conftest import compile_copy, compiled_with, prompt
+from families import FAMILIES
+from specache_compile import SpecacheError, SpecacheWarning
+from specache_compile.serving.conversation import Conversation, bytes_of
+from specache_compile.serving.conversations import Bounds, Conversations
+from specache_compile.serving.session_folder import SessionFolder
+
+pytestmark = pytest.mark.one_process
+
+PLENTY = Bounds(conversations=8, host_bytes=1 << 40, device_bytes=1 << 40)
+EVICTING = {"method": "h2o", "budget": 0.5, "lowering": "eager"}
+
+
+def keeping(model: Any, bounds: Bounds = PLENTY, folder: Path | None = None, disk: int = 1 << 40) -> Conversations:
+    return Conversations(model, bounds, folder and SessionFolder(folder, disk), evicted.append)
+
+
+evicted: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_evicted_yet() -> None:
+    evicted.clear()
+
+
+@torch.no_grad()
+def hold(kept: Conversations, ids: torch.Tensor) -> Conversation:
+    """Have a conversation of these tokens kept, as if a request had been all of them."""
+    cache = DynamicCache(config=kept.model.config)
+    kept.model(ids[None], past_key_values=cache, use_cache=True)
+    conversation = Conversation(ids, cache, prompt=len(ids))
+    kept.put(conversation)
+    kept.trim()
+    return conversation
+
+
+@torch.no_grad()
+def next_logits(model: Any, ids: torch.Tensor, conversation: Conversation | None = None) -> torch.Tensor:
+    """After all of `ids`, of which a conversation holds the first."""
+    held = 0 if conversation is None else len(conversation.ids)
+    cache = None if conversation is None else conversation.cache
+    return model(ids[None, held:], past_key_values=cache, use_cache=True).logits[0, -1]
+
+
+def test_the_longest_beginning_is_taken_and_gone_on_from(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
+    kept, ids = keeping(compiled), prompt(120)[0]
+    hold(kept, ids[:70])
+    longer = hold(kept, ids[:90])
+    taken = kept.take(ids)
+    assert taken is longer
+    assert len(kept.in_memory) == 1
+    torch.testing.assert_close(next_logits(compiled, ids, taken), next_logits(llama, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_a_last_turn_anew_is_cut_to_all_but_its_last_token(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
+    kept, ids = keeping(compiled), prompt(90)[0]
+    hold(kept, ids)
+    taken = kept.take(ids)
+    assert len(taken.ids) == taken.cache.get_seq_length() == 89
+    torch.testing.assert_close(next_logits(compiled, ids, taken), next_logits(llama, ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("common", "held"), [(70, 70), (40, 0)])
+def test_who_begins_alike_has_a_copy_where_half_of_it_is_of_use(
+    compiled: LlamaForCausalLM, common: int, held: int
+) -> None:
+    kept = keeping(compiled)
+    ids = prompt(120)[0]
+    first = hold(kept, ids)
+    other = torch.cat([ids[:common], prompt(50, seed=7)[0]])
+    other[common] = (ids[common] + 1) % 128
+    taken = kept.take(other)
+    assert len(taken.ids) == taken.cache.get_seq_length() == held
+    assert kept.in_memory == [first]
+    assert kept.take(torch.cat([ids, ids[:1]])) is first
+    assert first.cache.get_seq_length() == 120
+
+
+def test_what_cannot_be_cut_is_gone_on_from_whole_or_not_at_all(llama: LlamaForCausalLM) -> None:
+    """Under eviction the pairs of tokens that are still wanted may be gone."""
+    kept, ids = keeping(compiled_with(llama, EVICTING)), prompt(90)[0]
+    whole = hold(kept, ids[:80])
+    assert len(kept.take(ids[:75]).ids) == 0
+    assert kept.take(ids) is whole
+
+
+def test_nor_is_a_window_that_has_passed_over_tokens() -> None:
+    family = next(family for family in FAMILIES if family.name == "gemma2")
+    kept = keeping(compiled_with(family.model(), {"lowering": "eager"}))
+    ids = prompt(60)[0]
+    whole = hold(kept, ids)
+    assert not whole.crops
+    assert len(kept.take(ids).ids) == 0
+    assert kept.take(torch.cat([ids, ids[:1]])) is whole
+
+
+def test_the_least_recently_used_one_goes_first(compiled: LlamaForCausalLM) -> None:
+    """By number, and by bytes; without a folder, for good."""
+    kept = keeping(compiled, Bounds(2, 1 << 40, 1 << 40))
+    first, second = (hold(kept, prompt(40, seed=seed)[0]) for seed in (2, 3))
+    kept.put(kept.take(torch.cat([first.ids, second.ids[:1]])))
+    third = hold(kept, prompt(40, seed=4)[0])
+    assert kept.in_memory == [first, third]
+    kept.bounds = Bounds(2, bytes_of(third.cache)["host"], 0)
+    kept.put(kept.take(torch.cat([third.ids, second.ids[:1]])))
+    kept.trim()
+    assert kept.in_memory == [third]
+    assert evicted == ["nowhere"] * 2
+
+
+def test_the_one_that_runs_is_among_those_that_memory_has_room_for(compiled: LlamaForCausalLM) -> None:
+    kept = keeping(compiled, Bounds(1, 1 << 40, 1 << 40))
+    first = hold(kept, prompt(40)[0])
+    assert kept.take(torch.cat([first.ids, first.ids[:1]])) is first
+    assert evicted == []
+    kept.put(first)
+    kept.take(prompt(40, seed=2)[0])
+    assert kept.in_memory == []
+
+
+def test_a_folder_has_a_bound_and_outlives_its_server(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    kept = keeping(compiled, folder=tmp_path)
+    texts = [prompt(60, seed=seed)[0] for seed in (2, 3, 4)]
+    for ids in texts:
+        hold(kept, ids)
+    with pytest.raises(SpecacheError, match="another server keeps its sessions in"):
+        keeping(compiled, folder=tmp_path)
+    kept.close()
+    assert evicted == ["disk"] * 3
+    one = kept.on_disk[0].nbytes
+    later = keeping(compiled, folder=tmp_path, disk=2 * one + one // 2)
+    assert [saved.ids.tolist() for saved in later.on_disk] == [ids.tolist() for ids in texts[1:]]
+    assert len(list(tmp_path.glob("session-*"))) == 2
+    taken = later.take(torch.cat([texts[2], texts[0][:1]]))
+    assert len(taken.ids) == taken.cache.get_seq_length() == 60
+    assert len(later.on_disk) == len(list(tmp_path.glob("session-*"))) == 1
+
+
+@pytest.mark.parametrize("way", ["cut short", "no tokens", "other options"])
+def test_what_cannot_be_read_from_a_folder_is_read_anew(
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, way: str
+) -> None:
+    kept, ids = keeping(compiled, folder=tmp_path), prompt(60)[0]
+    hold(kept, ids)
+    kept.close()
+    session = kept.on_disk[0].folder
+    if way == "cut short":
+        tensors = next(session.rglob("layer-000.safetensors"))
+        tensors.write_bytes(tensors.read_bytes()[:-8])
+    if way == "no tokens":
+        (session / "tokens.json").write_text(json.dumps({"prompt": 3}))
+    model = compile_copy(llama, top_k=8) if way == "other options" else compiled
+    later = keeping(model, folder=tmp_path)
+    if way == "no tokens":
+        assert later.on_disk == []
+        assert len(later.take(ids).ids) == 0
+    else:
+        with pytest.warns(SpecacheWarning, match="read from its beginning"):
+            assert len(later.take(ids).ids) == 0
+    assert not session.exists()
+
+
+def test_what_cannot_be_saved_is_dropped_with_a_warning(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    kept = keeping(compiled, folder=tmp_path / "sessions")
+    hold(kept, prompt(40)[0])
+    kept.folder.root = tmp_path / "a file"
+    kept.folder.root.write_text("")
+    with pytest.warns(SpecacheWarning, match="is not kept"):
+        kept.close()
+    assert evicted == ["nowhere"]

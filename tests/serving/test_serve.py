@@ -1,0 +1,309 @@
+"""`specache serve`, asked by OpenAI's client as anyone has it; answers are the uncompiled model's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import LlamaForCausalLM
+
+from served import TEMPLATE, Served, serving, write_checkpoint
+from specache_compile.cli import main
+
+pytestmark = pytest.mark.one_process
+
+NEEDLE = Path(__file__).parent.parent.parent / "examples" / "needle-llama"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def uncompiled(checkpoint: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[Served]:
+    with serving(checkpoint) as served:
+        yield served
+
+
+def prompt_of(messages: list[dict[str, str]]) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template([messages], chat_template=TEMPLATE)[0][0]
+
+
+def answer(model: LlamaForCausalLM, prompt: str, tokens: int) -> str:
+    """What the uncompiled model says, greedy."""
+    ids = torch.tensor([list(prompt.encode())])
+    said = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+    return bytes(said.tolist()).decode()
+
+
+def test_a_chat_is_the_uncompiled_models(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    messages = [{"role": "user", "content": "What do you keep on the device? " * 4}]
+    ask: dict[str, Any] = {"model": served.name, "messages": messages, "max_tokens": 12, "temperature": 0}
+    expected = answer(uncompiled, prompt_of(messages), 12)
+    whole = served.client.chat.completions.create(**ask)
+    assert whole.choices[0].message.content == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt_of(messages)), 12)
+    pieces = [chunk.choices[0].delta.content for chunk in served.client.chat.completions.create(**ask, stream=True)]
+    assert "".join(filter(None, pieces)) == expected
+    assert len(pieces) > 3
+
+
+def figures(served: Served) -> dict[str, float]:
+    """What /metrics tells, by name and labels' values."""
+    with urllib.request.urlopen(f"{served.url}/metrics") as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return {" ".join((s.name, *s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def grown(served: Served, before: dict[str, float], name: str) -> float:
+    return figures(served).get(name, 0.0) - before.get(name, 0.0)
+
+
+def say(served: Served, messages: list[dict[str, str]], tokens: int = 8) -> str:
+    ask: Any = {"model": served.name, "messages": messages, "max_tokens": tokens, "temperature": 0}
+    return served.client.chat.completions.create(**ask).choices[0].message.content or ""
+
+
+def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    """All that it shares with the turn before is reused, the reply but for its last token too."""
+    messages = [{"role": "user", "content": "A long text about caches. " * 6}]
+    first = say(served, messages)
+    seen = len(prompt_of(messages)) + 7
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And shorter?"}]
+    before = figures(served)
+    assert say(served, messages) == answer(uncompiled, prompt_of(messages), 8)
+    assert grown(served, before, "specache_prompt_tokens_total reused") == seen
+    assert grown(served, before, "specache_prompt_tokens_total computed") == len(prompt_of(messages)) - seen
+    assert grown(served, before, "specache_generated_tokens_total") == 8
+    assert grown(served, before, "specache_moved_bytes_total host") > 0
+    assert grown(served, before, "specache_sessions memory") == 0
+
+
+def test_conversations_with_one_beginning_do_not_take_each_others_sessions(
+    served: Served, uncompiled: LlamaForCausalLM
+) -> None:
+    """The second copies what they share; then each goes on from its own."""
+    system = {"role": "system", "content": "You answer questions about this manual. " * 5}
+    talks = [[system, {"role": "user", "content": who * 60}] for who in "ab"]
+    before = figures(served)
+    for messages in talks:
+        messages.append({"role": "assistant", "content": say(served, messages)})
+    assert grown(served, before, "specache_sessions memory") == 2
+    assert grown(served, before, "specache_prompt_tokens_total reused") >= len(system["content"])
+    for messages in talks:
+        before = figures(served)
+        messages.append({"role": "user", "content": "Why?"})
+        assert say(served, messages) == answer(uncompiled, prompt_of(messages), 8)
+        assert grown(served, before, "specache_prompt_tokens_total computed") < 60
+
+
+def test_completions_stream_too(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    prompt = "Once upon a time there was a tier. " * 3
+    ask: dict[str, Any] = {"model": served.name, "prompt": prompt, "max_tokens": 9, "temperature": 0}
+    expected = answer(uncompiled, prompt, 9)
+    assert served.client.completions.create(**ask).choices[0].text == expected
+    assert "".join(chunk.choices[0].text for chunk in served.client.completions.create(**ask, stream=True)) == expected
+
+
+def test_a_seed_makes_a_drawn_answer_again(served: Served) -> None:
+    ask: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 8, "max_tokens": 12, "temperature": 2}
+    drawn = [served.client.completions.create(**ask, seed=seed).choices[0].text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_sessions_go_to_disk_least_recently_used_first_and_outlive_the_server(
+    checkpoint: Path, uncompiled: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    talks = [[{"role": "user", "content": letter * 80}] for letter in "xyz"]
+    flags = ("--sessions", "2", "--session-folder", str(tmp_path))
+    with serving(checkpoint, *flags) as served:
+        for messages in talks:
+            messages.append({"role": "assistant", "content": say(served, messages)})
+        wait_for(served, "specache_sessions disk", 1)
+        now = figures(served)
+        assert now["specache_sessions memory"] == 2
+        assert now["specache_session_bytes disk"] > 0
+        talks[0].append({"role": "user", "content": "More."})
+        assert say(served, talks[0]) == answer(uncompiled, prompt_of(talks[0]), 8)
+        assert grown(served, now, "specache_prompt_tokens_total computed") < 60
+        assert main(["serve", str(checkpoint), "--port", "0", *flags]) == 2  # the folder is this server's
+    with serving(checkpoint, *flags) as served:
+        assert figures(served)["specache_sessions disk"] == 3
+        talks[1].append({"role": "user", "content": "More."})
+        assert say(served, talks[1]) == answer(uncompiled, prompt_of(talks[1]), 8)
+        assert figures(served)["specache_prompt_tokens_total computed"] < 60
+
+
+def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: Path) -> None:
+    with serving(checkpoint, "--queue", "1") as served:
+        ask: dict[str, Any] = {"model": served.name, "temperature": 0}
+        endless = served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=1900, stream=True)
+        next(iter(endless))
+        second: list[str] = []
+        waiting = threading.Thread(
+            target=lambda: second.append(say(served, [{"role": "user", "content": "next"}])),
+        )
+        waiting.start()
+        wait_for(served, "specache_queue", 1)
+        with pytest.raises(openai.InternalServerError, match="1 requests wait already") as refused:
+            served.client.completions.create(**ask, prompt="third", max_tokens=1)
+        assert refused.value.status_code == 503
+        endless.close()
+        waiting.join()
+        assert len(second[0]) == 8
+        before = figures(served)
+        assert before["specache_generated_tokens_total"] < 1900
+        with pytest.raises(openai.APITimeoutError):
+            served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=1900, timeout=1)
+        wait_for(served, "specache_left_total", 2)
+        wait_for(served, "specache_running", 0)
+        assert 0 < grown(served, before, "specache_generated_tokens_total") < 1900
+
+
+def wait_for(served: Served, name: str, value: float) -> None:
+    end = time.monotonic() + 20
+    while figures(served)[name] != value:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+HELLO = {"role": "user", "content": "Hello"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{"}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("chat/completions", b"{", 400, "JSON"),
+        ("chat/completions", b"[1]", 400, "dictionary"),
+        ("chat/completions", {}, 400, "messages: Field required"),
+        ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages.0.role"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+        ("chat/completions", {"messages": [{"role": "critic", "content": "a"}]}, 400, "no critics here"),
+        ("chat/completions", {"messages": [CALL]}, 400, "messages.0.tool_calls.0.function.arguments"),
+        ("chat/completions", {"messages": [HELLO], "logit_bias": {"128": 1}}, 400, "the model has no token 128"),
+        ("chat/completions", {"messages": [HELLO], "chat_template_kwargs": {"tokenize": False}}, 400, "tokenize"),
+        ("completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+        ("completions", {"prompt": "a", "stop": ""}, 400, "stop"),
+        ("completions", {"prompt": ""}, 400, "the prompt is empty"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "n": 2}, 400, "n: Input should be 1"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "a", "generation_config": "{}"}, 400, "generation_config"),
+        ("completions", {"prompt": "a", "best_off": 2}, 422, "best_off"),
+        ("completions", {"prompt": "a" * 2048}, 400, "the prompt has 2,048 tokens: the model's context is 2,048"),
+        ("completions", {"prompt": "a" * 2000, "max_tokens": 49}, 400, "49 would follow"),
+        ("completions", {"prompt": "a", "model": "gpt-9"}, 404, "no model 'gpt-9'"),
+        ("completions", b" " * ((16 << 20) + 1), 413, "16,777,216 bytes"),
+        ("load_model", {"model": "other"}, 404, "Not Found"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(served: Served, path: str, body: Any, status: int, message: str) -> None:
+    given = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"{served.url}/{'' if path == 'load_model' else 'v1/'}{path}"
+    request = urllib.request.Request(url, given, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    assert refused.value.code == status
+    assert message in json.load(refused.value)["error"]["message"]
+
+
+def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    nothing: dict[str, Any] = {"n": 1, "presence_penalty": 0.0, "stop": [], "logit_bias": {}, "logprobs": False}
+    ask: dict[str, Any] = {"model": served.name, "messages": [HELLO], "max_completion_tokens": 3}
+    assert served.client.chat.completions.create(**ask, **nothing).usage.completion_tokens == 3
+
+
+def test_a_stop_string_ends_an_answer(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    expected = answer(uncompiled, "Stop there. " * 5, 12)
+    ask: dict[str, Any] = {"model": served.name, "prompt": "Stop there. " * 5, "max_tokens": 12, "temperature": 0}
+    choice = served.client.completions.create(**ask, stop=expected[5:7]).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.text == expected[: expected.index(expected[5:7]) + 2]
+
+
+def test_a_longest_answer_ends_at_the_models_context(served: Served) -> None:
+    ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 2040, "temperature": 0}
+    assert served.client.completions.create(**ask).usage.completion_tokens == 8
+
+
+def test_it_listens_on_this_machine_alone(served: Served) -> None:
+    port = int(served.url.rpartition(":")[2])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 1)
+    request = urllib.request.Request(f"{served.url}/v1/models", headers={"Host": "elsewhere.example"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request)
+    assert [model.id for model in served.client.models.list()] == [served.name]
+
+
+def test_a_checkpoints_own_code_is_not_loaded(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "with code")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert main(["serve", str(folder), "--port", "0"]) == 2
+    assert "specache: " in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/no/such/model", "--port", served.url.rpartition(":")[2]]) == 2
+    assert "cannot listen at --host 127.0.0.1" in capsys.readouterr().err
+
+
+def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path) -> None:
+    """In a stream too, which has begun by then."""
+    with serving(checkpoint, "--host-memory", "300000") as served:
+        ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 900, "max_tokens": 2}
+        with pytest.raises(openai.InternalServerError, match="the host tier would need"):
+            served.client.completions.create(**ask)
+        with pytest.raises(openai.APIError, match="the host tier would need"):
+            list(served.client.completions.create(**ask, stream=True))
+        assert figures(served)["specache_requests_total 500"] == 1
+        assert served.client.completions.create(**{**ask, "prompt": "a" * 90}).usage.completion_tokens == 2
+
+
+def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
+    filler = "def nothing():\n    return None\n" * 6
+    prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
+    with serving(NEEDLE) as served:
+        ask: dict[str, Any] = {"model": served.name, "temperature": 0, "max_tokens": 5}
+        assert served.client.completions.create(**ask, prompt=prompt).choices[0].text == "40712"
+        with pytest.raises(openai.BadRequestError, match="has no chat template: ask /v1/completions"):
+            say(served, [{"role": "user", "content": prompt}])
+
+
+def test_requests_at_once_are_answered_each_its_own(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    talks = [[{"role": "user", "content": letter * 70}] for letter in "mnop"]
+    with ThreadPoolExecutor() as clients:
+        answers = list(clients.map(lambda messages: say(served, messages), talks))
+    assert answers == [answer(uncompiled, prompt_of(messages), 8) for messages in talks]
