@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from specache_compile.passes.context import Context, Input, LeftAlone, Site, value_of
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
+from specache_compile.passes.local_shards import local_shards
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
 
@@ -85,6 +86,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     SpecacheError where it takes a held cache that nothing here could read.
     """
     fill_in_sizes(graph_module)
+    not_local = local_shards(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
@@ -100,7 +102,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         held=frozenset(placeholders[i].name for i in held),
         inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
     )
-    reason = reason_to_leave_alone(fakes, options)
+    reason = not_local or reason_to_leave_alone(fakes, options)
     if reason is None:
         find_attention(graph_module, context)
     else:

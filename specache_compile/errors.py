@@ -15,6 +15,13 @@ class OptionError(SpecacheError, ValueError):
     """An option's name or value is not accepted; the message lists what is."""
 
 
+def no_lanes_for(collective: str) -> SpecacheError:
+    return SpecacheError(
+        f"{collective}, which the ranks of this model call together, is not known for two tokens at once: compile with "
+        'options={"speculate": False}'
+    )
+
+
 def nothing_to_verify(method: str, exact: bool) -> OptionError:
     why = "is exact by itself" if exact else "keeps no exact copy of all pairs, so that there is nothing to verify with"
     return OptionError(f"option verify: method {method!r} {why}; leave it out, or take specache, kivi or kcache")

@@ -32,6 +32,7 @@ from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.context import Input, Part
+from specache_compile.passes.local_shards import local
 from specache_compile.passes.phase import EXTEND, Phase
 
 from .break_even import min_context
@@ -295,7 +296,7 @@ class Session:
         values: list[Any] = []
         for source in inputs:
             if source.source == "argument":
-                values.append(arguments[source.argument])
+                values.append(local(arguments[source.argument]))
             elif source.source == "state":
                 values.append(self.state[source.site][source.field])
             elif source.source == "guessed" and self.guessed is None:
