@@ -68,6 +68,7 @@ def text(e: Explanation) -> str:
     parts = [
         f"{e.options.method}: {len(e.sites)} attentions rewritten, {len(e.left_alone)} left exact, {lanes} in decode; "
         f"{e.prompt_length:,} tokens x batch {e.batch_size}\n"
+        f"{f'One of {e.ranks} ranks: its own part, without the time of collectives.\n' if e.ranks > 1 else ''}"
         f"{e.name[:60]}: every figure below is {COMPUTED}."
     ]
     if e.sites:
@@ -228,6 +229,7 @@ def as_dict(e: Explanation) -> dict[str, Any]:
         "model": e.name,
         "prompt_length": e.prompt_length,
         "batch_size": e.batch_size,
+        "ranks": e.ranks,
         "options": {**asdict(e.options), "inductor": dict(e.options.inductor)},
         "device": asdict(e.device),
         "reuse": e.reuse,
