@@ -33,8 +33,8 @@ def own_rules(graph_module: GraphModule) -> int:
         total = all_reduce(parts, "sum", "0")      total = collective("all_reduce", parts, "sum", "0")
 
     vmap has rules for these too. Torch's for products fail where the batch is a symbol, and make a product and a sum of
-    a linear with a bias, which rounds twice; its rule for cat makes a number of the symbol. For collectives it has none,
-    and calls them lane by lane. SpecacheError for one that has none here either.
+    a linear with a bias, which rounds twice; its rule for cat makes a number of the symbol. For collectives it has
+    none, and calls them lane by lane. SpecacheError for one that has none here either.
     """
     shown = 0
     for node in graph_module.graph.nodes:
@@ -49,7 +49,9 @@ def own_rules(graph_module: GraphModule) -> int:
             if name not in (*COLLECTIVES, "wait_tensor"):
                 raise no_lanes_for(name)
             node.target, node.args = (wait, node.args) if name == "wait_tensor" else (collective, (name, *node.args))
-        elif node.target in (torch.cat, torch.ops.aten.cat.default) and all(value_of(x).dim() == value_of(node).dim() for x in node.all_input_nodes):
+        elif node.target in (torch.cat, torch.ops.aten.cat.default) and all(
+            value_of(x).dim() == value_of(node).dim() for x in node.all_input_nodes
+        ):
             parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim")
             node.target, node.args, node.kwargs = cat, (parts, dim or 0), {}
         else:

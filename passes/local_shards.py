@@ -30,7 +30,8 @@ def local_shards(graph_module: GraphModule) -> str | None:
         y.copy_(wait_tensor(all_reduce(y, ...)))       y_1 = wait_tensor(all_reduce(y, ...))
 
     What Hugging Face computes by DTensors, the look-up of a token and the gathering of logits, is traced to what each
-    rank does for it. The rest of its graphs is plain already, so that attention reads as in one process, of fewer heads.
+    rank does for it. The rest of its graphs is plain already, so that attention reads as in one process, with fewer
+    heads.
     """
     graph = graph_module.graph
     if not any(isinstance(value_of(node), DTensor) for node in graph.nodes):
@@ -114,7 +115,8 @@ def fill_masked(x: Tensor, indices: list[Tensor], values: Tensor, accumulate: bo
 
 def sharded_region(end: Node) -> tuple[list[Node], list[Node]]:
     """The DTensors that a node comes of, itself at the end, in the graph's order; and what they are computed from."""
-    region, inputs, todo = {end}, {}, [end]
+    region, todo = {end}, [end]
+    inputs: dict[Node, None] = {}
     while todo:
         for before in todo.pop().all_input_nodes:
             if before.op == "placeholder" or not isinstance(value_of(before), DTensor):

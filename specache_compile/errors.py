@@ -24,23 +24,25 @@ def no_lanes_for(collective: str) -> SpecacheError:
 
 def split_heads(heads: int, ranks: int) -> SpecacheError:
     return SpecacheError(
-        f"{heads} KV heads do not divide by {ranks} ranks: Hugging Face gives each rank whole heads. Take as many ranks as "
-        f"divide {heads}, or a DistributedConfig whose tp_plan leaves the attention whole"
+        f"{heads} KV heads do not divide by {ranks} ranks: each rank has whole heads. Take a number of ranks "
+        f"that divides {heads}, or a DistributedConfig whose tp_plan leaves the attention whole"
     )
 
 
 def ranks_differ(rank: int, differences: Mapping[str, tuple[Any, Any]]) -> SpecacheError:
-    told = ", ".join(f"{name}: {first} on rank 0, {other} on rank {rank}" for name, (first, other) in differences.items())
+    told = ", ".join(
+        f"{name}: {first} on rank 0, {other} on rank {rank}" for name, (first, other) in differences.items()
+    )
     return SpecacheError(
-        f"the ranks of this model were not given the same ({told}), and would wait for each other for ever: compile with "
-        "the same options and generate from the same prompt on every rank"
+        f"the ranks of this model were not given the same ({told}), and would wait for each other for ever: compile "
+        "with the same options and generate from the same prompt on every rank"
     )
 
 
 def split_session() -> SpecacheError:
     return SpecacheError(
-        "a cache that is split over ranks (tensor parallel) is neither saved nor loaded: each rank has its own KV heads. "
-        "Prefill again, or save where the model is whole"
+        "a cache that is split over ranks (tensor parallel) is neither saved nor loaded: each rank has its own KV "
+        "heads. Prefill again, or save where the model is whole"
     )
 
 
@@ -217,9 +219,7 @@ def too_little_memory(needed: int, allowed: int, tokens: int, batch: int) -> Opt
     )
 
 
-def no_host_memory(
-    needed: int, allowed: int, tokens: int, batch: int, asked: int | None, ranks: int
-) -> SpecacheError:
+def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None, ranks: int) -> SpecacheError:
     limit = "half of what is free" if asked is None else "option host_memory"
     if ranks > 1:
         limit += f", shared by the {ranks} ranks of this machine"

@@ -66,9 +66,9 @@ def explain(
     model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
     device: a name from `devices.DEVICES`, or a `Device`; A100 if not given. host_gib: host memory for the host tier.
     reuse: share of the wanted pairs that are in the slots already (0: all must travel). corrected: share that a
-    correction must still bring. accepted: chance that a drafted token is right (option verify). ranks: explain one of so
-    many that the model is split over (tensor parallel), on a device and a link of its own; they share host_gib, and the
-    time of their collectives is left out. Nothing is measured.
+    correction must still bring. accepted: chance that a drafted token is right (option verify). ranks: explain one of
+    so many that the model is split over (tensor parallel), on a device and a link of its own; they share host_gib, and
+    the time of their collectives is left out. Nothing is measured.
     """
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):

@@ -36,4 +36,4 @@ def check_part(config: Any, part: Any, head_dim: int) -> None:
     text = config.get_text_config()
     whole = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if part is not config and head_dim != whole:
-        raise SpecacheError(f"ranks: {type(config).__name__} does not say how wide a head is: a rank's part is not known")
+        raise SpecacheError(f"ranks: {type(config).__name__} does not say how wide a head is, nor a rank's part")

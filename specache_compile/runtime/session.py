@@ -223,8 +223,8 @@ class Session:
         self.note_memory()
 
     def check_host_memory(self, tokens: int) -> None:
-        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this capacity, here
-        or on another rank."""
+        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this capacity,
+        here or on another rank."""
         held = sum(host.nbytes for host in self.fields("host"))
         needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
         asked = self.options.host_memory
