@@ -62,6 +62,11 @@ def local(value: Any) -> Any:
         return value.to_local()
 
 
+def own_part(value: Any, fake: Any) -> Any:
+    """What a graph takes of an argument whose fake is this: DTensors where it was left as it is."""
+    return value if isinstance(fake, DTensor) else local(value)
+
+
 def whole_shape(node: Node) -> torch.Size:
     """The shape of what a node holds, or holds a rank's part of."""
     shape: torch.Size = node.meta.get(WHOLE, value_of(node).shape)

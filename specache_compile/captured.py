@@ -86,8 +86,8 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     SpecacheError where it takes a held cache that nothing here could read.
     """
     fill_in_sizes(graph_module)
-    not_local = local_shards(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
+    reason = reason_to_leave_alone([value_of(node) for node in placeholders], options) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     context = Context(
@@ -102,7 +102,6 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         held=frozenset(placeholders[i].name for i in held),
         inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
     )
-    reason = not_local or reason_to_leave_alone(fakes, options)
     if reason is None:
         find_attention(graph_module, context)
     else:

@@ -83,7 +83,6 @@ def explain(
     parsed = parsed.for_prompt(prompt_length)
     whole = getattr(model, "config", model)
     config = one_of(whole, ranks)
-    model = model if ranks == 1 or hasattr(model, "config") else config
     captured: list[Captured] = []
     rewrites: list[Rewrites] = []
     unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed

@@ -51,7 +51,9 @@ def check_same(ranks: dist.ProcessGroup | None, options: MethodOptions, sizes: d
 def check_heads(model: Any) -> None:
     """SpecacheError where a model's KV heads do not divide by the ranks that its key projections are split over."""
     keys = [weight for name, weight in model.named_parameters() if name.endswith("k_proj.weight")]
-    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
     ranks = ranks_of([weight for weight in keys if isinstance(weight, DTensor) and weight.placements[-1].is_shard()])
-    if ranks is not None and isinstance(heads, int) and heads % ranks.size():
+    if ranks is None:
+        return
+    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
+    if isinstance(heads, int) and heads % ranks.size():
         raise split_heads(heads, ranks.size())
