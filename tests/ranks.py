@@ -173,6 +173,7 @@ class Die(LogitsProcessor):
 def main(folder: Path, cases: list[str], faults: bool) -> int:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    folder = Path(broadcast(str(folder)))
     path = folder / f"{dist.get_rank()}.json"
     told: dict[str, Any] = {"cases": []}
     if faults:
@@ -189,6 +190,7 @@ def main(folder: Path, cases: list[str], faults: bool) -> int:
     dist.barrier()
     if faults:
         tokens_of(model, logits_processor=LogitsProcessorList([Die()]))
+    dist.barrier()  # the folder may be the first rank's own
     dist.destroy_process_group()
     return int(any(seen["problems"] for seen in told["cases"]))
 

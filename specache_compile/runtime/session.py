@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from specache_compile.errors import (
     SpecacheError,
@@ -95,7 +96,12 @@ class Session:
 
     @torch.inference_mode(False)
     def __init__(
-        self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int, ranks: Any = None
+        self,
+        options: MethodOptions,
+        layers: list[LayerShape],
+        batch: int,
+        prompt: int,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         self.asked = options
         self.ranks = ranks
