@@ -28,6 +28,7 @@ def one_of(config: Any, ranks: int) -> Any:
         whole = getattr(text, name, None)
         if whole is not None:
             setattr(text, name, -(-whole // ranks))
+    text.pad_token_id = None  # a row of the whole table
     return part
 
 
