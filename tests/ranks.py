@@ -152,6 +152,8 @@ def refusals(folder: Path, model: Any) -> dict[str, str | None]:
         patch.setattr(sessions, "allowance", lambda held, asked: 10 if rank == last else 1 << 30)
         told["host memory"] = error_of(session.reserve)
     assert not session.state
+    cache = model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    told["save"] = error_of(lambda: sc.save(cache, folder / "session"))
     lone = split(folder / "lone", tiny_llama(num_key_value_heads=1))
     told["heads"] = error_of(lambda: tokens_of(torch.compile(lone, backend="specache")))
     return told

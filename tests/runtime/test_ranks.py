@@ -58,6 +58,7 @@ def test_without_the_rule_for_collectives_the_tokens_are_wrong(told: list[dict[s
         ("prompt", "tokens: 60 on rank 0, 61 on rank 1"),
         ("options", "top_k: 8 on rank 0, 9 on rank 1"),
         ("host memory", "shared by the 2 ranks of this machine"),
+        ("save", "split over ranks"),
         ("heads", "1 KV heads do not divide by 2 ranks"),
     ],
 )
