@@ -5,13 +5,16 @@ BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-oldest lint tables bench quality train format clean
+.PHONY: demo test test-ranks test-oldest lint tables bench quality train format clean
 
 demo: .venv/ready          ## ask the shipped model for needles: table and picture
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready          ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-ranks: .venv/ready    ## five families over two and four ranks on the CPU, against one process (ten minutes on two cores)
+	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tests/ranks.py || exit 1; done
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
 test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"

@@ -21,6 +21,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -218,7 +219,7 @@ def kinds_of(
         parts[number] = part = whole
         kind = kind_of(part, values)
         if kind not in made:
-            with mode, torch.no_grad():
+            with enable_python_dispatcher(), mode, torch.no_grad():  # symbolic sizes are its business
                 made[kind] = Interpreter(extract(graph_module, part, values)).run(*(values[n] for n in part.inputs))
         if not all(isinstance(value, (Tensor, int, torch.SymInt)) and is_backed(value) for value in made[kind]):
             return None

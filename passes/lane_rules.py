@@ -11,10 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from specache_compile.errors import no_lanes_for
+
 from .attention_forms import argument
 from .context import value_of
 
+c10d = torch.ops._c10d_functional
 PRODUCTS = (torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", torch.mm, "mm")
+
+# The dimension of the lanes in a tensor that ranks exchange. Parts that are gathered or scattered lie one behind the
+# other along dimension 0, which the lanes must not be.
+COLLECTIVES = {"all_reduce": 0, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
 
 def own_rules(graph_module: GraphModule) -> int:
@@ -23,9 +30,11 @@ def own_rules(graph_module: GraphModule) -> int:
         hidden = linear(x, weight, bias)           hidden = rows_times(x, weight, bias)
         angles = matmul(frequencies, positions)    angles = product(frequencies, positions)
         both = cat((angles, angles), dim=-1)       both = cat((angles, angles), -1)
+        total = all_reduce(parts, "sum", "0")      total = collective("all_reduce", parts, "sum", "0")
 
     vmap has rules for these too. Torch's for products fail where the batch is a symbol, and make a product and a sum of
-    a linear with a bias, which rounds twice; its rule for cat makes a number of the symbol.
+    a linear with a bias, which rounds twice; its rule for cat makes a number of the symbol. For collectives it has
+    none, and calls them lane by lane. SpecacheError for one that has none here either.
     """
     shown = 0
     for node in graph_module.graph.nodes:
@@ -36,7 +45,13 @@ def own_rules(graph_module: GraphModule) -> int:
             node.target, node.args = rows_times_transposed, (rows, weight, bias)
         elif node.target in PRODUCTS and not node.kwargs and all(value_of(x).dim() > 1 for x in node.args):
             node.op, node.target = "call_function", product
-        elif node.target is torch.cat and all(value_of(x).dim() == value_of(node).dim() for x in node.all_input_nodes):
+        elif (name := collective_name(node)) is not None:
+            if name not in (*COLLECTIVES, "wait_tensor"):
+                raise no_lanes_for(name)
+            node.target, node.args = (wait, node.args) if name == "wait_tensor" else (collective, (name, *node.args))
+        elif node.target in (torch.cat, torch.ops.aten.cat.default) and all(
+            value_of(x).dim() == value_of(node).dim() for x in node.all_input_nodes
+        ):
             parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim")
             node.target, node.args, node.kwargs = cat, (parts, dim or 0), {}
         else:
@@ -49,6 +64,13 @@ def own_rules(graph_module: GraphModule) -> int:
 def is_addmm_of_rows(node: Node) -> bool:
     """addmm(bias [n], rows, weight), unscaled: the linear layer of GPT-2 and its kin."""
     return node.target is torch.addmm and not node.kwargs and len(node.args) == 3 and value_of(node.args[0]).dim() == 1
+
+
+def collective_name(node: Node) -> str | None:
+    """What a call is named that all ranks make together; None for any other."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    namespace, _, name = str(getattr(packet, "_qualified_op_name", "")).partition("::")
+    return name if "c10d" in namespace else None
 
 
 class LaneRule(torch.autograd.Function):
@@ -109,6 +131,37 @@ class Cat(LaneRule):
         return torch.cat(lanes, dim), 0
 
 
+class Collective(LaneRule):
+    """One call for all lanes of what the ranks call together: the tensor that they exchange is wider."""
+
+    @staticmethod
+    def forward(name: str, tensor: Tensor, *rest: Any) -> Tensor:
+        result: Tensor = getattr(c10d, name)(tensor, *rest)
+        return result
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], name: str, tensor: Tensor, *rest: Any
+    ) -> tuple[Tensor, int | None]:
+        if in_dims[1] is None:
+            return Collective.forward(name, tensor, *rest), None
+        at = COLLECTIVES[name]
+        return Collective.forward(name, tensor.movedim(in_dims[1], at).contiguous(), *rest), at
+
+
+class Wait(LaneRule):
+    """Wait for a collective. Only then may its result be moved, the very tensor of which is waited for."""
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return c10d.wait_tensor(tensor)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], tensor: Tensor) -> tuple[Tensor, int | None]:
+        there = Wait.forward(tensor)
+        return (there, None) if in_dims[0] is None else (there.movedim(in_dims[0], 0).contiguous(), 0)
+
+
 class FirstLane(LaneRule):
     """Under vmap, every lane gets lane 0's tensor."""
 
@@ -159,6 +212,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return Cat.apply(dim if dim < 0 else dim - parts[0].dim(), *parts)
+
+
+def collective(name: str, tensor: Tensor, *rest: Any) -> Tensor:
+    return Collective.apply(name, tensor, *rest)
+
+
+def wait(tensor: Tensor) -> Tensor:
+    return Wait.apply(tensor)
 
 
 def first_lane(tensor: Tensor) -> Tensor:

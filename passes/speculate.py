@@ -17,8 +17,13 @@ from .context import Context, Input, PassReport, Tag, output_node, tag_of, value
 from .exact_lanes import show_first_lane
 from .in_place import take_writes
 from .lane_rules import own_rules
+from .local_shards import whole_shape
 
+aten = torch.ops.aten
 LANES = 2
+EMBEDDINGS = (F.embedding, aten.embedding.default)
+# What `local_shards` has between token ids and a rank's part of the table.
+RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked_fill_.Scalar)
 
 
 def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -56,12 +61,12 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
 def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
     """The token ids' placeholder and the output position of the logits; or what is missing."""
     outputs = output_node(graph_module).args[0]
-    embeddings = [node for node in graph_module.graph.nodes if node.target is F.embedding]
-    for node in embeddings:
-        ids, table = unshaped(node.args[0]), node.args[1]
+    embeddings = [looked_up(node) for node in graph_module.graph.nodes if node.target in EMBEDDINGS]
+    for index, table in embeddings:
+        ids = unshaped(index)
         if ids.op != "placeholder" or value_of(ids).dim() != 2:
             continue
-        vocabulary = value_of(table).shape[0]
+        vocabulary = whole_shape(table)[0]
         for position, output in enumerate(outputs):  # type: ignore[arg-type]
             value = value_of(output) if isinstance(output, Node) else None
             if (
@@ -74,9 +79,15 @@ def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
     return "no logits over the vocabulary come out" if embeddings else "no token ids come in (inputs_embeds?)"
 
 
+def looked_up(embedding: Node) -> tuple[Node, Node]:
+    """The numbers and the table of an embedding."""
+    first, second = embedding.args[:2]
+    return (first, second) if embedding.target is F.embedding else (second, first)
+
+
 def unshaped(node: Node) -> Node:
-    """The node before views of it."""
-    while node.target in ("view", "reshape"):
+    """The node before views of it, and before a rank has taken from token ids the first one in its part of a table."""
+    while node.target in ("view", "reshape", *RANKS_OWN):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -87,8 +98,8 @@ def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
     for node in graph_module.graph.nodes:
         if node.target in ("cos", "sin", torch.cos, torch.sin):
             sources.update(dict.fromkeys(integers_behind(node)))
-        if node.target is F.embedding and unshaped(node.args[0]) is not tokens:
-            sources[node.args[0]] = None
+        if node.target in EMBEDDINGS and unshaped(looked_up(node)[0]) is not tokens:
+            sources[looked_up(node)[0]] = None
     return [node for node in sources if value_of(node).shape[-1:] == (1,)]
 
 

@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from specache_compile.lowering.lower import lower
 from specache_compile.passes.context import LeftAlone
+from specache_compile.passes.local_shards import own_part
 from specache_compile.passes.pipeline import PASS_NAMES
 
 from .captured import Captured, capture, drop_unread_held
@@ -66,10 +68,14 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     if captured.sites:
         return compile_sites(captured)
     kept = drop_unread_held(captured)
-    inputs = [example_inputs[i] for i in kept]
+
+    def taken(arguments: Sequence[Any]) -> list[Any]:
+        return [own_part(arguments[i], captured.fakes[i]) for i in kept]
+
     options = captured.options
-    lowered = lower(captured.graph_module, inputs, options.lowering, options.inductor, captured.mode)
-    return (lambda *arguments: lowered(*(arguments[i] for i in kept))) if captured.held else lowered
+    lowered = lower(captured.graph_module, taken(example_inputs), options.lowering, options.inductor, captured.mode)
+    as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
+    return lowered if as_they_are else lambda *arguments: lowered(*taken(arguments))
 
 
 def compile_sites(captured: Captured) -> CompiledGraph:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from specache_compile.passes.context import Context, Input, LeftAlone, Site, value_of
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
+from specache_compile.passes.local_shards import local_shards
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
 
@@ -86,6 +87,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     """
     fill_in_sizes(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
+    reason = reason_to_leave_alone([value_of(node) for node in placeholders], options) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     context = Context(
@@ -100,7 +102,6 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         held=frozenset(placeholders[i].name for i in held),
         inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
     )
-    reason = reason_to_leave_alone(fakes, options)
     if reason is None:
         find_attention(graph_module, context)
     else:

@@ -44,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     ):
         explain.add_argument(name, type=float, help=f"{what}, in place of the device's")
     explain.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
+    explain.add_argument(
+        "--ranks", type=int, default=1, help="explain one of so many ranks that share the model (default: 1)"
+    )
     explain.add_argument("--reuse", type=float, default=0.0, help="share of wanted pairs in the slots already (0)")
     explain.add_argument(
         "--corrected", type=float, default=CORRECTED,
@@ -132,7 +135,7 @@ def run_explain(args: argparse.Namespace) -> None:
     explained = explain(
         args.model, args.prompt_length, args.batch_size, options_of(args),
         device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
-        accepted=args.accepted,
+        accepted=args.accepted, ranks=args.ranks,
     )  # fmt: skip
     for path in args.save:
         explained.save(path)

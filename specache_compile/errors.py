@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,37 @@ class SpecacheError(RuntimeError):
 
 class OptionError(SpecacheError, ValueError):
     """An option's name or value is not accepted; the message lists what is."""
+
+
+def no_lanes_for(collective: str) -> SpecacheError:
+    return SpecacheError(
+        f"{collective}, which the ranks of this model call together, is not known for two tokens at once: compile with "
+        'options={"speculate": False}'
+    )
+
+
+def split_heads(heads: int, ranks: int) -> SpecacheError:
+    return SpecacheError(
+        f"{heads} KV heads do not divide by {ranks} ranks: each rank has whole heads. Take a number of ranks "
+        f"that divides {heads}, or a DistributedConfig whose tp_plan leaves the attention whole"
+    )
+
+
+def ranks_differ(rank: int, differences: Mapping[str, tuple[Any, Any]]) -> SpecacheError:
+    told = ", ".join(
+        f"{name}: {first} on rank 0, {other} on rank {rank}" for name, (first, other) in differences.items()
+    )
+    return SpecacheError(
+        f"the ranks of this model were not given the same ({told}), and would wait for each other for ever: compile "
+        "with the same options and generate from the same prompt on every rank"
+    )
+
+
+def split_session() -> SpecacheError:
+    return SpecacheError(
+        "a cache that is split over ranks (tensor parallel) is neither saved nor loaded: each rank has its own KV "
+        "heads. Prefill again, or save where the model is whole"
+    )
 
 
 def nothing_to_verify(method: str, exact: bool) -> OptionError:
@@ -204,8 +235,10 @@ def too_little_memory(needed: int, allowed: int, tokens: int, batch: int) -> Opt
     )
 
 
-def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None) -> SpecacheError:
+def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None, ranks: int) -> SpecacheError:
     limit = "half of what is free" if asked is None else "option host_memory"
+    if ranks > 1:
+        limit += f", shared by the {ranks} ranks of this machine"
     return SpecacheError(
         f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {batch}, and may have "
         f"{allowed / 2**30:.2f} GiB ({limit}). Nothing was lost: the cache holds what it held. Lower the batch or the "

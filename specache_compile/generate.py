@@ -15,6 +15,7 @@ from typing import Any
 from torch._dynamo.eval_frame import OptimizedModule
 
 from .compiled_options import options_given
+from .runtime.ranks import check_heads
 
 
 def is_ours(module: OptimizedModule) -> bool:
@@ -51,6 +52,7 @@ def route_generate() -> None:
 
         @functools.wraps(value)
         def generate(*args: Any, **kwargs: Any) -> Any:
+            check_heads(self._orig_mod)
             with compiled_calls(self):
                 return value(*args, **kwargs)
 

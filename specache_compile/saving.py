@@ -43,12 +43,14 @@ from .errors import (
     other_model,
     other_options,
     several_devices,
+    split_session,
     unreadable_session,
 )
 from .methods import METHODS, parse_options
 from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
 from .passes.context import Part
+from .runtime.ranks import ranks_of
 from .runtime.session import Session
 from .runtime.state import MEASURE, adopt, empty, fields_of
 from .runtime.step import differences, session_behind
@@ -86,10 +88,12 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     """Write a held cache to `folder`, for `load`; every tier as it is, bit for bit.
 
     A session that is there already stays until this one is whole. The cache stays usable. SpecacheError where it is
-    plain, where a layer of it has more than keys and values, and where its model is gone.
+    plain, where a layer of it has more than keys and values, where its model is gone, and where it is split over ranks.
     """
     layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
     session = session_behind(cache)
+    if session.ranks is not None:
+        raise split_session()
     session.drain()
     header = {
         "format": FORMAT,
@@ -131,7 +135,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     backend. The host tier is mapped from the file where it stays in ordinary memory, and read as steps need it.
 
     What `stats` counts begins anew. SpecacheError where there is none, a file of it is cut short, or it was made with
-    another model or other options; and for a model on several devices.
+    another model or other options; and for a model on several devices or ranks.
     """
     root = Path(folder)
     header = read_header(root)
@@ -144,6 +148,8 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     assert options is not None
     if told := differences(asked, compiled_with):
         raise other_options(root, told)
+    if ranks_of(list(model.parameters())) is not None:
+        raise split_session()
     device = device_of(model)
     check_weights(root, header["weights"], model)
     files = checked_files(root, header)

@@ -31,6 +31,7 @@ from .compiled_options import options_of
 from .errors import SpecacheWarning, not_drafted
 from .methods import parse_options
 from .runtime.draft_length import DraftLength
+from .runtime.ranks import everyones
 from .runtime.records import find_record
 from .runtime.session import Session, session_of
 
@@ -163,7 +164,8 @@ class Drafts(CandidateGenerator):
             self.session = None
             return input_ids, None
         length = self.session.draft_length = self.session.draft_length or DraftLength(self.session.options.verify)
-        ids, logits = self.draft(input_ids, kwargs, min(length.next(), self.config.max_length - input_ids.shape[1] - 1))
+        tokens = everyones(self.session.ranks, length.next())[0]  # by the clock, of which each rank has its own
+        ids, logits = self.draft(input_ids, kwargs, min(tokens, self.config.max_length - input_ids.shape[1] - 1))
         self.drafted = len(logits)
         if not logits:
             return input_ids, None

@@ -41,6 +41,7 @@ from .devices import Device, find_device
 from .explanation import Explanation, SiteRow
 from .layers import layers_of
 from .plan import temporaries
+from .rank import check_part, one_of
 from .verification import ACCEPTED, drafted_tokens
 
 # Nothing is allocated, so that no budget holds.
@@ -58,13 +59,16 @@ def explain(
     reuse: float = 0.0,
     corrected: float = CORRECTED,
     accepted: float = ACCEPTED,
+    ranks: int = 1,
 ) -> Explanation:
     """Explain what `torch.compile(model, backend="specache", options=options)` does to a Hugging Face decoder.
 
     model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
     device: a name from `devices.DEVICES`, or a `Device`; A100 if not given. host_gib: host memory for the host tier.
     reuse: share of the wanted pairs that are in the slots already (0: all must travel). corrected: share that a
-    correction must still bring. accepted: chance that a drafted token is right (option verify). Nothing is measured.
+    correction must still bring. accepted: chance that a drafted token is right (option verify). ranks: explain one of
+    so many that the model is split over (tensor parallel), on a device and a link of its own; they share host_gib, and
+    the time of their collectives is left out. Nothing is measured.
     """
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):
@@ -77,7 +81,8 @@ def explain(
     chosen = device if isinstance(device, Device) else find_device(device)
     model = load_config(model) if isinstance(model, (str, Path)) else model
     parsed = parsed.for_prompt(prompt_length)
-    config = getattr(model, "config", model)
+    whole = getattr(model, "config", model)
+    config = one_of(whole, ranks)
     captured: list[Captured] = []
     rewrites: list[Rewrites] = []
     unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
@@ -105,12 +110,14 @@ def explain(
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     layers = next((graph.layers for graph in captured if graph.sites), [])
+    for layer in layers[:1]:
+        check_part(whole, config, layer.head_dim)
     parsed = within_memory(parsed, layers, batch_size, prompt_length)
     check_memory(parsed, layers, batch_size, prompt_length)
     return explanation_of(
         captured, rewrites, parsed, prompt_length, batch_size,
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected, accepted=accepted,
-        name=name,
+        name=name, ranks=ranks,
     )  # fmt: skip
 
 

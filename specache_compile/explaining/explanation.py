@@ -76,7 +76,8 @@ class Alternative:
 @dataclass(frozen=True)
 class Explanation:
     """What the backend does to a model; print it, or ask it. Bytes are for `prompt_length` tokens and `batch_size`
-    rows. Every figure is computed, not measured: bytes from shapes, times from the roofline of `device`."""
+    rows. Every figure is computed, not measured: bytes from shapes, times from the roofline of `device`. With several
+    `ranks` all of it is one rank's."""
 
     options: MethodOptions
     prompt_length: int
@@ -95,6 +96,7 @@ class Explanation:
     accepted: float = ACCEPTED
     host_gib: float = 128.0
     name: str = ""
+    ranks: int = 1
 
     @functools.cached_property
     def bytes_by_tier(self) -> dict[str, int]:
@@ -234,7 +236,7 @@ class Explanation:
     ) -> int:
         """Rows of this context that fit: weights, the decode step's temporaries and the tiers."""
         vram = fits(self.device) if vram_gib is None else vram_gib * 2**30
-        host = (self.host_gib if host_gib is None else host_gib) * 2**30
+        host = (self.host_gib if host_gib is None else host_gib) * 2**30 / self.ranks
         row = self.working_bytes.get("decode", 0) // self.batch_size
         chosen = options or self.options
         return largest_batch(chosen, self.layers, self.prompt_length, self.weight_bytes, row, vram, host)

@@ -65,10 +65,11 @@ def section(title: str, rows: Sequence[Any], headers: Sequence[str], **settings:
 
 def text(e: Explanation) -> str:
     lanes = f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
+    part = f"One of {e.ranks} ranks: its own part, without the time of collectives.\n" if e.ranks > 1 else ""
     parts = [
         f"{e.options.method}: {len(e.sites)} attentions rewritten, {len(e.left_alone)} left exact, {lanes} in decode; "
         f"{e.prompt_length:,} tokens x batch {e.batch_size}\n"
-        f"{e.name[:60]}: every figure below is {COMPUTED}."
+        f"{part}{e.name[:60]}: every figure below is {COMPUTED}."
     ]
     if e.sites:
         parts.append(sites_table(e))
@@ -228,6 +229,7 @@ def as_dict(e: Explanation) -> dict[str, Any]:
         "model": e.name,
         "prompt_length": e.prompt_length,
         "batch_size": e.batch_size,
+        "ranks": e.ranks,
         "options": {**asdict(e.options), "inductor": dict(e.options.inductor)},
         "device": asdict(e.device),
         "reuse": e.reuse,

@@ -59,6 +59,7 @@ class Statistics:
     full_cache_bytes: int = 0
     verified: Verified = field(default_factory=Verified)
     replays: int = 0
+    ranks: int = 1
 
     def count(self, phase: str, total: float, inside: float) -> None:
         """One step of `phase` that took `total` seconds, `inside` of them in lowered graphs."""

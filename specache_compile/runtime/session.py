@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from specache_compile.errors import (
     SpecacheError,
@@ -26,18 +27,20 @@ from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
 from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.fp8 import decoded
-from specache_compile.kernels.host_memory import allowance
+from specache_compile.kernels.host_memory import allowance, ranks_here
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.context import Input, Part
+from specache_compile.passes.local_shards import local
 from specache_compile.passes.phase import EXTEND, Phase
 
 from .break_even import min_context
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .memory import check_memory, within_memory
+from .ranks import everyones
 from .records import Statistics
 from .state import (
     MEASURE,
@@ -86,13 +89,22 @@ class Session:
     `guess` [B, 1] is the speculative token, `guessed` [B, 1] the guess that the slots were chosen by (None: by the
     token itself); `slots_ready`: the slots were chosen for the next decode step. `asked` are the options that the cache
     was made under, `options` those in force (`options_at`), `pending_options` those that it has yet to move over to.
-    `padding` bool [B, 1, 1, C], where a step brought one. State is never made under the caller's inference mode: the
+    `padding` bool [B, 1, 1, C], where a step brought one. `ranks`: the process group that its model is split over, of
+    whose KV heads these are this rank's. State is never made under the caller's inference mode: the
     copy queue's worker writes to it outside of that.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int) -> None:
+    def __init__(
+        self,
+        options: MethodOptions,
+        layers: list[LayerShape],
+        batch: int,
+        prompt: int,
+        ranks: ProcessGroup | None = None,
+    ) -> None:
         self.asked = options
+        self.ranks = ranks
         fixed = fixed_options(options, layers, batch, prompt)
         check_memory(fixed, layers, batch, prompt)
         self.options = in_force(fixed, layers, prompt)
@@ -217,12 +229,15 @@ class Session:
         self.note_memory()
 
     def check_host_memory(self, tokens: int) -> None:
-        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this capacity."""
+        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this capacity,
+        here or on another rank."""
         held = sum(host.nbytes for host in self.fields("host"))
         needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
-        allowed = allowance(held, self.options.host_memory)
+        asked = self.options.host_memory
+        every = everyones(self.ranks, (needed, allowance(held, asked)))
+        needed, allowed = max(every, key=lambda rank: rank[0] - rank[1])
         if needed > allowed:
-            raise no_host_memory(needed, allowed, tokens, self.batch, self.options.host_memory)
+            raise no_host_memory(needed, allowed, tokens, self.batch, asked, ranks_here())
 
     def fields(self, name: str) -> list[Tensor]:
         """One state tensor of each layer that has it."""
@@ -238,6 +253,7 @@ class Session:
         self.statistics.fetched = self.fields("fetched")
         self.statistics.corrected = self.fields("corrected")
         self.statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in self.fields("slots")]
+        self.statistics.ranks = 1 if self.ranks is None else self.ranks.size()
         self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
 
     def drain(self) -> None:
@@ -295,7 +311,7 @@ class Session:
         values: list[Any] = []
         for source in inputs:
             if source.source == "argument":
-                values.append(arguments[source.argument])
+                values.append(local(arguments[source.argument]))
             elif source.source == "state":
                 values.append(self.state[source.site][source.field])
             elif source.source == "guessed" and self.guessed is None:

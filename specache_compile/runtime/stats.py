@@ -49,7 +49,8 @@ class Stats:
     `seconds` were spent finding and binding the session. `replays` of the decode steps were one launch of a recorded
     CUDA graph each (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for
     corrections; both None on CUDA, where the host does not know. `compiles` counts all graphs of the model so far.
-    hit_rate is None unless the option hit_rate was set, verification unless a draft was verified.
+    hit_rate is None unless the option hit_rate was set, verification unless a draft was verified. `lanes` tokens run in
+    a decode step. Of a model that is split over `ranks` all of this is one rank's own part.
     """
 
     prefills: int
@@ -57,6 +58,8 @@ class Stats:
     pre_decodes: int
     decodes: int
     replays: int
+    lanes: int
+    ranks: int
     compiles: int
     seconds: float
     python_seconds: float
@@ -98,6 +101,8 @@ def stats(model: torch.nn.Module) -> Stats:
         pre_decodes=latest.steps["pre-decode"],
         decodes=latest.steps["decode"],
         replays=latest.replays,
+        lanes=max(made.lanes for graph in record.graphs for made in graph.rewrites.made.values()),
+        ranks=latest.ranks,
         compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
         seconds=latest.seconds,
         python_seconds=latest.python_seconds,

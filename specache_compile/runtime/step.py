@@ -16,6 +16,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions, own_options
 
 from .held import Handle, HeldTensor
+from .ranks import check_same, ranks_of
 from .records import record_of
 from .session import Session
 
@@ -57,7 +58,9 @@ class CompiledGraph:
         captured = self.captured
         if not captured.phase.has_past:
             batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
-            session = Session(captured.options, captured.layers, batch, tokens)
+            ranks = ranks_of(arguments)
+            check_same(ranks, captured.options, {"batch": batch, "tokens": tokens})
+            session = Session(captured.options, captured.layers, batch, tokens, ranks)
             session.weights = [weakref.ref(value) for value in arguments if isinstance(value, torch.nn.Parameter)]
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]

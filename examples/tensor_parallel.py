@@ -1,0 +1,52 @@
+"""One model over several ranks: each has its part of the weights, its KV heads, and its tiers of their pairs.
+
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py              a small model, which goes on with a program
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py CHECKPOINT --prompt-file doc.txt --bits 1
+
+Ranks meet over NCCL where there are GPUs, one to each rank, and over gloo on CPUs: Hugging Face chooses. The checkpoint
+must be a folder or a hub name whose KV heads divide by the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
+
+import specache_compile as sc
+from specache_compile.checkpoints import is_byte_level, resolved
+from specache_compile.cli import ByteTokenizer
+
+SMALL = str(Path(__file__).parent / "text-llama")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model", nargs="?", default=SMALL)
+    parser.add_argument("--prompt-file", type=Path, default=Path(__file__).with_name("needle.py"))
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--bits", type=float, default=1.5)
+    args = parser.parse_args()
+    path = resolved(args.model)
+    tokenizer: Any = ByteTokenizer() if is_byte_level(path) else AutoTokenizer.from_pretrained(path)
+    split = DistributedConfig(tp_plan="auto")  # over all ranks, as Hugging Face has it for this family
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=split, dtype="auto")
+    model = torch.compile(model, backend="specache", options={"bits": args.bits})
+    inputs = tokenizer(args.prompt_file.read_text(), return_tensors="pt").to(model.device)
+    out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
+    stats = sc.stats(model)
+    if dist.get_rank() == 0:
+        print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    held = f"{stats.device_bytes:,} bytes of KV cache on the device, {stats.host_bytes:,} on the host"
+    print(f"rank {dist.get_rank()} of {stats.ranks}: {stats.lanes} lanes, {held}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

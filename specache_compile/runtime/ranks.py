@@ -1,0 +1,59 @@
+"""The ranks that a model is split over (tensor parallel), and what they tell each other before they compute together.
+
+A rank that stood still, or went another way than the rest, would leave them waiting in a collective. So what one rank
+alone might refuse is refused by all of them, with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from specache_compile.errors import ranks_differ, split_heads
+from specache_compile.options import MethodOptions
+
+Told = TypeVar("Told")
+
+
+def ranks_of(tensors: Sequence[Any]) -> dist.ProcessGroup | None:
+    """The group of ranks that hold the parts of these tensors; None where all of them are whole."""
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if mesh is None:
+        return None
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def everyones(ranks: dist.ProcessGroup | None, own: Told) -> list[Told]:
+    """What each rank has told here, in their order."""
+    if ranks is None:
+        return [own]
+    told: list[Any] = [None] * ranks.size()
+    dist.all_gather_object(told, own, group=ranks)
+    return told
+
+
+def check_same(ranks: dist.ProcessGroup | None, options: MethodOptions, sizes: dict[str, int]) -> None:
+    """SpecacheError, on every rank, where another has other options or another prompt's sizes than the first."""
+    if ranks is None:
+        return
+    given = {**{field.name: repr(getattr(options, field.name)) for field in fields(options)}, **sizes}
+    first, *others = everyones(ranks, given)
+    for rank, other in enumerate(others, start=1):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            raise ranks_differ(rank, {name: (first.get(name), other.get(name)) for name in names})
+
+
+def check_heads(model: Any) -> None:
+    """SpecacheError where a model's KV heads do not divide by the ranks that its key projections are split over."""
+    keys = [weight for name, weight in model.named_parameters() if name.endswith("k_proj.weight")]
+    ranks = ranks_of([weight for weight in keys if isinstance(weight, DTensor) and weight.placements[-1].is_shard()])
+    if ranks is None:
+        return
+    heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
+    if isinstance(heads, int) and heads % ranks.size():
+        raise split_heads(heads, ranks.size())

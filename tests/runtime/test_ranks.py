@@ -1,0 +1,106 @@
+"""One model over several ranks: `tests/ranks.py`, started once, in which they compute, differ, and die."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from specache_compile.errors import SpecacheError
+from specache_compile.explaining.explain import explain
+from specache_compile.kernels import host_memory
+from specache_compile.passes.lane_rules import own_rules
+
+PROGRAM = Path(__file__).parents[1] / "ranks.py"
+RANKS = 2
+# Seconds for all of it: a rank that waited for ever would be ended here.
+LIMIT = 240
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has seen; in the end one of them has died."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    command = [*launch, str(PROGRAM), str(folder), "llama 3:lossy", "--faults"]
+    ended = subprocess.run(command, timeout=LIMIT, capture_output=True, text=True)
+    found = sorted(folder.glob("*.json"))
+    assert len(found) == RANKS, ended.stderr[-4000:]
+    return [{**json.loads(path.read_text()), "code": ended.returncode, "said": ended.stderr} for path in found]
+
+
+def test_ranks_say_what_one_process_says_and_each_holds_its_part(told: list[dict[str, Any]]) -> None:
+    for rank in told:
+        (case,) = rank["cases"]
+        assert case["tokens"] == told[0]["cases"][0]["expected"]
+        assert (case["lanes"], case["ranks"]) == (2, RANKS)
+        assert all(share <= 1 / RANKS + 0.01 for share in case["shares"]), "device and host bytes over one process's"
+
+
+def test_two_lanes_meet_as_often_as_one(told: list[dict[str, Any]]) -> None:
+    (case,) = told[0]["cases"]
+    assert case["collectives"] == case["plain"] == ["all_reduce"] * 5 + ["all_gather_into_tensor"]
+
+
+def test_without_the_rule_for_collectives_the_tokens_are_wrong(told: list[dict[str, Any]]) -> None:
+    assert told[0]["faulty"] != told[0]["cases"][0]["expected"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        ("prompt", "tokens: 60 on rank 0, 61 on rank 1"),
+        ("options", "top_k: 8 on rank 0, 9 on rank 1"),
+        ("host memory", "shared by the 2 ranks of this machine"),
+        ("save", "split over ranks"),
+        ("heads", "1 KV heads do not divide by 2 ranks"),
+    ],
+)
+def test_what_one_rank_would_refuse_all_refuse(told: list[dict[str, Any]], difference: str, words: str) -> None:
+    for rank in told:
+        assert words in rank["refusals"][difference]
+
+
+def test_a_rank_that_dies_ends_the_others(told: list[dict[str, Any]]) -> None:
+    assert told[0]["code"] == 1
+    assert "SIGKILL" in told[0]["said"], "the one that was killed"
+
+
+def test_a_collective_without_a_rule_is_an_error() -> None:
+    graph = Graph()
+    parts = graph.placeholder("parts")
+    graph.output(graph.call_function(torch.ops._c10d_functional.broadcast.default, (parts, 0, "0")))
+    with pytest.raises(SpecacheError, match=r"broadcast.*speculate"):
+        own_rules(GraphModule({}, graph))
+
+
+def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 8000)
+    monkeypatch.setattr(host_memory, "_pool", host_memory.Pool())
+    assert host_memory.allowance(0, None) == 1000, "half of what is free, by four"
+    assert host_memory.allowance(100, None) == 1050, "what is held is a rank's own"
+    assert host_memory.allowance(0, 4000) == 1000
+
+
+def test_a_rank_is_explained_by_its_part() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4, pad_token_id=255,
+    )  # fmt: skip
+    whole, part = (explain(config, 512, ranks=ranks) for ranks in (1, 4))
+    for figure in ("device_bytes", "full_cache_bytes", "bytes_fetched"):
+        assert getattr(part, figure) * 4 == getattr(whole, figure)
+    assert part.bytes_by_tier["host"] * 4 == whole.bytes_by_tier["host"]
+    assert part.lanes == 2
+    assert "One of 4 ranks" in str(part)
+    with pytest.raises(SpecacheError, match="4 KV heads do not divide by 3 ranks"):
+        explain(config, 512, ranks=3)
