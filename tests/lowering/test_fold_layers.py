@@ -25,6 +25,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES, Family
 from generated_code import compiled_phases, launches, names, state_left_alone
+from specache_compile.compat import GENERATE_MASKS_ALL
 from specache_compile.lowering import lower, progress
 from specache_compile.lowering.fold_layers import fold_layers
 from specache_compile.passes.overlap import mutated_arguments
@@ -78,14 +79,18 @@ def compiled(model: Any, **options: Any) -> Any:
     return model
 
 
+def first_is_unlike(name: str) -> bool:
+    """Where `generate` masks every step, the first sliding layer's decode is a kind of its own."""
+    return GENERATE_MASKS_ALL and name == "gemma2"
+
+
 @pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
     """Before the layers, each kind of them, and after them, in prefill and decode."""
-    model = compiled(of_depth(BY_NAME[name], 4))
-    plain = of_depth(BY_NAME[name], 4)
-    assert torch.equal(greedy(model, prompt(50), 20), greedy(plain, prompt(50), 20))
-    assert len(compiles) == 2 * (FOLDED[name] + 2)
+    model, plain = (of_depth(BY_NAME[name], 6 if first_is_unlike(name) else 4) for _ in range(2))
+    assert torch.equal(greedy(compiled(model), prompt(50), 20), greedy(plain, prompt(50), 20))
+    assert len(compiles) == 2 * (FOLDED[name] + 2) + first_is_unlike(name)
 
 
 def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: list[GraphModule]) -> None:
