@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from specache_compile.lowering.lower import lower
 from specache_compile.passes.context import LeftAlone
+from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import PASS_NAMES
 
 from .captured import Captured, capture, drop_unread_held
@@ -20,6 +21,7 @@ from .compat import missing_for_drafts
 from .errors import OptionError, SpecacheError, SpecacheWarning, no_assisted_decoding
 from .free_sizes import free_sizes
 from .methods import parse_options
+from .methods.drafting import TIERS
 from .rewritten import Rewrites
 from .runtime.session import options_at
 from .runtime.state import bucket, predicted_bytes
@@ -80,7 +82,9 @@ def compile_sites(captured: Captured) -> CompiledGraph:
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
     batch = captured.symbols.hint(captured.batch)
     options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
-    for phase in phases(captured.phase, options):
+    # Whether several tokens are a draft that the tiers verify, only the first call can tell.
+    late = options.verify == TIERS and captured.phase is EXTEND
+    for phase in () if late else phases(captured.phase, options):
         rewrites.get(Variant(phase, options, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)
 

@@ -56,6 +56,7 @@ class Stats:
     extends: int
     pre_decodes: int
     decodes: int
+    widened: int
     replays: int
     compiles: int
     seconds: float
@@ -97,6 +98,7 @@ def stats(model: torch.nn.Module) -> Stats:
         extends=latest.steps["extend"],
         pre_decodes=latest.steps["pre-decode"],
         decodes=latest.steps["decode"],
+        widened=latest.steps["widened"],
         replays=latest.replays,
         compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
         seconds=latest.seconds,
