@@ -1,4 +1,4 @@
-"""Prompts whose answers repeat them: to copy a function out of a file of Python's library, and to rename what is in it."""
+"""Prompts whose answers repeat them: a function to copy out of code of Python's library, or to rename what is in it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ NEW = "target_value"
 def functions(source: str) -> Iterator[ast.FunctionDef]:
     """Those of some lines that have a parameter beside self."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and parameters(node):
-            if LEAST <= (node.end_lineno or 0) - node.lineno < MOST:
-                yield node
+        if not isinstance(node, ast.FunctionDef) or not parameters(node):
+            continue
+        if LEAST <= (node.end_lineno or 0) - node.lineno < MOST:
+            yield node
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:

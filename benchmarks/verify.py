@@ -3,7 +3,7 @@ what do they cost over PCIe? SmolLM2 goes on from windows of a text, greedily, i
 
     python benchmarks/verify.py --text build/unseen.txt      8 windows of 4,096 tokens, 256 new ones each
     python benchmarks/verify.py --families                   five families, random and tiny, 2,000 tokens each
-    python benchmarks/verify.py --edits                      verify=tiers: functions of Python's library, to copy and to edit
+    python benchmarks/verify.py --edits                      verify=tiers: functions of a library, to copy and to edit
     python benchmarks/verify.py --contexts 512 --samples 2 --tokens 32 --settings specache:verify=16
 
 The intervals are 95 %, over the windows' means. On a CPU nothing travels over PCIe: the bytes are counted. Finished
@@ -91,9 +91,11 @@ def finished(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure(
-    model: Any, facts: dict[str, Any], ids: list[list[int]], settings: list[Setting], args: argparse.Namespace, bar: tqdm
-) -> None:
-    """Every prompt of a kind, which `facts` tells, under every setting; the first one's tokens are expected of all."""
+    model: Any, facts: dict[str, Any], ids: list[list[int]], settings: list[Setting], args: argparse.Namespace,
+    bar: tqdm,
+) -> None:  # fmt: skip
+    """Every prompt of a place, which `facts` tell, under every setting; the first one's tokens are those expected of
+    the others."""
     done, place = finished(args.out), "/".join(map(str, facts.values()))
     for setting in settings:
         with running(model, setting, args.lowering):

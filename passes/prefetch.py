@@ -32,7 +32,6 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         selector = context.recipe(site.number).selector
         if selector is None:
             continue
-        prefetched += 1
         state = {field: state_input(graph_module, context, site.number, field) for field in FETCH_STATE}
         slots, slot_index = state["slots"], state["slot_index"]
         selection = [state_input(graph_module, context, site.number, field) for field in selector.state]
@@ -47,6 +46,7 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
                 call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
         if not context.phase.one_token:
             continue
+        prefetched += 1
         with graph.inserting_before(output_node(graph_module)):
             scores = graph.call_function(operator.getitem, (call, 1))
             call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))

@@ -59,7 +59,9 @@ class Drafts(CandidateGenerator):
     def length(self) -> int:
         """γ of the next round."""
         assert self.session is not None
-        self.session.draft_length = self.session.draft_length or DraftLength(self.session.options.verify)
+        asked = self.session.options.verify
+        assert asked is not None
+        self.session.draft_length = self.session.draft_length or DraftLength(asked)
         return self.session.draft_length.next()
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:

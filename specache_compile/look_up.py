@@ -4,8 +4,9 @@ prompt or in what was said since (prompt lookup, as Hugging Face has it)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers.generation import PromptLookupCandidateGenerator
 
@@ -31,7 +32,7 @@ class LookedUp(Drafts):
         looks = PromptLookupCandidateGenerator(
             None if ends is None else ends.to(ids.device), tokens, NGRAM, self.config.max_length
         )
-        found, _ = looks.get_candidates(ids)
+        found, _ = looks.get_candidates(cast("torch.LongTensor", ids))
         first = ids.shape[1] + 1
         stops = (place for place in range(first, found.shape[1] + 1) if self.others and self.stops(found[:, :place]))
         return found[:, : next(stops, found.shape[1] + 1) - 1], None

@@ -90,7 +90,7 @@ def reason_not_to_draft(
 def verified(
     drafts: Drafts, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, **kwargs: Any
 ) -> Any:
-    """Hugging Face's loop of assisted decoding, with these drafts. Interrupted, it leaves the cache with the pairs of the
+    """Hugging Face's loop of assisted decoding, with these drafts. Interrupted, it leaves the cache with the pairs of
     tokens that were said."""
     itself = Verifier(drafts.model, drafts)
     try:

@@ -1,5 +1,5 @@
 """Drafting: a decode step that approximates is a draft, which an exact pass over the host tier verifies
-(arXiv 2404.11912); or what the prompt itself says is, and the tiers verify it."""
+(arXiv 2404.11912); or what the text itself says is, and the tiers verify it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from specache_compile.options import number_or_auto, option
 
 from .host_tier import HostOptions
 
-
-# Of the option verify: drafts are looked up in the prompt, and one widened decode over the tiers verifies them.
+# Of the option verify: drafts are looked up in the text so far, and one widened decode over the tiers verifies them.
 TIERS = "tiers"
 
 
@@ -29,6 +28,6 @@ class DraftOptions(HostOptions):
     verify: int | str | None = option(
         None, check_verify,
         "tokens that the decode phase drafts, for one exact pass over the host tier to verify: generate gives the full "
-        "cache's tokens. auto: as many as give most tokens a second. tiers, not exact: drafts from the prompt's own text, "
-        "which one decode of several tokens verifies", type=number_or_auto, metavar="N",
+        "cache's tokens. auto: as many as give most tokens a second. tiers, not exact: drafts are looked up in the "
+        "text so far, and one decode of several tokens verifies them", type=number_or_auto, metavar="N",
     )  # fmt: skip

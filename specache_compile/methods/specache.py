@@ -100,8 +100,9 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
         (*options.layout, options.unbiased),
         scores=True,
     )
+    decodes = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
     return Recipe(
-        {"pre-decode": over_tiers, "decode": over_tiers, "widened": over_tiers, "extend": Call("extend_attention", ("host",))},
+        {**decodes, "extend": Call("extend_attention", ("host",))},
         (
             Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
             Call("offload", ("host",)),

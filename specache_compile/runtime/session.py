@@ -408,7 +408,7 @@ class Session:
         return plain
 
     def abandon_step(self) -> None:
-        """After a step that raised: wait out its copies, empty the slots and bring back what its tokens pushed out of the
+        """After a step that raised: wait out its copies, empty the slots, and bring back what it pushed out of the
         window, so that it can be taken again. Under eviction it cannot: some layers have dropped pairs for it, and
         counted its attention."""
         self.half_evicted = bool(self.fields("kept"))

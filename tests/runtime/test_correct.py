@@ -48,8 +48,8 @@ def quantised(groups: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def simulated(key_bits: int, value_bits: int, rotate: bool, lanes: int = 1) -> Any:
-    """An attention of transformers: exact but for one token's, or that of so many, whose far pairs are of low bits, k of
-    them exact: those that all of them give most."""
+    """An attention of transformers: exact but for one token's, or so many tokens', whose far pairs are of low bits; of
+    those k are exact, which the tokens give most together."""
     turn = hadamard if rotate else lambda x: x
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:

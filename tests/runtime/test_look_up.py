@@ -1,5 +1,5 @@
-"""Drafts that are looked up (verify="tiers"): one widened decode verifies them over the tiers; what it rejects leaves no
-bit behind. What a widened decode computes is in test_correct.py, beside the formula of a decode."""
+"""Drafts that are looked up (verify="tiers"): a widened decode verifies them, and what it rejects leaves no bit behind.
+What a widened decode computes is in test_correct.py, beside the formula of a decode."""
 
 from __future__ import annotations
 
@@ -222,9 +222,10 @@ def test_a_step_that_was_interrupted_half_way_leaves_no_bit_behind(
             raise KeyboardInterrupt
         store(*given)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(tiers, "store_low_bit", interrupted)
-        verifies(model, prompt(40, seed=3), cache)
+        with pytest.raises(KeyboardInterrupt):
+            verifies(model, prompt(40, seed=3), cache)
     assert differences(held(at_hand(cache)), before) == []
 
 
@@ -244,9 +245,10 @@ def test_an_interruption_anywhere_loses_nothing(
             return out
 
         cache = DynamicCache()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(CompiledGraph, "run", failing)
-            greedy(twin, ids, 60, past_key_values=cache)
+            with pytest.raises(KeyboardInterrupt):
+                greedy(twin, ids, 60, past_key_values=cache)
         length = cache.get_seq_length()
         with torch.no_grad():
             exact = echo(expected[:, :length], use_cache=True).past_key_values

@@ -243,8 +243,8 @@ class Chain(LlamaForCausalLM):
         super().__init__(LlamaConfig(vocab_size=len(exact), bos_token_id=None, eos_token_id=None, **heads))
         self.exact, self.approximate = exact, approximate
         self.session: Any = types.SimpleNamespace(
-            drafting=False, verifying=False, draft_length=None, options=types.SimpleNamespace(verify=2), statistics=Statistics(None),
-            host_bytes=lambda tokens: tokens,
+            drafting=False, verifying=False, draft_length=None, options=types.SimpleNamespace(verify=2),
+            statistics=Statistics(None), host_bytes=lambda tokens: tokens,
         )  # fmt: skip
 
     def forward(self, input_ids: Tensor, past_key_values: DynamicCache, **kwargs: Any) -> CausalLMOutputWithPast:  # type: ignore[override]
