@@ -17,7 +17,8 @@ import tarfile
 import tokenize
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+
+from specache_compile.evaluation.reader import Reader
 
 MODULES: tuple[ModuleType, ...] = (
     argparse, asyncio.base_events, calendar, configparser, csv, difflib, email.message, mailbox, tarfile, tokenize,
@@ -44,7 +45,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in function.args.args if argument.arg not in ("self", "cls")]
 
 
-def around(reader: Any, lines: list[str], function: ast.FunctionDef, tokens: int) -> str:
+def around(reader: Reader, lines: list[str], function: ast.FunctionDef, tokens: int) -> str:
     """The function with lines on both sides of it: as many as fit, the function's own at least."""
     first, last = function.lineno - 1, function.end_lineno or function.lineno
     sizes = [len(reader.encode(f"{line}\n")) for line in lines]
@@ -59,7 +60,7 @@ def around(reader: Any, lines: list[str], function: ast.FunctionDef, tokens: int
     return "\n".join(lines[first:last])
 
 
-def prompts(reader: Any, kind: str, context: int, samples: int, seed: int) -> list[list[int]]:
+def prompts(reader: Reader, kind: str, context: int, samples: int, seed: int) -> list[list[int]]:
     """Token ids of as many prompts of one of `ASKED`, each of about `context` tokens; the answer's fence is open."""
     rng, made = random.Random(f"{seed}/{kind}"), []
     for number in range(samples):

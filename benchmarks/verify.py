@@ -21,6 +21,7 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import edits
 import specache_compile as sc
 from edits import ASKED
 from specache_compile.evaluation.command import load
+from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.evaluation.tasks.perplexity import windows
@@ -90,22 +92,28 @@ def finished(path: Path) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for row in map(json.loads, lines)}
 
 
-def measure(
-    model: Any, facts: dict[str, Any], ids: list[list[int]], settings: list[Setting], args: argparse.Namespace,
-    bar: tqdm,
-) -> None:  # fmt: skip
-    """Every prompt of a place, which `facts` tell, under every setting; the first one's tokens are those expected of
-    the others."""
-    done, place = finished(args.out), "/".join(map(str, facts.values()))
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, what they are, and their number among those of its kind."""
+
+    ids: list[int]
+    number: int
+    facts: dict[str, Any]
+
+
+def measure(model: Any, prompts: list[Prompt], settings: list[Setting], args: argparse.Namespace, bar: tqdm) -> None:
+    """Every prompt under every setting; the first one's tokens are those expected of the others."""
+    done = finished(args.out)
     for setting in settings:
         with running(model, setting, args.lowering):
-            for number, prompt in enumerate(ids):
+            for prompt in prompts:
+                place = "/".join(map(str, [*prompt.facts.values(), prompt.number]))
                 bar.set_postfix_str(f"{setting}, {place}")
-                key, first = (f"{name}/{place}/{number}/{args.tokens}/{args.seed}" for name in (setting, settings[0]))
+                key, first = (f"{name}/{place}/{args.tokens}/{args.seed}" for name in (setting, settings[0]))
                 if key not in done:
                     expected = None if setting is settings[0] else done[first]["tokens"]
-                    row = measured(model, torch.tensor([prompt]), expected, args.tokens)
-                    done[key] = {"key": key, "setting": str(setting), **facts, **row}
+                    row = measured(model, torch.tensor([prompt.ids]), expected, args.tokens)
+                    done[key] = {"key": key, "setting": str(setting), **prompt.facts, **row}
                     with args.out.open("a") as file:
                         file.write(json.dumps(done[key]) + "\n")
                 bar.update()
@@ -199,6 +207,27 @@ def provenance(args: argparse.Namespace) -> str:
     )
 
 
+def compared(args: argparse.Namespace) -> list[list[Setting]]:
+    """Settings that are compared, in each list with its first."""
+    settings = [parse_setting(text) for text in args.settings or (LOOK_UPS if args.edits else SETTINGS)]
+    if args.edits:
+        return [[one_by_one(setting), setting] for setting in settings]
+    return [[Setting(UNCOMPILED, ()), *settings]]
+
+
+def prompts_of(args: argparse.Namespace, reader: Reader) -> list[Prompt]:
+    """Windows of the text, or what is asked about code, of every length."""
+    made: list[tuple[dict[str, Any], list[list[int]]]] = []
+    bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text), None, False)
+    for context in args.contexts:
+        for kind in ASKED if args.edits else ():
+            asked = edits.prompts(reader, kind, context, args.samples, args.seed)
+            made.append(({"kind": kind, "context": context}, asked))
+        if not args.edits:
+            made.append(({"context": context}, windows(bench, context)))
+    return [Prompt(ids, number, facts) for facts, rows in made for number, ids in enumerate(rows)]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a checkpoint's name or path (smollm2-135m)")
@@ -220,18 +249,11 @@ def main(arguments: list[str] | None = None) -> None:
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     model, reader = load(args.model, "cpu", torch.float32)
-    bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text), None, False)
-    settings = [parse_setting(text) for text in args.settings or (LOOK_UPS if args.edits else SETTINGS)]
-    kinds: list[dict[str, Any]] = [{"kind": kind} for kind in ASKED] if args.edits else [{}]
-    places = [{**kind, "context": context} for kind in kinds for context in args.contexts]
-    sets = [[one_by_one(s), s] for s in settings] if args.edits else [[Setting(UNCOMPILED, ()), *settings]]
-    with tqdm(total=len(places) * sum(map(len, sets)) * args.samples, file=sys.stderr, unit="prompt") as bar:
-        for place in places:
-            context, kind = place["context"], place.get("kind")
-            made = edits.prompts(reader, kind, context, args.samples, args.seed) if kind else windows(bench, context)
-            for compared in sets:
-                measure(model, place, made, compared, args, bar)
-    wanted = {str(setting) for compared in sets for setting in compared}
+    sets, prompts = compared(args), prompts_of(args, reader)
+    with tqdm(total=len(prompts) * sum(map(len, sets)), file=sys.stderr, unit="prompt") as bar:
+        for settings in sets:
+            measure(model, prompts, settings, args, bar)
+    wanted = {str(setting) for settings in sets for setting in settings}
     rows = [
         {**row, "tokens": len(row["tokens"])}
         for row in finished(args.out).values()

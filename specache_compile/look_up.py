@@ -30,8 +30,9 @@ class LookedUp(Drafts):
         certain, and sampling accepts it by what the model itself would draw."""
         ends = getattr(self.config, "_eos_token_tensor", None)
         looks = PromptLookupCandidateGenerator(
-            None if ends is None else ends.to(ids.device), tokens, NGRAM, self.config.max_length
-        )
+            eos_token_id=None if ends is None else ends.to(ids.device), num_output_tokens=tokens,
+            max_matching_ngram_size=NGRAM, max_length=self.config.max_length,
+        )  # fmt: skip
         found, _ = looks.get_candidates(cast("torch.LongTensor", ids))
         first = ids.shape[1] + 1
         stops = (place for place in range(first, found.shape[1] + 1) if self.others and self.stops(found[:, :place]))
