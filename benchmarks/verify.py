@@ -40,6 +40,7 @@ from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.evaluation.tasks.perplexity import windows
 from specache_compile.evaluation.tasks.task import Bench
+from specache_compile.methods import parse_options
 
 SETTINGS = (
     "specache:verify=16",
@@ -168,8 +169,11 @@ def edits_table(rows: list[dict[str, Any]]) -> str:
 
 
 def one_by_one(setting: Setting) -> Setting:
-    """The same without drafts: one token a step."""
-    return Setting(setting.name, tuple(pair for pair in setting.given if pair[0] != "verify"))
+    """The same one token a step: with the options that drafts from the text itself choose, and without drafts."""
+    chosen = vars(parse_options(setting.options))
+    chosen = {name: chosen[name] for name in ("correct", "speculate") if name in chosen}
+    given = {name: value for name, value in setting.given if name != "verify"}
+    return Setting(setting.name, tuple(sorted({**given, **chosen}.items())))
 
 
 def family(config: str) -> Any:
