@@ -3,6 +3,7 @@ what do they cost over PCIe? SmolLM2 goes on from windows of a text, greedily, i
 
     python benchmarks/verify.py --text build/unseen.txt      8 windows of 4,096 tokens, 256 new ones each
     python benchmarks/verify.py --families                   five families, random and tiny, 2,000 tokens each
+    python benchmarks/verify.py --edits                      verify=tiers: functions of a library, to copy and to edit
     python benchmarks/verify.py --contexts 512 --samples 2 --tokens 32 --settings specache:verify=16
 
 The intervals are 95 %, over the windows' means. On a CPU nothing travels over PCIe: the bytes are counted. Finished
@@ -20,6 +21,7 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,16 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
+import edits
 import specache_compile as sc
+from edits import ASKED
 from specache_compile.evaluation.command import load
+from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.evaluation.tasks.perplexity import windows
 from specache_compile.evaluation.tasks.task import Bench
+from specache_compile.methods import parse_options
 
 SETTINGS = (
     "specache:verify=16",
@@ -42,6 +48,7 @@ SETTINGS = (
     "specache:setting=paper,verify=16",
     "specache:setting=paper,bits=1,verify=16",
 )
+LOOK_UPS = ("specache:verify=tiers", "specache:setting=paper,verify=tiers")
 UNCOMPILED = "uncompiled"
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -70,7 +77,7 @@ def equal_tokens(got: list[int], expected: list[int]) -> int:
 
 
 def measured(model: Any, ids: Tensor, expected: list[int] | None, tokens: int) -> dict[str, Any]:
-    """One window under what the model is compiled with; `expected` None: it is the uncompiled one."""
+    """One prompt under what the model is compiled with; `expected` None: it is what others are compared with."""
     said, seconds = generate(model, ids, tokens)
     row: dict[str, Any] = {"tokens": said, "seconds": seconds}
     if expected is not None:
@@ -86,19 +93,28 @@ def finished(path: Path) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for row in map(json.loads, lines)}
 
 
-def measure(model: Any, context: int, ids: list[list[int]], args: argparse.Namespace, bar: tqdm) -> None:
-    """Every window of a context under every setting, the uncompiled model's tokens first."""
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, what they are, and their number among those of its kind."""
+
+    ids: list[int]
+    number: int
+    facts: dict[str, Any]
+
+
+def measure(model: Any, prompts: list[Prompt], settings: list[Setting], args: argparse.Namespace, bar: tqdm) -> None:
+    """Every prompt under every setting; the first one's tokens are those expected of the others."""
     done = finished(args.out)
-    settings = [Setting(UNCOMPILED, ()), *map(parse_setting, args.settings)]
     for setting in settings:
         with running(model, setting, args.lowering):
-            for number, window in enumerate(ids):
-                bar.set_postfix_str(f"{setting}, {context} tokens")
-                key, full = (f"{name}/{context}/{number}/{args.tokens}/{args.seed}" for name in (setting, UNCOMPILED))
+            for prompt in prompts:
+                place = "/".join(map(str, [*prompt.facts.values(), prompt.number]))
+                bar.set_postfix_str(f"{setting}, {place}")
+                key, first = (f"{name}/{place}/{args.tokens}/{args.seed}" for name in (setting, settings[0]))
                 if key not in done:
-                    expected = None if setting.options is None else done[full]["tokens"]
-                    row = measured(model, torch.tensor([window]), expected, args.tokens)
-                    done[key] = {"key": key, "setting": str(setting), "context": context, **row}
+                    expected = None if setting is settings[0] else done[first]["tokens"]
+                    row = measured(model, torch.tensor([prompt.ids]), expected, args.tokens)
+                    done[key] = {"key": key, "setting": str(setting), **prompt.facts, **row}
                     with args.out.open("a") as file:
                         file.write(json.dumps(done[key]) + "\n")
                 bar.update()
@@ -130,6 +146,34 @@ def table(rows: list[dict[str, Any]]) -> str:
         )  # fmt: skip
     headers = ("context", "", "equal tokens", "acceptance", "tokens a verification", "MiB a token", "of offload's")
     return tabulate(lines, headers, colalign=("right", "left", *["right"] * 5), disable_numparse=True)
+
+
+def edits_table(rows: list[dict[str, Any]]) -> str:
+    """A line for each setting whose drafts were looked up, kind and context."""
+    lines = []
+    looked_up = [row for row in rows if "acceptance" in row]
+    for setting, kind, context in dict.fromkeys((row["setting"], row["kind"], row["context"]) for row in looked_up):
+        same = [row for row in looked_up if (row["setting"], row["kind"], row["context"]) == (setting, kind, context)]
+        said = [row["tokens_per_verification"] for row in same]
+        spread = interval(said)
+        lines.append(
+            (
+                f"{context:,}", setting, kind,
+                f"{statistics.fmean(said):.1f}" + ("" if math.isnan(spread) else f" ± {spread:.1f}"),
+                f"{statistics.fmean(row['acceptance'] for row in same):.2f}",
+                f"{sum(row['equal'] for row in same):,} of {sum(row['tokens'] for row in same):,}",
+            )
+        )  # fmt: skip
+    headers = ("context", "", "function", "tokens a step", "acceptance", "equal tokens")
+    return tabulate(lines, headers, colalign=("right", "left", "left", *["right"] * 3), disable_numparse=True)
+
+
+def one_by_one(setting: Setting) -> Setting:
+    """The same one token a step: with the options that drafts from the text itself choose, and without drafts."""
+    chosen = vars(parse_options(setting.options))
+    chosen = {name: chosen[name] for name in ("correct", "speculate") if name in chosen}
+    given = {name: value for name, value in setting.given if name != "verify"}
+    return Setting(setting.name, tuple(sorted({**given, **chosen}.items())))
 
 
 def family(config: str) -> Any:
@@ -167,6 +211,27 @@ def provenance(args: argparse.Namespace) -> str:
     )
 
 
+def compared(args: argparse.Namespace) -> list[list[Setting]]:
+    """Settings that are compared, in each list with its first."""
+    settings = [parse_setting(text) for text in args.settings or (LOOK_UPS if args.edits else SETTINGS)]
+    if args.edits:
+        return [[one_by_one(setting), setting] for setting in settings]
+    return [[Setting(UNCOMPILED, ()), *settings]]
+
+
+def prompts_of(args: argparse.Namespace, reader: Reader) -> list[Prompt]:
+    """Windows of the text, or what is asked about code, of every length."""
+    made: list[tuple[dict[str, Any], list[list[int]]]] = []
+    bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text), None, False)
+    for context in args.contexts:
+        for kind in ASKED if args.edits else ():
+            asked = edits.prompts(reader, kind, context, args.samples, args.seed)
+            made.append(({"kind": kind, "context": context}, asked))
+        if not args.edits:
+            made.append(({"context": context}, windows(bench, context)))
+    return [Prompt(ids, number, facts) for facts, rows in made for number, ids in enumerate(rows)]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a checkpoint's name or path (smollm2-135m)")
@@ -174,12 +239,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096], help="tokens of prompt (4096)")
     parser.add_argument("--samples", type=int, default=8, help="windows (8)")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens behind each (256)")
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), metavar="NAME:option=value,...")
+    parser.add_argument("--edits", action="store_true", help="drafts that are looked up, beside one token a step")
+    parser.add_argument("--settings", nargs="+", metavar="NAME:option=value,...")
     parser.add_argument("--text", nargs="+", type=Path, default=[], help="texts (default: library source)")
     parser.add_argument("--seed", type=int, default=0, help="of the windows (0)")
     parser.add_argument("--lowering", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--out", type=Path, default=Path("build/verify.jsonl"), help="finished windows (%(default)s)")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "verify.json")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/results/verify.json, or verify_edits.json")
     args = parser.parse_args(arguments)
     args.command = list(sys.argv[1:] if arguments is None else arguments)
     if args.families:
@@ -187,19 +253,19 @@ def main(arguments: list[str] | None = None) -> None:
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     model, reader = load(args.model, "cpu", torch.float32)
-    bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text), None, False)
-    total = len(args.contexts) * (1 + len(args.settings)) * args.samples
-    with tqdm(total=total, file=sys.stderr, unit="window") as bar:
-        for context in args.contexts:
-            measure(model, context, windows(bench, context), args, bar)
-    wanted = {UNCOMPILED, *(str(parse_setting(text)) for text in args.settings)}
+    sets, prompts = compared(args), prompts_of(args, reader)
+    with tqdm(total=len(prompts) * sum(map(len, sets)), file=sys.stderr, unit="prompt") as bar:
+        for settings in sets:
+            measure(model, prompts, settings, args, bar)
+    wanted = {str(setting) for settings in sets for setting in settings}
     rows = [
         {**row, "tokens": len(row["tokens"])}
         for row in finished(args.out).values()
-        if row["setting"] in wanted and row["context"] in args.contexts
+        if row["setting"] in wanted and row["context"] in args.contexts and ("kind" in row) == args.edits
     ]
-    print(table(rows), "", provenance(args), sep="\n")
-    args.results.write_text(json.dumps({"provenance": provenance(args), "rows": rows}, indent=1) + "\n")
+    print(edits_table(rows) if args.edits else table(rows), "", provenance(args), sep="\n")
+    results = args.results or Path(__file__).parent / "results" / ("verify_edits.json" if args.edits else "verify.json")
+    results.write_text(json.dumps({"provenance": provenance(args), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

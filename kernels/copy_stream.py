@@ -234,3 +234,7 @@ class StreamCopies:
         torch.cuda.synchronize(self.device)
 
     settle = drain
+
+    def wait_for_offloads(self) -> None:
+        """What the main stream is given from here on runs behind every offload handed in so far."""
+        join(self.device)

@@ -21,9 +21,10 @@ def correct(graph_module: GraphModule, context: Context) -> tuple[GraphModule, P
 
     The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves
     nothing to correct, a wrong one costs time and no quality. Where the recipe corrects a "miss" alone, `missed` says
-    in which rows the slots were chosen for another token than the one that came.
+    in which rows the slots were chosen for another token than the one that came. The tokens of a widened decode share
+    one choice, of what all of them give most together.
     """
-    if not (context.phase.stores and context.phase.one_token and context.selects):
+    if not (context.phase.stores and context.phase.over_tiers and context.selects):
         return graph_module, PassReport("correct", {"corrected": 0})
     selectors = [(site, context.recipe(site.number).selector) for site in context.sites]
     corrected = [(site, s.correct) for site, s in selectors if s is not None and s.correct != "never"]
@@ -67,7 +68,10 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
         asked = (q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
         both = call_op(graph_module, site, "score_low_bit", asked)
         logits, scores = (graph.call_function(operator.getitem, (both, part)) for part in (0, 1))
-        call_op(graph_module, site, "correct", (scores, missed, cursor, host, slots, slot_index, corrected))
+        chooser = scores
+        if not context.phase.one_token:
+            chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (scores, [0], True))
+        call_op(graph_module, site, "correct", (chooser, missed, cursor, host, slots, slot_index, corrected))
     with graph.inserting_before(call):
         given = (q, k, v, mask, sinks, cursor, logits, codes, value_params, recent, slots, slot_index, *settings)
         out = call_op(graph_module, site, "attend_scored", given)

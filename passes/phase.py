@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phase:
-    """has_past: it goes on from a cache. one_token: one new token a row, as in every step of a generation. stores: its
-    new pairs are kept. once: it runs once a generation, and so op by op: Inductor would take many times what its code
-    saves. speculates: a guess of the next token runs beside the token, in a second lane. before: the phase that must
-    have run before its first step, to choose what that finds in the slots."""
+    """has_past: it goes on from a cache. one_token: one new token a row, as in every step of a generation. over_tiers:
+    its attention is over the tiers, with what the slots hold. stores: its new pairs are kept. once: it runs once a
+    generation, and so op by op: Inductor would take many times what its code saves. speculates: a guess of the next
+    token runs beside the token, in a second lane. before: the phase that must have run before its first step, to choose
+    what that finds in the slots."""
 
     name: str
     has_past: bool = True
     one_token: bool = False
+    over_tiers: bool = False
     stores: bool = True
     once: bool = False
     speculates: bool = False
@@ -27,6 +29,8 @@ class Phase:
 PREFILL = Phase("prefill", has_past=False)
 EXTEND = Phase("extend")
 # The extra pass that makes the first guess, and the first choice of pairs (SpeCache, section 3.3).
-PRE_DECODE = Phase("pre-decode", one_token=True, stores=False, once=True)
-DECODE = Phase("decode", one_token=True, speculates=True, before=PRE_DECODE)
-PHASES = (PREFILL, EXTEND, PRE_DECODE, DECODE)
+PRE_DECODE = Phase("pre-decode", one_token=True, over_tiers=True, stores=False, once=True)
+DECODE = Phase("decode", one_token=True, over_tiers=True, speculates=True, before=PRE_DECODE)
+# A decode of several tokens, each of them a lane: the last one said, and a draft that is looked up.
+WIDENED = Phase("widened", over_tiers=True)
+PHASES = (PREFILL, EXTEND, PRE_DECODE, DECODE, WIDENED)

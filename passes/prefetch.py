@@ -21,9 +21,9 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
 
     A wait names the query it stands behind: an edge that no scheduler can undo; and `wanted`, which the fetch reads.
     Selection and fetch stand at the end of the graph, waits right behind their query; `overlap` moves both to where
-    they hide most.
+    they hide most. A widened decode waits and fetches nothing ahead: which of its tokens stay, it cannot know.
     """
-    if not (context.phase.one_token and context.selects and context.sites):
+    if not (context.phase.over_tiers and context.selects and context.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context)
@@ -32,7 +32,6 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         selector = context.recipe(site.number).selector
         if selector is None:
             continue
-        prefetched += 1
         state = {field: state_input(graph_module, context, site.number, field) for field in FETCH_STATE}
         slots, slot_index = state["slots"], state["slot_index"]
         selection = [state_input(graph_module, context, site.number, field) for field in selector.state]
@@ -45,6 +44,9 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
             measured = (site.q, site.k, site.mask, site.sinks, cursor, state["host"], slot_index, tally)
             with graph.inserting_before(call):
                 call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
+        if not context.phase.one_token:
+            continue
+        prefetched += 1
         with graph.inserting_before(output_node(graph_module)):
             scores = graph.call_function(operator.getitem, (call, 1))
             call_op(graph_module, site, selector.op, (scores, *selection, *selector.settings))

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from specache_compile.lowering.lower import lower
 from specache_compile.passes.context import LeftAlone
 from specache_compile.passes.local_shards import own_part
+from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 from specache_compile.passes.pipeline import PASS_NAMES
 
 from .captured import Captured, capture, drop_unread_held
@@ -22,6 +23,8 @@ from .compat import missing_for_drafts
 from .errors import OptionError, SpecacheError, SpecacheWarning, no_assisted_decoding
 from .free_sizes import free_sizes
 from .methods import parse_options
+from .methods.drafting import TIERS
+from .options import MethodOptions
 from .rewritten import Rewrites
 from .runtime.session import options_at
 from .runtime.state import bucket, predicted_bytes
@@ -86,9 +89,16 @@ def compile_sites(captured: Captured) -> CompiledGraph:
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
     batch = captured.symbols.hint(captured.batch)
     options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
-    for phase in phases(captured.phase, options):
+    for phase in first_phases(captured, options):
         rewrites.get(Variant(phase, options, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)
+
+
+def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...]:
+    """Those to lower at once. Where the tiers verify, several tokens are a draft, most of the time."""
+    if options.verify == TIERS and captured.phase is EXTEND and captured.is_causal:
+        return (WIDENED,)
+    return phases(captured.phase, options)
 
 
 def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:

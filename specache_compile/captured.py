@@ -70,6 +70,11 @@ class Captured:
         return value_of(self.sites[0].k).shape[0]
 
     @property
+    def is_causal(self) -> bool:
+        """Whether its masks hide nothing from a token but later ones, and padding."""
+        return all(site.mask is None for site in self.sites)
+
+    @property
     def tokens(self) -> Any:
         """The number of new tokens, likewise."""
         return value_of(self.sites[0].k).shape[2]

@@ -168,6 +168,10 @@ def not_kept(error: Exception) -> str:
     return f"a session is not kept, and its conversation's next turn is read from its beginning: {error}"
 
 
+def not_looked_up(reason: str) -> str:
+    return f"option verify='tiers': nothing is drafted in this generation: {reason}. It says one token a step"
+
+
 RECOMPILE_LIMIT = (
     "Dynamo's recompile limit was reached (raise torch._dynamo.config.recompile_limit, or recompile_limit= of "
     "torch.compile where it has it; TORCH_LOGS=recompiles shows the cause)"

@@ -212,6 +212,14 @@ def verification() -> str:
     return fenced(table(load("verify.json")["rows"]))
 
 
+def look_ups() -> str:
+    """What `benchmarks/verify.py --edits` prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from verify import edits_table
+
+    return fenced(edits_table(load("verify_edits.json")["rows"]))
+
+
 def gpu() -> str:
     """What one day with a GPU has measured."""
     if not (RESULTS / "gpu_decode.json").exists():
@@ -310,8 +318,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, cold_start, verification, gpu, diagnostics, tasks,
-            devices, passes, ops, fields,
+            families, versions, options, methods, summary, demo, cold_start, verification, look_ups, gpu, diagnostics,
+            tasks, devices, passes, ops, fields,
         )
     },
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},

@@ -21,11 +21,13 @@ import pytest
 import torch
 
 from conftest import prompt, tiny_llama
+from specache_compile.evaluation.reader import ByteReader
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
+edits = importlib.import_module("edits")
 
 
 def run(script: str, *arguments: str) -> str:
@@ -333,3 +335,20 @@ def test_a_soak_stops_at_a_planted_fault_and_tells_how_to_see_it_again(
     again = "python benchmarks/soak.py --seed 7 --calls {} --lowering eager --recompile-limit 100\n"
     assert number
     assert out.endswith(again.format(number[1]))
+
+
+class Bytes(ByteReader):
+    """With a chat template, of no words."""
+
+    def chat(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+@pytest.mark.parametrize("kind", edits.ASKED)
+def test_an_edit_asks_for_a_function_that_is_whole_in_the_code(kind: str) -> None:
+    for ids in edits.prompts(Bytes(), kind, 4000, len(edits.MODULES), 0):
+        asked, code, _ = Bytes().decode(ids).split("```python\n")
+        name = re.findall(r"`(.+?)`", asked)[0]
+        _, after = code.split(f"def {name}(", 1)
+        assert len(after.splitlines()) >= edits.LEAST
+        assert 4000 < len(ids) < 4300

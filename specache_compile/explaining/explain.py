@@ -225,6 +225,7 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
             session.drafting = True
         compiled(prompt[:, :1].clone(), past_key_values=cache, **after)
         if session is not None and session.options.verify is not None:
+            session.verifying = True
             tokens = drafted_tokens(session.options.verify) + 1
             ids, places = (torch.zeros(batch_size, tokens, dtype=torch.int64, device=model.device) for _ in range(2))
             compiled(ids, past_key_values=cache, position_ids=places, logits_to_keep=0)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.costs import Cost, Workload, fetched_pairs
+from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.specache import SpecacheOptions
@@ -28,7 +29,7 @@ from .roofline import full_cache_step, launch_cost, step_costs, total
 from .schedule import Launch, Schedule, launches_of
 from .tables import as_dict, text
 from .trace import write_trace
-from .verification import ACCEPTED, Round, drafted_tokens, round_of
+from .verification import ACCEPTED, Round, drafted_tokens, looked_up_round, round_of
 
 
 @dataclass(frozen=True)
@@ -221,9 +222,11 @@ class Explanation:
     def round(self, accepted: float | None = None) -> Round | None:
         """A draft and its verification, where the option verify asks for them; `accepted` in place of the given
         chance that a drafted token is right."""
-        if self.options.verify is None or "extend" not in self.graphs:
-            return None
         chance = self.accepted if accepted is None else accepted
+        if self.options.verify == TIERS and "widened" in self.graphs:
+            return looked_up_round(self.graphs, self.load(), self.device, chance)
+        if self.options.verify in (None, TIERS) or "extend" not in self.graphs:
+            return None
         drafted = drafted_tokens(self.options.verify)
         return round_of(self.graphs, self.load(), self.device, drafted, chance, self.step().seconds)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from specache_compile.kernels.costs import Cost
+from specache_compile.methods.drafting import TIERS
 from specache_compile.passes.context import PassReport
 
 from .roofline import total
@@ -200,11 +201,13 @@ def round_text(e: Explanation) -> str:
     r = e.round()
     if r is None:
         return ""
-    drafted = f"{r.drafted} tokens drafted" + (" (auto)" if e.options.verify == "auto" else "")
+    how = {"auto": " (auto)", TIERS: " (looked up)"}.get(str(e.options.verify), "")
+    drafted = f"{r.drafted} tokens drafted{how}"
+    passed = "widened decode" if e.options.verify == TIERS else "exact pass"
     return "\n".join(
         (
             f"Verification ({COMPUTED}): {drafted}, each right by {e.accepted:.0%}: {r.tokens:.1f} tokens",
-            f"  draft {duration(r.draft_seconds)}, exact pass {duration(r.verification_seconds)}: "
+            f"  draft {duration(r.draft_seconds)}, {passed} {duration(r.verification_seconds)}: "
             f"{duration(r.seconds_per_token)} a token; offload {duration(r.offload_seconds)}",
             f"  from the host: {size(r.bytes_per_token)} a token; offload {size(r.offload_bytes)}",
         )

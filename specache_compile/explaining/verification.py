@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from specache_compile import look_up
 from specache_compile.kernels.costs import Cost, Workload
+from specache_compile.methods.drafting import TIERS
 
 from .devices import Device
 from .roofline import full_cache_cost, is_launch, is_tier_op, launch_cost, step_costs, total
@@ -42,6 +44,8 @@ class Round:
 
 
 def drafted_tokens(verify: int | str) -> int:
+    if verify == TIERS:
+        return look_up.DRAFTED
     return verify if isinstance(verify, int) else DRAFTED
 
 
@@ -62,6 +66,16 @@ def round_of(
     return Round(
         drafted, sum(accepted**place for place in range(drafted + 1)), draft,
         seconds_of(graphs["extend"], load, device), fetched + streamed,
+        sum(cost.seconds(device) for cost in offload), total(offload).to_device,
+    )  # fmt: skip
+
+
+def looked_up_round(graphs: Mapping[str, GraphModule], load: Workload, device: Device, accepted: float) -> Round:
+    """Of a draft that is looked up, for nothing, and the widened decode that verifies it."""
+    offload = offload_step(graphs["decode"], load)
+    return Round(
+        look_up.DRAFTED, sum(accepted**place for place in range(look_up.DRAFTED + 1)), 0.0,
+        seconds_of(graphs["widened"], load, device), total(step_costs(graphs["widened"], load).values()).to_device,
         sum(cost.seconds(device) for cost in offload), total(offload).to_device,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.quantize import value_group
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
-from .drafting import DraftOptions
+from .drafting import TIERS, DraftOptions
 from .field import Cropped, Field, LayerShape, LayerState, always
 
 BITS = (1, 2, 4, 8, 16)
@@ -131,8 +131,14 @@ class LowBitOptions(DraftOptions):
 
     @property
     def in_16_bits(self) -> LowBitOptions:
-        """What holds below `min_context`: every pair on the device in 16 bits, so that there is nothing to verify."""
-        return replace(self, bits=16, key_bits=None, value_bits=None, verify=None)
+        """What holds below `min_context`: every pair on the device in 16 bits, so that there is nothing to verify but
+        what was looked up."""
+        return replace(self, bits=16, key_bits=None, value_bits=None, verify=self.verify_in_16_bits)
+
+    @property
+    def verify_in_16_bits(self) -> str | None:
+        """Drafts of the model's own would be its exact tokens."""
+        return TIERS if self.verify == TIERS else None
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""
@@ -186,8 +192,13 @@ def recent_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity
 def refill_recent(state: LayerState, cropped: Cropped) -> None:
     """After a crop into the low-bit tier the window is older tokens', which the host tier has."""
     if cropped.low_bit < cropped.low_bit_before:
-        recent, tokens = state["recent"], torch.arange(cropped.low_bit, cropped.length)
-        recent[:, :, (tokens % recent.shape[2]).to(recent.device)] = state["host"][:, :, tokens].to(recent.device)
+        window_from_host(state, cropped.low_bit, cropped.length)
+
+
+def window_from_host(state: LayerState, low_bit: int, length: int) -> None:
+    """Put the tokens from `low_bit` to `length` into the recent tier, wherever the host tier has them."""
+    recent, tokens = state["recent"], torch.arange(low_bit, length)
+    recent[:, :, (tokens % recent.shape[2]).to(recent.device)] = state["host"][:, :, tokens].to(recent.device)
 
 
 CODES = Field("codes", "low-bit", codes_shape, codes_dtype)

@@ -11,6 +11,7 @@ from specache_compile.errors import OptionError
 from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
+from .drafting import TIERS
 from .host_tier import HOST
 from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
@@ -51,6 +52,8 @@ class SpecacheOptions(LowBitOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.verify == TIERS:
+            self.check_tiers()
         if self.selector == "pages" and self.correct != "never":
             raise OptionError(
                 f"option selector='pages' with correct={self.correct!r}: a correction takes tokens one by one"
@@ -68,12 +71,24 @@ class SpecacheOptions(LowBitOptions):
                 f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
             )
 
+    def check_tiers(self) -> None:
+        """The tokens of a widened decode choose their pairs together, and in its course; no other token is guessed."""
+        together = {"speculate": (False,), "selector": ("topk",), "unbiased": (False,), "correct": ("always",)}
+        accepted = together if self.top_k else {"speculate": (False,)}
+        for name, (value,) in accepted.items():
+            if getattr(self, name) != value:
+                raise OptionError(
+                    f"option verify='tiers' with {name}={getattr(self, name)!r}: a draft's tokens choose their pairs "
+                    f"themselves, together; take {name}={value!r}"
+                )
+
     @property
     def in_16_bits(self) -> SpecacheOptions:
-        """Nothing is fetched, nothing guessed for it, and nothing to verify."""
+        """Nothing is fetched, nothing guessed for it, and nothing to verify but what was looked up."""
         return replace(
-            self, bits=16, key_bits=None, value_bits=None, top_k=0, speculate=False, correct="never", verify=None
-        )
+            self, bits=16, key_bits=None, value_bits=None, top_k=0, speculate=False, correct="never",
+            verify=self.verify_in_16_bits,
+        )  # fmt: skip
 
 
 def recipe(options: LowBitOptions, site: int) -> Recipe:
@@ -85,8 +100,9 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
         (*options.layout, options.unbiased),
         scores=True,
     )
+    decodes = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
     return Recipe(
-        {"pre-decode": over_tiers, "decode": over_tiers, "extend": Call("extend_attention", ("host",))},
+        {**decodes, "extend": Call("extend_attention", ("host",))},
         (
             Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
             Call("offload", ("host",)),
@@ -105,8 +121,11 @@ def selector_of(options: LowBitOptions) -> Selector | None:
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the setting that was given; where no pair is fetched, or whole pages are, none is corrected."""
+    """Those of the setting that was given; where no pair is fetched, or whole pages are, none is corrected; where the
+    tiers verify, every token is, and none is guessed."""
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
+    if given.get("verify") == TIERS:
+        found |= {"speculate": False, "correct": "always"}
     uncorrected = given.get("top_k") == 0 or given.get("selector") == "pages"
     return {**found, "correct": "never"} if uncorrected else found
 

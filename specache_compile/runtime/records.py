@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @dataclass
 class Verified:
     """Counts of one session's rounds of drafting and verifying: tokens drafted, accepted and said, and the bytes of the
-    host tier that the verifications streamed, and that as many exact steps of one token would have."""
+    host tier that the verifications streamed, and that as many exact steps of one token would have. A round may have
+    found nothing to draft."""
 
     rounds: int = 0
     drafted: int = 0
@@ -30,15 +31,15 @@ class Verified:
     bytes_streamed: int = 0
     bytes_of_steps: int = 0
 
-    def note(self, drafted: int, accepted: int, host_bytes: int) -> None:
-        """One round over a host tier of `host_bytes` of cached tokens."""
+    def note(self, drafted: int, accepted: int, held: int, streamed: int) -> None:
+        """One round over a host tier that held so many bytes of cached tokens, of which it streamed so many."""
         said = accepted + 1
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
         self.tokens += said
-        self.bytes_streamed += host_bytes
-        self.bytes_of_steps += said * host_bytes
+        self.bytes_streamed += streamed
+        self.bytes_of_steps += said * held
 
 
 @dataclass

@@ -29,12 +29,13 @@ from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.fp8 import decoded
 from specache_compile.kernels.host_memory import allowance, ranks_here
 from specache_compile.lowering.cuda_graphs import RecordedSteps
+from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
-from specache_compile.methods.low_bit import LowBitOptions
+from specache_compile.methods.low_bit import LowBitOptions, window_from_host
 from specache_compile.options import MethodOptions
 from specache_compile.passes.context import Input, Part
 from specache_compile.passes.local_shards import local
-from specache_compile.passes.phase import EXTEND, Phase
+from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 
 from .break_even import min_context
 from .draft_length import DraftLength
@@ -53,7 +54,7 @@ from .state import (
     host_bytes,
     moved_over,
 )
-from .variant import Variant, phases
+from .variant import Variant, phases, selects
 
 
 def options_at(
@@ -124,8 +125,9 @@ class Session:
         self.padded = False
         self.told_of_options = False
         self.slots_ready = False
-        # With the option verify: whether steps may approximate, and how many of them the next round takes.
-        self.drafting = False
+        # With the option verify: whether steps may approximate, whether a step verifies a draft, and how many tokens
+        # the next one has.
+        self.drafting = self.verifying = False
         self.draft_length: DraftLength | None = None
         # A step has raised half way that had evicted pairs already.
         self.half_evicted = False
@@ -168,14 +170,18 @@ class Session:
         self.point(tokens)
         self.see(padding, after)
 
-    def finish(self, tokens: int, slots_ready: bool) -> None:
+    def finish(self, tokens: int, phase: Phase) -> None:
         """After it: `tokens` more are cached, and views of the cache taken before are stale."""
-        self.slots_ready = slots_ready
+        self.slots_ready = phase.speculates and selects(self.options)
         self.advance(tokens)
 
-    def phases(self, captured: Phase) -> tuple[Phase, ...]:
-        """The phases that a graph captured in this one runs now. With the option verify nothing but a draft
-        approximates: any other step of one token is an extend."""
+    def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
+        """The phases that a graph captured in this one runs now; `causal`: its masks hide nothing but padding besides.
+        With the option verify nothing but a draft approximates: any other step of one token is an extend. Where the
+        tiers verify, a draft's verification is no extend but a widened decode."""
+        if self.options.verify == TIERS:
+            widened = captured is EXTEND and causal and self.verifying
+            return (WIDENED,) if widened else phases(captured, self.options)
         exact = captured.one_token and self.options.verify is not None and not self.drafting
         return (EXTEND,) if exact else phases(captured, self.options)
 
@@ -376,7 +382,7 @@ class Session:
                     state[field.name].zero_()
         other.queue = self.new_queue()
         other.recorded, other.deferred, other.told_uncompiled = RecordedSteps(), other.new_deferred(), False
-        other.drafting, other.draft_length = False, None
+        other.drafting, other.verifying, other.draft_length = False, False, None
         other.padding = None if self.padding is None else self.padding.clone()
         other.statistics = Statistics(other.queue)
         other.note_memory()
@@ -418,12 +424,16 @@ class Session:
         return plain
 
     def abandon_step(self) -> None:
-        """After a step that raised: wait out its copies and empty the slots, so that it can be taken again. Under
-        eviction it cannot: some layers have dropped pairs for it, and counted its attention."""
+        """After a step that raised: wait out its copies, empty the slots, and bring back what it pushed out of the
+        window, so that it can be taken again. Under eviction it cannot: some layers have dropped pairs for it, and
+        counted its attention."""
         self.half_evicted = bool(self.fields("kept"))
         self.queue.settle()
         copy_stream.release_staging()
         self.deferred.drop()
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
+        if isinstance(self.options, LowBitOptions):
+            for state in self.state:
+                window_from_host(state, self.options.low_bit_length(self.length), self.length)
         self.slots_ready, self.guess = False, None

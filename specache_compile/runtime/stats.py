@@ -27,9 +27,10 @@ class HitRate:
 
 @dataclass(frozen=True)
 class Verification:
-    """What drafting and verifying came to (option verify). acceptance: the share of the drafted tokens that the exact
-    pass confirmed. Its own token is among tokens_per_verification. bytes_per_token: those that came from the host,
-    streamed or fetched; offload_bytes_per_token: those that the method `offload` would have streamed."""
+    """What drafting and verifying came to (option verify). acceptance: the share of the drafted tokens that the
+    verification confirmed. Its own token is among tokens_per_verification; a step for which no draft was found counts
+    as one. bytes_per_token: those that came from the host, streamed or fetched; offload_bytes_per_token: those that the
+    method `offload` would have streamed."""
 
     verifications: int
     acceptance: float
@@ -44,19 +45,20 @@ class Stats:
 
     bytes_to_device are those of the pairs that were fetched: `pairs_ahead` by prefetches, `pairs_corrected` within a
     step (option correct); what an extend and the methods `offload` and `kcache` read of the host tier is not counted,
-    but for what `verification` tells of its own.
-    kv_ratio is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of
-    `seconds` were spent finding and binding the session. `replays` of the decode steps were one launch of a recorded
-    CUDA graph each (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for
-    corrections; both None on CUDA, where the host does not know. `compiles` counts all graphs of the model so far.
-    hit_rate is None unless the option hit_rate was set, verification unless a draft was verified. `lanes` tokens run in
-    a decode step. Of a model that is split over `ranks` all of this is one rank's own part.
+    but for what `verification` tells of its own. widened steps are decodes of several tokens (verify="tiers"). kv_ratio
+    is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of `seconds` were
+    spent finding and binding the session. `replays` of the decode steps were one launch of a recorded CUDA graph each
+    (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for corrections;
+    both None on CUDA, where the host does not know. `compiles` counts all graphs of the model so far. hit_rate is None
+    unless the option hit_rate was set, verification unless a draft was verified. `lanes` tokens run in a decode step.
+    Of a model that is split over `ranks` all of this is one rank's own part.
     """
 
     prefills: int
     extends: int
     pre_decodes: int
     decodes: int
+    widened: int
     replays: int
     lanes: int
     ranks: int
@@ -100,6 +102,7 @@ def stats(model: torch.nn.Module) -> Stats:
         extends=latest.steps["extend"],
         pre_decodes=latest.steps["pre-decode"],
         decodes=latest.steps["decode"],
+        widened=latest.steps["widened"],
         replays=latest.replays,
         lanes=max(made.lanes for graph in record.graphs for made in graph.rewrites.made.values()),
         ranks=latest.ranks,

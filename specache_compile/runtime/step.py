@@ -19,6 +19,7 @@ from .held import Handle, HeldTensor
 from .ranks import check_same, ranks_of
 from .records import record_of
 from .session import Session
+from .variant import selects
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -78,14 +79,16 @@ class CompiledGraph:
         captured = self.captured
         tokens = captured.symbols.value(captured.tokens, arguments)
         session.begin(tokens, None if captured.padding is None else arguments[captured.padding])
-        *before, phase = session.phases(captured.phase)
+        *before, phase = session.phases(captured.phase, captured.is_causal)
+        if phase.over_tiers and selects(session.options) and not (before or session.slots_ready):
+            session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
         rewritten, inside = self.rewrites.get(session.variant(phase)), 0.0
         guess_is_missing = session.guess is None and rewritten.needs_guess
         for first in before if guess_is_missing or not session.slots_ready else ():
             _, inside = self.run(session, self.rewrites.get(session.variant(first)), arguments)
             session.statistics.steps[first.name] += 1
         outputs, seconds = self.run(session, rewritten, arguments)
-        session.finish(tokens, slots_ready=bool(before))
+        session.finish(tokens, phase)
         for position, (site, part) in rewritten.held_outputs.items():
             outputs[position] = session.held(site, part)
         return phase.name, outputs, inside + seconds

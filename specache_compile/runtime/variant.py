@@ -22,6 +22,12 @@ def selects(options: MethodOptions) -> bool:
     return bool(options.top_k) and "prefetch" not in options.disable_passes
 
 
+def chooses_itself(options: MethodOptions) -> bool:
+    """Whether every token chooses its own pairs, and none is guessed: nothing need be chosen before the first."""
+    return not options.speculate and options.correct == "always" and "correct" not in options.disable_passes
+
+
 def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
     """The phases that a captured graph of this one is rewritten for."""
-    return (phase.before, phase) if phase.before is not None and selects(options) else (phase,)
+    chosen_before = selects(options) and not chooses_itself(options)
+    return (phase.before, phase) if phase.before is not None and chosen_before else (phase,)

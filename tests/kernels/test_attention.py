@@ -377,6 +377,11 @@ def test_softcap_and_sinks(op: str, softcap: float | None, sinks: bool, lanes: i
     check(op, Case(softcap=softcap, sinks=sinks, lanes=lanes, mask=mask))
 
 
+@pytest.mark.parametrize(("length", "mask"), [(64, "none"), (128, "padding")])
+def test_many_lanes(op: str, length: int, mask: str) -> None:
+    check(op, Case(length=length, mask=mask, lanes=11, softcap=2.0, sinks=True))
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("length", [1, 31, 63, 64, 65, 95, 96, 127, 128])
 def test_every_fill_of_the_recent_ring(op: str, length: int, lanes: int) -> None:

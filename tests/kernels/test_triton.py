@@ -108,6 +108,7 @@ CASES = [
     Case(heads=1, queries=1),
     Case(heads=1, queries=12),
     Case(lanes=1),
+    Case(lanes=11, rotate=True, value_bits=1, mask="padding"),
     Case(length=20),
     Case(length=65),
     Case(top_k=0),

@@ -25,6 +25,7 @@ from specache_compile.kernels import tiers
 from specache_compile.kernels.layout import Layout
 from specache_compile.methods.low_bit import check_head_dim
 from specache_compile.runtime.records import find_record
+from specache_compile.runtime.session import session_of
 
 pytestmark = pytest.mark.one_process
 
@@ -46,15 +47,16 @@ def quantised(groups: Tensor, bits: int, dim: int) -> Tensor:
     return ((groups - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
 
 
-def simulated(key_bits: int, value_bits: int, rotate: bool) -> Any:
-    """An attention of transformers: exact but for one token's, whose far pairs are of low bits, k of them exact."""
+def simulated(key_bits: int, value_bits: int, rotate: bool, lanes: int = 1) -> Any:
+    """An attention of transformers: exact but for one token's, or so many tokens', whose far pairs are of low bits; of
+    those k are exact, which the tokens give most together."""
     turn = hadamard if rotate else lambda x: x
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:
         queries = q.shape[1] // k.shape[1]
         q, k, v = q.double().unflatten(1, (-1, queries)), k.double(), v.double()
         cached = k.shape[2] - q.shape[3]
-        far = G * max(0, (cached - R) // G) if q.shape[3] == 1 else 0
+        far = G * max(0, (cached - R) // G) if q.shape[3] <= lanes else 0
         low_k = turn(quantised(turn(k[:, :, :far]).unflatten(2, (-1, G)), key_bits, 3).flatten(2, 3))
         low_v = turn(quantised(turn(v[:, :, :far]), value_bits, 3))
         keys, values = torch.cat([low_k, k[:, :, far:]], 2), torch.cat([low_v, v[:, :, far:]], 2)
@@ -64,7 +66,8 @@ def simulated(key_bits: int, value_bits: int, rotate: bool) -> Any:
             logits = q @ keys.unsqueeze(2).transpose(3, 4) * scaling
             return logits.masked_fill(~causal, -math.inf).softmax(-1)
 
-        chosen = weights()[:, :, :, -1, :far].sum(2).topk(min(K, far), -1).indices.unsqueeze(-1).expand(-1, -1, -1, 16)
+        given = weights()[..., :far].sum((2, 3))
+        chosen = given.topk(min(K, far), -1).indices.unsqueeze(-1).expand(-1, -1, -1, 16)
         keys.scatter_(2, chosen, k.gather(2, chosen))
         values.scatter_(2, chosen, v.gather(2, chosen))
         return (weights() @ values.unsqueeze(2)).flatten(1, 2).transpose(1, 2).float().contiguous(), None
@@ -84,12 +87,14 @@ def attending(model: LlamaForCausalLM, attention: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def forced(model: LlamaForCausalLM, ids: Tensor, first: int) -> Tensor:
-    """Logits of the tokens behind the first ones, each given by itself."""
+def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> Tensor:
+    """Logits of the tokens behind the first ones, so many given at a time; of a compiled model, as a draft."""
     out = model(ids[:, :first], use_cache=True)
-    steps = []
-    for token in ids[:, first:].split(1, 1):
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+    session, steps = session_of(out.past_key_values), []
+    if session is not None:
+        session.verifying = lanes > 1
+    for tokens in ids[:, first:].split(lanes, 1):
+        out = model(tokens, past_key_values=out.past_key_values, use_cache=True)
         steps.append(out.logits)
     return torch.cat(steps, 1)
 
@@ -113,6 +118,19 @@ def test_each_steps_logits_are_the_formulas(
     twin = compile_copy(llama, **SETTINGS, **{"setting": "best", "bits": 1.5, "rotate": True, **options})
     torch.testing.assert_close(forced(twin, ids, 120), expected, rtol=1e-3, atol=1e-3)
     assert sc.stats(twin).pairs_corrected > 0
+
+
+@pytest.mark.parametrize("lanes", [2, 5, 11])
+def test_the_logits_of_a_widened_decode_are_the_formulas(llama: LlamaForCausalLM, lanes: int) -> None:
+    """Each lane sees the ones before it; pairs leave the window in between, and one choice is made for all."""
+    ids = prompt(120 + 5 * lanes)
+    with attending(llama, simulated(2, 1, True, lanes)):
+        expected = forced(llama, ids, 120, lanes)
+    twin = compile_copy(llama, **SETTINGS, setting="best", bits=1.5, rotate=True, verify="tiers", speculate=False)
+    torch.testing.assert_close(forced(twin, ids, 120, lanes), expected, rtol=1e-3, atol=1e-3)
+    told = sc.stats(twin)
+    assert (told.widened, told.extends, told.decodes) == (5, 0, 0)
+    assert told.pairs_corrected > 0
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])

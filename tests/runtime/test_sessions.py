@@ -58,9 +58,11 @@ def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, same
                 step(twin, prompt(1, batch, place), caches[1])
             caches[1].crop(-drafted)
             ids, rejected = prompt(drafted + 1, batch, rng.randrange(1000)), rng.randrange(drafted + 1)
+            session_of(caches[1]).verifying = True  # which means nothing but to a session whose tiers verify
             for m, cache in zip((model, twin), caches, strict=True):
                 step(m, ids, cache)
                 cache.crop(-rejected)
+            session_of(caches[1]).verifying = False
         elif action == "crop":
             dropped = rng.randrange(0, min(length, 60))
             for cache in caches:
@@ -102,6 +104,20 @@ def test_host_tier_equals_hf_cache_bit_for_bit_after_a_random_walk(seed: int) ->
         assert torch.equal(ours, theirs)
 
     random_walk(model, compile_copy(model, speculate=False, top_k=16), seed, same)
+
+
+@pytest.mark.usefixtures("many_recompiles")
+def test_host_tier_equals_hf_cache_bit_for_bit_where_the_tiers_verify() -> None:
+    """A walk with verifications in it, each a widened decode."""
+    model = tiny_llama(num_hidden_layers=1)
+    twin = compile_copy(model, verify="tiers", setting="best", top_k=16)
+
+    def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        assert torch.equal(ours, theirs)
+
+    random_walk(model, twin, 2, same)
+    rewritten = [phase for graph in find_record(twin).graphs for phase in graph.rewrites.modules]
+    assert "widened" in rewritten
 
 
 @pytest.mark.usefixtures("many_recompiles")

@@ -28,12 +28,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from families import FAMILIES
-from specache_compile import verify
+from held_tiers import at_hand, differences, held
+from specache_compile import drafts, verify
 from specache_compile.compat import WINDOWS_TAKE_DRAFTS
 from specache_compile.generate import compiled_calls
 from specache_compile.methods import METHODS
 from specache_compile.runtime.draft_length import FIRST, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
+from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import CompiledGraph
 
 pytestmark = pytest.mark.one_process
@@ -109,7 +111,7 @@ def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
 def test_every_way_to_compile_is_seen(llama: LlamaForCausalLM) -> None:
     def sees(compiled: Any) -> bool:
         with compiled_calls(compiled) if compiled is not twin else contextlib.nullcontext():
-            return verify.is_to_verify(twin)
+            return verify.verify_of(twin) is not None
 
     for options, expected in (({"verify": 3}, True), ({}, False), (None, False)):
         how = {"backend": "specache", "options": options} if options is not None else {"backend": "eager"}
@@ -177,41 +179,6 @@ def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) ->
 # The tiers
 
 
-def held(session: Any) -> list[dict[str, Tensor]]:
-    """What the tiers hold of the cached tokens, layer by layer; of the slots, the pairs beside those of the host."""
-    length, low_bit = session.length, session.options.low_bit_length(session.length)
-    session.drain()
-    layers = []
-    for state in session.state:
-        recent = torch.arange(low_bit, length) % state["recent"].shape[2]
-        index = state["slot_index"].long()
-        there = (index >= 0)[:, :, :, None, None]
-        pairs = state["host"].gather(2, index.clamp(min=0)[:, :, :, None, None].expand_as(state["slots"]))
-        assert (index < low_bit).all()
-        assert torch.equal(state["slots"].where(there, 0), pairs.where(there, 0))
-        layers.append(
-            {
-                "host": state["host"][:, :, :length], "codes": state["codes"][:, :, :low_bit],
-                "keys": state["key_params"][:, :, : low_bit // session.options.group_size],
-                "values": state["value_params"][:, :, :low_bit], "recent": state["recent"][:, :, recent],
-            }
-        )  # fmt: skip
-    return [{name: tensor.clone() for name, tensor in layer.items()} for layer in layers]
-
-
-def at_hand(cache: DynamicCache) -> Any:
-    """A cache's session, brought to the tokens that the cache shows."""
-    session = verify.session_of(cache)
-    session.replay(cache.layers[0].keys.handle.version, cache.layers[0].keys.handle.edits)
-    return session
-
-
-def differences(some: Any, others: Any) -> list[tuple[int, str]]:
-    """Layers and tiers that are not bit for bit equal."""
-    pairs = enumerate(zip(some, others, strict=True))
-    return [(layer, name) for layer, (a, b) in pairs for name in a if not torch.equal(a[name], b[name])]
-
-
 @torch.no_grad()
 def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: LlamaForCausalLM) -> None:
     """Rounds of any length at any place of a group, the longest beyond the window; then the tokens accepted are those
@@ -219,12 +186,12 @@ def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: Llama
     twin = verifying(llama, setting="best", bits=1.5)
     ids = prompt(400, seed=7)
     ours, never = (twin(ids[:, :90], use_cache=True).past_key_values for _ in range(2))
-    drafts = verify.Drafts(twin, LogitsProcessorList(), [], GenerationConfig(max_length=10_000))
+    rounds = drafts.Drafts(twin, LogitsProcessorList(), [], GenerationConfig(max_length=10_000))
     position, rng = 90, torch.Generator().manual_seed(0)
     for drafted in (1, 6, 31, 32, 33, 90, 5):
         before = held(at_hand(ours))
-        drafts.session, drafts.cache, drafts.said = verify.session_of(ours), ours, position
-        drafts.draft(ids[:, : position + 1], {"past_key_values": ours}, drafted)
+        rounds.session, rounds.cache, rounds.said = session_of(ours), ours, position
+        rounds.draft(ids[:, : position + 1], {"past_key_values": ours}, drafted)
         assert differences(held(at_hand(ours)), before) == []
         accepted = int(torch.randint(0, drafted + 1, (1,), generator=rng))
         for cache in (ours, never):
@@ -276,8 +243,8 @@ class Chain(LlamaForCausalLM):
         super().__init__(LlamaConfig(vocab_size=len(exact), bos_token_id=None, eos_token_id=None, **heads))
         self.exact, self.approximate = exact, approximate
         self.session: Any = types.SimpleNamespace(
-            drafting=False, draft_length=None, options=types.SimpleNamespace(verify=2), statistics=Statistics(None),
-            host_bytes=lambda tokens: tokens,
+            drafting=False, verifying=False, draft_length=None, options=types.SimpleNamespace(verify=2),
+            statistics=Statistics(None), host_bytes=lambda tokens: tokens,
         )  # fmt: skip
 
     def forward(self, input_ids: Tensor, past_key_values: DynamicCache, **kwargs: Any) -> CausalLMOutputWithPast:  # type: ignore[override]
@@ -295,8 +262,8 @@ def test_sampling_has_the_full_caches_distribution(monkeypatch: pytest.MonkeyPat
     chain = Chain(1.5 * torch.randn(vocabulary, vocabulary), 1.5 * torch.randn(vocabulary, vocabulary))
     chain.approximate = 0.6 * chain.exact + 0.6 * chain.approximate
     verify.route_verification()
-    monkeypatch.setattr(verify, "session_of", lambda cache: chain.session)
-    monkeypatch.setattr(verify, "is_to_verify", lambda model: True)
+    monkeypatch.setattr(drafts, "session_of", lambda cache: chain.session)
+    monkeypatch.setattr(verify, "verify_of", lambda model: 2)
     asked = {"do_sample": True, "temperature": 1.4, "top_k": 5, "top_p": 0.9}
     tokens = chain.generate(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=draws, **asked)[0]
     assert 0.2 < chain.session.statistics.verified.accepted / chain.session.statistics.verified.drafted < 0.9
@@ -361,7 +328,7 @@ def test_auto_drafts_as_many_as_give_most_tokens_a_second(right: float, fixed: f
 
 @pytest.mark.parametrize("value", [0, -1, 1025, True, 2.0, "often"])
 def test_a_number_of_tokens_from_one_to_a_block(value: Any) -> None:
-    with pytest.raises(sc.OptionError, match="1 to 1024, 'auto', or None"):
+    with pytest.raises(sc.OptionError, match="1 to 1024, 'auto', 'tiers', or None"):
         sc.Options(verify=value)
 
 
