@@ -243,7 +243,7 @@ class Chain(LlamaForCausalLM):
         super().__init__(LlamaConfig(vocab_size=len(exact), bos_token_id=None, eos_token_id=None, **heads))
         self.exact, self.approximate = exact, approximate
         self.session: Any = types.SimpleNamespace(
-            drafting=False, verifying=False, draft_length=None, options=types.SimpleNamespace(verify=2),
+            drafting=False, verifying=False, draft_length=None, ranks=None, options=types.SimpleNamespace(verify=2),
             statistics=Statistics(None), host_bytes=lambda tokens: tokens,
         )  # fmt: skip
 
