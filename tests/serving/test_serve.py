@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import shutil
 import socket
@@ -290,6 +292,14 @@ def test_it_listens_on_this_machine_alone(served: Served) -> None:
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(request)
     assert [model.id for model in served.client.models.list()] == [served.name]
+
+
+def test_a_body_of_no_type_is_refused(served: Served) -> None:
+    """A web page may send one to this machine, and browsers do not ask before."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}')
+        assert connection.getresponse().status == 400
 
 
 def test_it_answers_at_whichever_address_of_this_machine_it_listens(checkpoint: Path) -> None:
