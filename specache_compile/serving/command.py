@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import ipaddress
+import math
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 GIB = 1 << 30
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 # Seconds that requests have to end by themselves when the server is stopped.
 STOPPING = 5
 
@@ -78,6 +80,8 @@ def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
         thread.start()
         try:
             while not server.started:
+                if not thread.is_alive():
+                    raise SpecacheError("the server did not start: its thread says why")
                 time.sleep(0.01)
             yield url_of(listener)
         finally:
@@ -108,6 +112,12 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def names_of(listener: socket.socket, host: str) -> list[str] | None:
+    """What a loopback address is called by this machine; None of any other address."""
+    address = listener.getsockname()[0]
+    return [*LOOPBACK, host, address] if ipaddress.ip_address(address).is_loopback else None
+
+
 def make_server(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> Server:
     """The server, with its model loaded, to be run on that socket. SpecacheError where the extra `serve` is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -116,6 +126,10 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     for name in ("queue", "sessions"):
         if getattr(args, name) < 1:
             raise SpecacheError(f"--{name} {getattr(args, name)}: give a number, 1 or more")
+    for name in ("session_host_gib", "session_device_gib", "session_disk_gib"):
+        given = getattr(args, name)
+        if given is not None and not 0 <= given < math.inf:
+            raise SpecacheError(f"--{name.replace('_', '-')} {given}: give a number, 0 or more")
     import uvicorn
 
     from .conversations import Conversations
@@ -125,14 +139,13 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     from .server import application
     from .session_folder import SessionFolder
 
-    loopback = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     tell_origin(args.model)
     served, metrics = ServedModel(args.model, args.device, options), Metrics()
     model, _ = served.one()
     folder = args.session_folder and SessionFolder(args.session_folder, int(args.session_disk_gib * GIB))
     conversations = Conversations(model, bounds(args, model.device), folder, metrics.note_evicted)
     generation = Generation(model, conversations, metrics, limit_of(model), args.queue)
-    app = application(served, generation, metrics, loopback)
+    app = application(served, generation, metrics, names_of(listener, args.host))
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOPPING))
 
 

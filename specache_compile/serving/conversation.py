@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +74,16 @@ def can_crop(cache: DynamicCache) -> bool:
 def bytes_of(cache: DynamicCache) -> dict[str, int]:
     """Bytes of a cache on the host and on the device; on a CPU all are the host's."""
     session = session_of(cache)
-    layers: list[Any] = list(cache.layers)
-    plain = [x for layer in layers for x in (layer.keys, layer.values) if getattr(x, "handle", None) is None]
+    plain = [x for layer in cache.layers for x in tensors_of(layer) if getattr(x, "handle", None) is None]
     host, device = 0, sum(x.nbytes for x in plain)
     if session is not None:
         tiers = session.statistics.bytes_by_tier
         host, device = tiers.get("host", 0), device + device_total(tiers)
     on_cpu = (plain[0] if session is None else session.cursor).device.type == "cpu"
     return {"host": host + device, "device": 0} if on_cpu else {"host": host, "device": device}
+
+
+def tensors_of(layer: Any) -> Iterator[Tensor]:
+    """Keys and values, or the states of linear attention, which it has in dicts."""
+    for value in vars(layer).values():
+        yield from (x for x in (value.values() if isinstance(value, dict) else [value]) if isinstance(x, Tensor))

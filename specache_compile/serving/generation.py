@@ -125,9 +125,9 @@ class Generation(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue, DirectStreamer]:
-        ticket = self.admit(request_id, inputs["input_ids"].shape[1], gen_config)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         stream = Stream(processor._tokenizer, loop, queue, response_parser)
+        ticket = self.admit(request_id, inputs["input_ids"].shape[1], gen_config)
 
         def answer() -> None:
             try:
@@ -172,7 +172,9 @@ class Generation(GenerateManager):
         conversation = self.conversations.take(ids[0].cpu())
         self.metrics.prompt_tokens.labels("reused").inc(len(conversation.ids))
         self.metrics.prompt_tokens.labels("computed").inc(ids.shape[1] - len(conversation.ids))
-        if ticket.seed is not None:
+        if ticket.seed is None:  # not the numbers that follow another client's
+            torch.seed()
+        else:
             torch.manual_seed(ticket.seed)
         listener = Listener(ticket, self.metrics, stream)
         try:
@@ -189,8 +191,8 @@ class Generation(GenerateManager):
     def keep(self, conversation: Conversation, listener: Listener) -> None:
         """The conversation as it stands after a generation, for the next turn."""
         self.count(conversation)
-        conversation.prompt = listener.prompt or 0
         held = conversation.cache.get_seq_length()
+        conversation.prompt = min(listener.prompt or 0, held)
         # Where a step is taken ahead of the stop, the cache holds a token that nobody was told.
         conversation.ids = torch.tensor(listener.ids[:held], dtype=torch.int64)
         if held and held == len(conversation.ids):

@@ -8,19 +8,30 @@ import json
 from typing import Annotated, Any, Literal
 
 from fastapi import HTTPException
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import BaseHandler
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from .model import ServedModel
 
 # Arguments of the chat template's call that are the server's.
-RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-
+RESERVED = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+    "messages",
+    "load_audio_from_video",
+}
+# Below it the likeliest token has all of the chance; logits that are divided by far less overflow.
+COLDEST = 1e-5
 
 Text = Annotated[str, Field(min_length=1)]
+
+
+def warm_enough(temperature: float) -> float:
+    return temperature if temperature >= COLDEST else 0.0
 
 
 def is_json(text: str) -> str:
@@ -36,12 +47,13 @@ class Body(BaseModel):
     model: str | None = None
     stream: bool | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(warm_enough)] | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     frequency_penalty: float | None = Field(None, ge=0, le=2)
     presence_penalty: float | None = Field(None, ge=0, le=0)
     stop: Text | list[Text] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     n: Literal[1] | None = None
     generation_config: None = None
 
@@ -94,7 +106,6 @@ class ChatBody(Body):
     reasoning_effort: None = None
     audio: None = None
     web_search_options: None = None
-    logit_bias: dict[Annotated[int, Field(ge=0)], float] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("chat_template_kwargs")
@@ -104,6 +115,12 @@ class ChatBody(Body):
         if reserved:
             raise ValueError(f"{', '.join(reserved)}: not the client's to set")
         return given
+
+    @model_validator(mode="after")
+    def has_no_tools_where_none_may_be_called(self) -> ChatBody:
+        if self.tool_choice == "none":
+            self.tools = None
+        return self
 
 
 class AsOpenAI(BaseHandler):
@@ -121,9 +138,12 @@ class AsOpenAI(BaseHandler):
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = None
         config.cache_implementation = None  # the cache is a conversation's
-        unknown = [token for token in body.get("logit_bias") or () if token >= self.model_manager.vocabulary]
+        bias = body.get("logit_bias") or {}
+        unknown = [token for token in bias if token >= self.model_manager.vocabulary]
         if unknown:
             raise HTTPException(400, f"logit_bias: the model has no token {unknown[0]}")
+        if bias:  # of completions too, whose handler reads none
+            config.sequence_bias = {(token,): value for token, value in bias.items()}
         return config
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,12 +35,11 @@ LARGEST_BODY = 16 << 20
 CLIENT_LEFT = 499
 # How the handlers begin the event that says why a stream has failed. Text within events has its quotes escaped.
 STREAM_ERROR = 'data: {"error": "'
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
-def application(served: ServedModel, generation: Generation, metrics: Metrics, loopback: bool) -> FastAPI:
-    """The server's routes. loopback: it listens for this machine alone. Requests to another name are refused then, as a
-    web page would send them that has its own name resolve to this machine."""
+def application(served: ServedModel, generation: Generation, metrics: Metrics, names: Sequence[str] | None) -> FastAPI:
+    """The server's routes. names: its own, where it listens for this machine alone; None: any. Requests to another name
+    are refused, as a web page would send them that has its own name resolve to this machine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -49,8 +48,8 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, l
 
     app = FastAPI(title="specache", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Tickets, metrics=metrics)
-    if loopback:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK)
+    if names is not None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
     queue = OneQueue(generation)
     chats, completions = ChatCompletions(served, queue), Completions(served, queue)
     name = str(served.force_model)

@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from torch import Tensor
 
-from specache_compile.errors import SpecacheError, SpecacheWarning, folder_is_served, not_kept
+from specache_compile.errors import SpecacheWarning, folder_is_served, not_kept
 from specache_compile.saving import load, save
 
 from .conversation import Conversation
 
 TOKENS = "tokens.json"
+# Folders of sessions, and nothing else that a folder may have.
+SESSION_FOLDER = "session-" + "[0-9a-f]" * 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class SessionFolder:
         try:
             save(conversation.cache, folder)
             (folder / TOKENS).write_text(json.dumps(told))
-        except (SpecacheError, SafetensorError, OSError) as error:
+        except Exception as error:  # no memory for the copy, say: whoever evicts goes on
             warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
             shutil.rmtree(folder, ignore_errors=True)
             return False
@@ -77,7 +78,7 @@ class SessionFolder:
         self.saved.remove(saved)
         try:
             conversation = Conversation(saved.ids, load(saved.folder, model), saved.prompt, saved.crops)
-        except (SpecacheError, OSError) as error:
+        except Exception as error:  # a file of another version, say
             warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
             conversation, leave = None, True
         if leave:  # what is mapped of its files stays readable
@@ -101,7 +102,7 @@ class SessionFolder:
 def found(root: Path) -> list[Saved]:
     """What an earlier server has left, oldest first; halves of sessions are cleared away."""
     left: dict[Saved, float] = {}
-    for folder in root.glob("session-*"):
+    for folder in root.glob(SESSION_FOLDER):
         try:
             told = json.loads((folder / TOKENS).read_text())
             ids = torch.tensor(told["ids"], dtype=torch.int64)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, Qwen3NextConfig
 
 from conftest import compile_copy, compiled_with, prompt
 from families import FAMILIES
@@ -148,7 +148,7 @@ def test_a_folder_has_a_bound_and_outlives_its_server(compiled: LlamaForCausalLM
     assert len(later.on_disk) == len(list(tmp_path.glob("session-*"))) == 1
 
 
-@pytest.mark.parametrize("way", ["cut short", "no tokens", "other options"])
+@pytest.mark.parametrize("way", ["cut short", "no tokens", "other options", "other version"])
 def test_what_cannot_be_read_from_a_folder_is_read_anew(
     compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, way: str
 ) -> None:
@@ -159,6 +159,10 @@ def test_what_cannot_be_read_from_a_folder_is_read_anew(
     if way == "cut short":
         tensors = next(session.rglob("layer-000.safetensors"))
         tensors.write_bytes(tensors.read_bytes()[:-8])
+    if way == "other version":
+        header = json.loads((session / "session.json").read_text())
+        header["options"]["options"]["an option of then"] = 1
+        (session / "session.json").write_text(json.dumps(header))
     if way == "no tokens":
         (session / "tokens.json").write_text(json.dumps({"prompt": 3}))
     model = compile_copy(llama, top_k=8) if way == "other options" else compiled
@@ -170,6 +174,36 @@ def test_what_cannot_be_read_from_a_folder_is_read_anew(
         with pytest.warns(SpecacheWarning, match="read from its beginning"):
             assert len(later.take(ids).ids) == 0
     assert not session.exists()
+
+
+def test_what_else_a_folder_has_stays(tmp_path: Path) -> None:
+    notes = tmp_path / "session-notes" / "monday.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    SessionFolder(tmp_path, 0).close()
+    assert notes.read_text() == "mine"
+
+
+def test_what_memory_is_too_short_to_save_is_dropped_too(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    kept = keeping(compiled, folder=tmp_path)
+    hold(kept, prompt(40)[0])
+    monkeypatch.setattr("specache_compile.serving.session_folder.save", fail)
+    with pytest.warns(SpecacheWarning, match="can't allocate memory"):
+        kept.close()
+    assert kept.in_memory == kept.on_disk == []
+
+
+def test_states_of_linear_attention_are_counted() -> None:
+    layers = ["linear_attention", "full_attention"]
+    cache = DynamicCache(config=Qwen3NextConfig(num_hidden_layers=2, layer_types=layers))
+    cache.layers[0].update_conv_state(torch.zeros(1, 4, 16))
+    cache.layers[1].update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
+    assert bytes_of(cache) == {"host": 4 * (4 * 16 + 2 * 2 * 3 * 16), "device": 0}
 
 
 def test_what_cannot_be_saved_is_dropped_with_a_warning(compiled: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import shutil
 import socket
@@ -133,6 +135,35 @@ def test_a_seed_makes_a_drawn_answer_again(served: Served) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_who_gives_no_seed_does_not_draw_on_from_anothers(served: Served) -> None:
+    ask: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 8, "max_tokens": 12, "temperature": 2}
+    drawn = set()
+    for _ in range(2):
+        served.client.completions.create(**ask, seed=1)
+        drawn.add(served.client.completions.create(**ask).choices[0].text)
+    assert len(drawn) == 2
+
+
+def test_next_to_no_temperature_is_greedy(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    """Divided by it, logits would be infinite: on a GPU that ends the process's use of it."""
+    ask: dict[str, Any] = {"model": served.name, "prompt": "Cold. " * 8, "max_tokens": 6, "temperature": 1e-40}
+    assert served.client.completions.create(**ask).choices[0].text == answer(uncompiled, "Cold. " * 8, 6)
+
+
+def test_completions_are_biased_too(served: Served) -> None:
+    ask: dict[str, Any] = {"model": served.name, "prompt": "Say it. " * 8, "max_tokens": 6, "temperature": 0}
+    said = served.client.completions.create(**ask, logit_bias={str(ord("z")): 100}).choices[0].text
+    assert said == "zzzzzz"
+
+
+def test_a_model_that_may_call_no_tool_is_told_of_none() -> None:
+    from specache_compile.serving.requests import ChatBody
+
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}
+    assert ChatBody(**asked, tool_choice="auto").tools
+    assert ChatBody(**asked, tool_choice="none").tools is None
+
+
 def test_sessions_go_to_disk_least_recently_used_first_and_outlive_the_server(
     checkpoint: Path, uncompiled: LlamaForCausalLM, tmp_path: Path
 ) -> None:
@@ -206,6 +237,9 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "argum
         ("chat/completions", {"messages": [CALL]}, 400, "messages.0.tool_calls.0.function.arguments"),
         ("chat/completions", {"messages": [HELLO], "logit_bias": {"128": 1}}, 400, "the model has no token 128"),
         ("chat/completions", {"messages": [HELLO], "chat_template_kwargs": {"tokenize": False}}, 400, "tokenize"),
+        ("chat/completions", {"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, 400, "messages"),
+        ("completions", {"prompt": "a", "logit_bias": {"128": 1}}, 400, "the model has no token 128"),
+        ("completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias.5"),
         ("completions", {"prompt": ["a", "b"]}, 400, "prompt"),
         ("completions", {"prompt": "a", "stop": ""}, 400, "stop"),
         ("completions", {"prompt": ""}, 400, "the prompt is empty"),
@@ -258,6 +292,26 @@ def test_it_listens_on_this_machine_alone(served: Served) -> None:
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(request)
     assert [model.id for model in served.client.models.list()] == [served.name]
+
+
+def test_a_body_of_no_type_is_refused(served: Served) -> None:
+    """A web page may send one to this machine, and browsers do not ask before."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}')
+        assert connection.getresponse().status == 400
+
+
+def test_it_answers_at_whichever_address_of_this_machine_it_listens(checkpoint: Path) -> None:
+    with serving(checkpoint, "--host", "127.0.0.9") as served:
+        assert "127.0.0.9" in served.url
+        assert [model.id for model in served.client.models.list()] == [served.name]
+
+
+@pytest.mark.parametrize("flag", ["--session-host-gib", "--session-device-gib", "--session-disk-gib"])
+def test_less_than_no_memory_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert main(["serve", str(checkpoint), "--port", "0", flag, "-1"]) == 2
+    assert f"{flag} -1.0: give a number" in capsys.readouterr().err
 
 
 def test_a_checkpoints_own_code_is_not_loaded(
