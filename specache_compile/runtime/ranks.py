@@ -6,6 +6,7 @@ alone might refuse is refused by all of them, with the same words.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -25,6 +26,12 @@ def ranks_of(tensors: Sequence[Any]) -> dist.ProcessGroup | None:
     if mesh is None:
         return None
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def ranks_here(ranks: dist.ProcessGroup | None) -> int:
+    """How many share this machine's memory: where a model is split, all that the launcher has started here. Processes
+    with a whole model each, as the evaluation has them, have a budget each."""
+    return 1 if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size()))
 
 
 def everyones(ranks: dist.ProcessGroup | None, own: Told) -> list[Told]:

@@ -15,7 +15,11 @@ from torch.fx import Graph, GraphModule
 from specache_compile.errors import SpecacheError
 from specache_compile.explaining.explain import explain
 from specache_compile.kernels import host_memory
+from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
 from specache_compile.passes.lane_rules import own_rules
+from specache_compile.runtime.session import Session
+from specache_compile.runtime.state import bucket, host_bytes
 
 PROGRAM = Path(__file__).parents[1] / "ranks.py"
 RANKS = 2
@@ -81,12 +85,24 @@ def test_a_collective_without_a_rule_is_an_error() -> None:
 
 
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(host_memory, "free_memory", lambda: 8000)
     monkeypatch.setattr(host_memory, "_pool", host_memory.Pool())
-    assert host_memory.allowance(0, None) == 1000, "half of what is free, by four"
-    assert host_memory.allowance(100, None) == 1050, "what is held is a rank's own"
-    assert host_memory.allowance(0, 4000) == 1000
+    assert host_memory.allowance(0, None, 4) == 1000, "half of what is free, by four"
+    assert host_memory.allowance(100, None, 4) == 1050, "what is held is a rank's own"
+    assert host_memory.allowance(0, 4000, 4) == 1000
+
+
+def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `accelerate launch` starts them for the evaluation."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    layers = [LayerShape(2, 8, torch.float32, torch.device("cpu"))]
+    session = Session(parse_options({}), layers, 1, 70)
+    needed = host_bytes(session.options, layers, 1, bucket(70))
+    assert needed > 0
+    session = Session(parse_options({"host_memory": needed}), layers, 1, 70)
+    session.capacity_for(70)
+    session.reserve()
+    assert session.statistics.bytes_by_tier["host"] == needed
 
 
 def test_a_rank_is_explained_by_its_part() -> None:
