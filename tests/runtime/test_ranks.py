@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.fx import Graph, GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
 from specache_compile.errors import SpecacheError
 from specache_compile.explaining.explain import explain
@@ -18,6 +24,7 @@ from specache_compile.kernels import host_memory
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.passes.lane_rules import own_rules
+from specache_compile.runtime.ranks import check_heads, ranks_of
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import bucket, host_bytes
 
@@ -54,6 +61,41 @@ def test_two_lanes_meet_as_often_as_one(told: list[dict[str, Any]]) -> None:
 
 def test_without_the_rule_for_collectives_the_tokens_are_wrong(told: list[dict[str, Any]]) -> None:
     assert told[0]["faulty"] != told[0]["cases"][0]["expected"]
+
+
+@pytest.fixture
+def four_alone() -> Iterator[None]:
+    """A process that takes itself for the first of four, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def two_kv_heads(config: type, model: type, sizes: tuple[int, ...] = (4,), names: tuple[str, ...] = ("tp",)) -> Any:
+    """A model of two KV heads whose key projections lie on a mesh."""
+    made = model(
+        config(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, pad_token_id=None, eos_token_id=None,
+        )
+    )  # fmt: skip
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    projection = made.model.layers[0].self_attn.k_proj
+    weight = distribute_tensor(projection.weight.detach(), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+    projection.weight = torch.nn.Parameter(weight)
+    made._tp_size = 4 if "tp" in names else 1
+    return made
+
+
+def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None) -> None:
+    """Where a plan gathers keys before they are heads, and where weights alone are split (FSDP)."""
+    with pytest.raises(SpecacheError, match="2 KV heads do not divide by 4 ranks"):
+        check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM))
+    check_heads(two_kv_heads(Olmo2Config, Olmo2ForCausalLM))
+    check_heads(two_kv_heads(LlamaConfig, LlamaForCausalLM, names=("fsdp",)))
+    replicas = two_kv_heads(LlamaConfig, LlamaForCausalLM, (2, 2), ("dp_replicate", "fsdp"))
+    check_heads(replicas)
+    assert ranks_of(list(replicas.parameters())) is None
 
 
 @pytest.mark.parametrize(
@@ -106,8 +148,6 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
 
 
 def test_a_rank_is_explained_by_its_part() -> None:
-    from transformers import LlamaConfig
-
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=4, pad_token_id=255,
