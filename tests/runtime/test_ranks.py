@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCau
 
 from specache_compile.errors import SpecacheError
 from specache_compile.explaining.explain import explain
+from specache_compile.explaining.rank import check_part
 from specache_compile.kernels import host_memory
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -160,3 +161,10 @@ def test_a_rank_is_explained_by_its_part() -> None:
     assert "One of 4 ranks" in str(part)
     with pytest.raises(SpecacheError, match="4 KV heads do not divide by 3 ranks"):
         explain(config, 512, ranks=3)
+    with pytest.raises(SpecacheError, match="leaves attention whole"):
+        explain(Olmo2Config(num_key_value_heads=4), 512, ranks=2)
+
+
+def test_a_whole_model_need_not_say_how_wide_a_head_is() -> None:
+    config = object()
+    check_part(config, config, 8)
