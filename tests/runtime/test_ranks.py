@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
@@ -25,6 +25,7 @@ from specache_compile.kernels import host_memory
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.passes.lane_rules import own_rules
+from specache_compile.passes.local_shards import local_shards
 from specache_compile.runtime.ranks import check_heads, ranks_of
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import bucket, host_bytes
@@ -97,6 +98,31 @@ def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None)
     replicas = two_kv_heads(LlamaConfig, LlamaForCausalLM, (2, 2), ("dp_replicate", "fsdp"))
     check_heads(replicas)
     assert ranks_of(list(replicas.parameters())) is None
+
+
+def test_writes_to_distributed_tensors_are_not_lost(four_alone: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    reasons: list[str | None] = []
+
+    def backend(graph_module: GraphModule, inputs: Any) -> Any:
+        reasons.append(local_shards(graph_module))
+        return graph_module.forward
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(x.clone(), mesh, [Replicate()])
+        whole.add_(1.0)
+        return whole.to_local()
+
+    def parted(x: torch.Tensor) -> torch.Tensor:
+        left, right = DTensor.from_local(x, mesh, [Replicate()]).split(3, -1)
+        return left.to_local() + right.to_local()
+
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        for function in (written, parted):
+            torch._dynamo.reset()
+            torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x), rtol=0, atol=0)
+    assert reasons == ["a distributed tensor is written to in place (add_)", None]
 
 
 @pytest.mark.parametrize(
