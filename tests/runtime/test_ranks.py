@@ -58,7 +58,10 @@ def test_ranks_say_what_one_process_says_and_each_holds_its_part(told: list[dict
 
 def test_two_lanes_meet_as_often_as_one(told: list[dict[str, Any]]) -> None:
     (case,) = told[0]["cases"]
-    assert case["collectives"] == case["plain"] == ["all_reduce"] * 5 + ["all_gather_into_tensor"]
+    assert case["collectives"] == case["plain"]
+    *sums, last = case["plain"]
+    assert sums in (["all_reduce"] * 5, ["all_reduce"] * 4)  # an older transformers leaves the tokens' table whole
+    assert last == "all_gather_into_tensor"
 
 
 def test_without_the_rule_for_collectives_the_tokens_are_wrong(told: list[dict[str, Any]]) -> None:
