@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import sys
 import threading
 import warnings
@@ -166,16 +165,10 @@ def clear_error() -> None:
         warnings.warn(f"CUDA refused to pin memory: {error}", stacklevel=2)
 
 
-def allowance(held: int, asked: int | None) -> int:
+def allowance(held: int, asked: int | None, ranks: int = 1) -> int:
     """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free,
-    which the pool's idle maps are: they make room. The ranks of a machine share either."""
-    ranks = ranks_here()
+    which the pool's idle maps are: they make room. So many `ranks` of one model share either."""
     return (free_memory() // ranks + _pool.idle_bytes() + held) // 2 if asked is None else asked // ranks
-
-
-def ranks_here() -> int:
-    """Processes that a launcher has started on this machine, to work together; 1 without one."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def free_memory() -> int:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .clean_up import writes
 from .context import output_node, value_of
 from .in_place import memory_of
 
@@ -34,9 +35,13 @@ def local_shards(graph_module: GraphModule) -> str | None:
     heads.
     """
     graph = graph_module.graph
-    if not any(isinstance(value_of(node), DTensor) for node in graph.nodes):
+    if not any(map(is_sharded, graph.nodes)):
         return None
-    escaped = next((n for n in output_node(graph_module).all_input_nodes if isinstance(value_of(n), DTensor)), None)
+    # What is written to is not what a write returns, and would go on without it.
+    written = next((n for n in graph.nodes if writes(n) and any(map(is_sharded, n.all_input_nodes))), None)
+    if written is not None:
+        return f"a distributed tensor is written to in place ({written.name})"
+    escaped = next(filter(is_sharded, output_node(graph_module).all_input_nodes), None)
     if escaped is not None:
         return f"a distributed tensor leaves the graph ({escaped.name}): a graph break within a sharded layer"
     for end in [node for node in graph.nodes if is_end(node)]:
@@ -46,7 +51,7 @@ def local_shards(graph_module: GraphModule) -> str | None:
         if isinstance(value, DTensor) and node.op == "placeholder":
             node.meta[WHOLE] = value.shape
             node.meta["example_value"] = local(value)
-        elif isinstance(value, DTensor):
+        elif is_sharded(node):
             graph.erase_node(node)
     for node in list(graph.nodes):
         take_sum(node)
@@ -73,10 +78,15 @@ def whole_shape(node: Node) -> torch.Size:
     return shape
 
 
+def is_sharded(node: Node) -> bool:
+    """Whether what a node holds is a DTensor, or several."""
+    value = value_of(node)
+    return any(isinstance(part, DTensor) for part in (value if isinstance(value, (tuple, list)) else (value,)))
+
+
 def is_end(node: Node) -> bool:
     """Whether a plain value comes of DTensors."""
-    sharded = any(isinstance(value_of(before), DTensor) for before in node.all_input_nodes)
-    return sharded and not isinstance(value_of(node), DTensor)
+    return any(map(is_sharded, node.all_input_nodes)) and not is_sharded(node)
 
 
 def make_local(graph_module: GraphModule, end: Node) -> None:
@@ -124,7 +134,7 @@ def sharded_region(end: Node) -> tuple[list[Node], list[Node]]:
     inputs: dict[Node, None] = {}
     while todo:
         for before in todo.pop().all_input_nodes:
-            if before.op == "placeholder" or not isinstance(value_of(before), DTensor):
+            if before.op == "placeholder" or not is_sharded(before):
                 inputs[before] = None
             elif before not in region:
                 region.add(before)

@@ -149,7 +149,7 @@ def refusals(folder: Path, model: Any) -> dict[str, str | None]:
     session = sessions.Session(parse_options(SETTINGS["lossy"]), layers, 1, 70, group)
     session.capacity_for(70)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions, "allowance", lambda held, asked: 10 if rank == last else 1 << 30)
+        patch.setattr(sessions, "allowance", lambda held, asked, ranks: 10 if rank == last else 1 << 30)
         told["host memory"] = error_of(session.reserve)
     assert not session.state
     cache = model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True).past_key_values

@@ -19,6 +19,12 @@ def one_of(config: Any, ranks: int) -> Any:
         return config
     part = copy.deepcopy(config)
     text = part.get_text_config()
+    plan = getattr(text, "base_model_tp_plan", None) or {}
+    if plan and not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
+        raise SpecacheError(
+            f"ranks: {type(text).__name__} has a tp_plan that leaves attention whole, so that each rank holds every "
+            "head's pairs: explain it without ranks"
+        )
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if kv_heads % ranks or heads % ranks:
@@ -34,7 +40,9 @@ def one_of(config: Any, ranks: int) -> Any:
 
 def check_part(config: Any, part: Any, head_dim: int) -> None:
     """SpecacheError where a model made of a rank's config has not the heads of the whole."""
+    if part is config:
+        return
     text = config.get_text_config()
     whole = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if part is not config and head_dim != whole:
+    if head_dim != whole:
         raise SpecacheError(f"ranks: {type(config).__name__} does not say how wide a head is, nor a rank's part")

@@ -6,6 +6,7 @@ alone might refuse is refused by all of them, with the same words.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -22,9 +23,15 @@ Told = TypeVar("Told")
 def ranks_of(tensors: Sequence[Any]) -> dist.ProcessGroup | None:
     """The group of ranks that hold the parts of these tensors; None where all of them are whole."""
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
-    if mesh is None:
-        return None
+    if mesh is None or (mesh.ndim > 1 and "tp" not in (mesh.mesh_dim_names or ())):
+        return None  # of several dimensions and no "tp": FSDP with replicas
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+
+
+def ranks_here(ranks: dist.ProcessGroup | None) -> int:
+    """How many share this machine's memory: where a model is split, all that the launcher has started here. Processes
+    with a whole model each, as the evaluation has them, have a budget each."""
+    return 1 if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size()))
 
 
 def everyones(ranks: dist.ProcessGroup | None, own: Told) -> list[Told]:
@@ -50,10 +57,9 @@ def check_same(ranks: dist.ProcessGroup | None, options: MethodOptions, sizes: d
 
 def check_heads(model: Any) -> None:
     """SpecacheError where a model's KV heads do not divide by the ranks that its key projections are split over."""
-    keys = [weight for name, weight in model.named_parameters() if name.endswith("k_proj.weight")]
-    ranks = ranks_of([weight for weight in keys if isinstance(weight, DTensor) and weight.placements[-1].is_shard()])
-    if ranks is None:
+    ranks = getattr(model, "tp_size", None) or 1  # Hugging Face's; its FSDP splits weights, and no heads
+    if ranks == 1 or not any(name.endswith("k_proj") and style == "colwise" for name, style in model.tp_plan.items()):
         return
     heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
-    if isinstance(heads, int) and heads % ranks.size():
-        raise split_heads(heads, ranks.size())
+    if isinstance(heads, int) and heads % ranks:
+        raise split_heads(heads, ranks)

@@ -27,7 +27,7 @@ from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
 from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.fp8 import decoded
-from specache_compile.kernels.host_memory import allowance, ranks_here
+from specache_compile.kernels.host_memory import allowance
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
@@ -41,7 +41,7 @@ from .break_even import min_context
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .memory import check_memory, within_memory
-from .ranks import everyones
+from .ranks import everyones, ranks_here
 from .records import Statistics
 from .state import (
     MEASURE,
@@ -240,10 +240,11 @@ class Session:
         held = sum(host.nbytes for host in self.fields("host"))
         needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
         asked = self.options.host_memory
-        every = everyones(self.ranks, (needed, allowance(held, asked)))
-        needed, allowed = max(every, key=lambda rank: rank[0] - rank[1])
+        here = ranks_here(self.ranks)
+        every = everyones(self.ranks, (needed, allowance(held, asked, here), here))
+        needed, allowed, here = max(every, key=lambda rank: rank[0] - rank[1])
         if needed > allowed:
-            raise no_host_memory(needed, allowed, tokens, self.batch, asked, ranks_here())
+            raise no_host_memory(needed, allowed, tokens, self.batch, asked, here)
 
     def fields(self, name: str) -> list[Tensor]:
         """One state tensor of each layer that has it."""

@@ -509,7 +509,7 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
 
 
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "allowance", lambda held, asked: asked or 0)
+    monkeypatch.setattr(session_module, "allowance", lambda held, asked, ranks: asked or 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
 
 
