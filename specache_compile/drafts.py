@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from .methods.drafting import TIERS
 from .runtime.draft_length import DraftLength
 from .runtime.ranks import everyones
 from .runtime.records import find_record
@@ -47,7 +48,7 @@ class Drafts(CandidateGenerator):
         self.start, self.compiles, self.drafted = time.perf_counter(), self.compiled(), 0
         self.model_kwargs_overrides = {}
         self.session = None if given["is_first_iteration"] else session_of(self.cache)
-        if self.session is None or self.session.options.verify is None:
+        if self.session is None or not self.serves(self.session.options.verify):
             self.session = None
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
@@ -56,6 +57,10 @@ class Drafts(CandidateGenerator):
         if self.drafted and "logits_to_keep" in kwargs:
             self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number for each γ would be a graph for each
         return ids, logits
+
+    def serves(self, verify: int | str | None) -> bool:
+        """Whether these are the drafts of a cache that was made under this option."""
+        return verify not in (None, TIERS)
 
     def length(self) -> int:
         """γ of the next round."""

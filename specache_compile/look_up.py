@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.generation import PromptLookupCandidateGenerator
 
 from .drafts import Drafts
+from .methods.drafting import TIERS
 from .runtime.session import Session
 
 # Tokens of a draft. With the last token said they are the lanes of one decode, of which a CUDA kernel has 16 at most.
@@ -21,6 +22,9 @@ NGRAM = 3
 
 class LookedUp(Drafts):
     """Candidates for the loop that cost no step of the model."""
+
+    def serves(self, verify: int | str | None) -> bool:
+        return verify == TIERS
 
     def length(self) -> int:
         return DRAFTED

@@ -154,6 +154,20 @@ def test_what_is_not_drafted_says_why_and_goes_on_one_token_a_step(
     assert (told.decodes, told.widened, told.extends, told.verification) == (11, 0, 0, None)
 
 
+def test_a_cache_that_was_made_under_the_other_kind_of_drafts_is_not_drafted_for(
+    echo: LlamaForCausalLM, twin: LlamaForCausalLM
+) -> None:
+    """What decode steps draft, they would verify themselves; and what is said of the bytes would be wrong."""
+    expected, exact = greedy(echo, prompt(75), 30), compile_copy(echo, verify=3)
+    for first, second in ((twin, exact), (exact, twin)):
+        cache = DynamicCache()
+        said = greedy(first, prompt(75), 10, past_key_values=cache)
+        rounds = told_of(first).verifications
+        with pytest.warns(sc.SpecacheWarning, match="other options"):
+            assert torch.equal(greedy(second, said, 20, past_key_values=cache), expected)
+        assert told_of(second).verifications == rounds
+
+
 @torch.no_grad()
 def test_a_draft_under_a_mask_of_the_callers_own_is_verified_exactly(
     echo: LlamaForCausalLM, twin: LlamaForCausalLM
