@@ -434,7 +434,7 @@ class Session:
         self.deferred.drop()
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
+        self.slots_ready, self.guess = False, None
         if isinstance(self.options, LowBitOptions):
             for state in self.state:
                 window_from_host(state, self.options.low_bit_length(self.length), self.length)
-        self.slots_ready, self.guess = False, None
