@@ -323,9 +323,10 @@ def test_progress_is_a_line_on_a_terminal_and_a_log_everywhere(
     assert bool(stream.getvalue()) == stream.isatty()
     if stream.isatty():
         assert re.search(r"specache: compiling graph\d+, prefill.*part 2 of 3, for 4 of 6", stream.getvalue())
-    logged = [re.sub(r"graph\d+|[\d.]+ s", "", records.get_nowait().getMessage()) for _ in range(5)]
+    logged = [re.sub(r"graph\d+|[\d.]+ s", "", records.get_nowait().getMessage()) for _ in range(6)]
     assert logged == [
         "compiling , prefill: passes",
+        "compiling , prefill: C++ kernels",
         "compiling , prefill: part 1 of 3, for 1 of 6",
         "compiling , prefill: part 2 of 3, for 4 of 6",
         "compiling , prefill: part 3 of 3, for 1 of 6",
