@@ -1,13 +1,19 @@
-"""What the tiers of a session hold of its cached tokens, for tests that compare it bit for bit."""
+"""What the tiers of a session hold of its cached tokens, and what an interruption leaves of them."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+import specache_compile as sc
+from conftest import greedy
+from specache_compile.backend import CompiledGraph
 from specache_compile.runtime.session import session_of
 
 
@@ -45,3 +51,32 @@ def differences(some: Any, others: Any) -> list[tuple[int, str]]:
     """Layers and tiers that are not bit for bit equal."""
     pairs = enumerate(zip(some, others, strict=True))
     return [(layer, name) for layer, (a, b) in pairs for name in a if not torch.equal(a[name], b[name])]
+
+
+def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor, tokens: int) -> None:
+    """A generation that stops behind such a step leaves a cache with the exact pairs of tokens said, and goes on with
+    it to the uncompiled model's tokens."""
+    expected, run = greedy(plain, ids, tokens), CompiledGraph.run
+    for step in steps:
+        calls = itertools.count()
+
+        def failing(*given: Any, at: int = step, calls: Any = calls) -> Any:
+            out = run(*given)
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return out
+
+        cache = DynamicCache()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CompiledGraph, "run", failing)
+            with pytest.raises(KeyboardInterrupt):
+                greedy(twin, ids, tokens, past_key_values=cache)
+        length = cache.get_seq_length()
+        assert length >= ids.shape[1]
+        with torch.no_grad():
+            exact = plain(expected[:, :length], use_cache=True).past_key_values
+        for ours, theirs in zip(sc.materialize(cache).layers, exact.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(ours.values, theirs.values, atol=1e-3, rtol=1e-3)
+        rest = greedy(twin, expected[:, : length + 1], ids.shape[1] + tokens - 1 - length, past_key_values=cache)
+        assert torch.equal(rest, expected)

@@ -14,11 +14,10 @@ from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, Stopp
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from held_tiers import at_hand, differences, held
+from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.kernels import tiers
 from specache_compile.look_up import DRAFTED, LookedUp
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.step import CompiledGraph
 
 pytestmark = pytest.mark.one_process
 
@@ -243,34 +242,9 @@ def test_a_step_that_was_interrupted_half_way_leaves_no_bit_behind(
     assert differences(held(at_hand(cache)), before) == []
 
 
-def test_an_interruption_anywhere_loses_nothing(
-    echo: LlamaForCausalLM, twin: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind any step of a generation: the cache has the pairs of tokens that were said, and goes on."""
-    ids, run = prompt(75), CompiledGraph.run
-    expected = greedy(echo, ids, 60)
-    for fault_at in (1, 9, 17, 30):
-        calls = itertools.count()
-
-        def failing(*given: Any, at: int = fault_at, calls: Any = calls) -> Any:
-            out = run(*given)
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return out
-
-        cache = DynamicCache()
-        with monkeypatch.context() as patch:
-            patch.setattr(CompiledGraph, "run", failing)
-            with pytest.raises(KeyboardInterrupt):
-                greedy(twin, ids, 60, past_key_values=cache)
-        length = cache.get_seq_length()
-        with torch.no_grad():
-            exact = echo(expected[:, :length], use_cache=True).past_key_values
-        for ours, theirs in zip(sc.materialize(cache).layers, exact.layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-3, rtol=1e-3)
-            torch.testing.assert_close(ours.values, theirs.values, atol=1e-3, rtol=1e-3)
-        rest = greedy(twin, expected[:, : length + 1], 134 - length, past_key_values=cache)
-        assert torch.equal(rest, expected)
+def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
+    """Behind any step of a generation."""
+    interrupted_behind((1, 9, 17, 30), twin, echo, prompt(75), 60)
 
 
 # Bad input

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import types
 import warnings
 from typing import Any
@@ -28,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from families import FAMILIES
-from held_tiers import at_hand, differences, held
+from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile import drafts, verify
 from specache_compile.compat import WINDOWS_TAKE_DRAFTS
 from specache_compile.generate import compiled_calls
@@ -36,7 +35,6 @@ from specache_compile.methods import METHODS
 from specache_compile.runtime.draft_length import FIRST, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.step import CompiledGraph
 
 pytestmark = pytest.mark.one_process
 
@@ -201,34 +199,9 @@ def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: Llama
         assert differences(held(at_hand(ours)), held(at_hand(never))) == []
 
 
-def test_an_interruption_anywhere_loses_nothing(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a draft, before and in a verification: the cache has the exact pairs of tokens said, and goes on."""
-    twin, ids = verifying(llama), prompt(75)
-    expected = greedy(llama, ids, 40)
-    run = CompiledGraph.run
-    for fault_at in (3, 8, 9, 17):
-        calls = itertools.count()
-
-        def failing(*given: Any, at: int = fault_at, calls: Any = calls) -> Any:
-            out = run(*given)
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return out
-
-        cache = DynamicCache()
-        with monkeypatch.context() as patch:
-            patch.setattr(CompiledGraph, "run", failing)
-            with pytest.raises(KeyboardInterrupt):
-                greedy(twin, ids, 40, past_key_values=cache)
-        length = cache.get_seq_length()
-        assert length >= 75
-        with torch.no_grad():
-            exact = llama(expected[:, :length], use_cache=True).past_key_values
-        for ours, theirs in zip(sc.materialize(cache).layers, exact.layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-3, rtol=1e-3)
-            torch.testing.assert_close(ours.values, theirs.values, atol=1e-3, rtol=1e-3)
-        rest = greedy(twin, expected[:, : length + 1], 114 - length, past_key_values=cache)
-        assert torch.equal(rest, expected)
+def test_an_interruption_anywhere_loses_nothing(llama: LlamaForCausalLM) -> None:
+    """In a draft, before and in a verification."""
+    interrupted_behind((3, 8, 9, 17), verifying(llama), llama, prompt(75), 40)
 
 
 # Sampling
