@@ -99,6 +99,7 @@ def test_layers_that_stay_plain_are_saved_beside_the_held_ones(tmp_path: Path) -
 @pytest.mark.parametrize("cycles", [100])
 def test_bits_survive_a_hundred_saves_and_loads(compiled: LlamaForCausalLM, tmp_path: Path, cycles: int) -> None:
     _, cache = step(compiled, prompt(100))
+    session_of(cache).drain()
     first = [{name: x.clone() for name, x in state.items()} for state in session_of(cache).state]
     for _ in range(cycles):
         sc.save(cache, tmp_path)
