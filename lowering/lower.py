@@ -77,16 +77,18 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
     It is compiled here, where a person is told of it, and not in the first step.
     """
     ours = [(node, op) for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None]
-    fused = [(node, op) for node, op in ours if op.fused is not None]
+    fused = [(node, op) for node, op in ours if op.fused is not None and devices_of(node) == {"cpu"}]
     if fused:
         tell("C++ kernels")
     for node, op in fused:
-        arguments = map_arg(node.args, value_of)
-        if {given.device.type for given in arguments if isinstance(given, torch.Tensor)} != {"cpu"}:
-            continue
         node.target = getattr(torch.ops.specache, f"{op.name}_fused").default
         if op.library is not None:
-            op.library(*arguments)
+            op.library(*map_arg(node.args, value_of))
+
+
+def devices_of(node: Node) -> set[str]:
+    """The types of device that a node's arguments lie on."""
+    return {value.device.type for value in map(value_of, node.all_input_nodes) if isinstance(value, torch.Tensor)}
 
 
 def trust_indices(graph_module: GraphModule) -> None:

@@ -160,7 +160,7 @@ def call(node: Node, known: dict[Node, Any]) -> Any:
 
 def take_sum(node: Node) -> None:
     """A sum over ranks that is written over its parts becomes a value, as widening wants it."""
-    if node.target != "copy_" or node.args[1].target not in collective("wait_tensor"):
+    if node.target != "copy_" or node.args[1].target not in targets_of("wait_tensor"):
         return
     parts, total = node.args
     sharing = [other for other in node.graph.nodes if memory_of(other) == memory_of(parts)]
@@ -172,7 +172,7 @@ def take_sum(node: Node) -> None:
     node.graph.erase_node(node)
 
 
-def collective(name: str) -> tuple[Any, Any]:
+def targets_of(name: str) -> tuple[Any, Any]:
     """The two ways in which a graph names a functional collective."""
     packet = getattr(torch.ops._c10d_functional, name)
     return packet, packet.default

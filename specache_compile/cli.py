@@ -77,13 +77,13 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
     generate.add_argument("--chat", action="store_true", help="put the chat template around the prompt")
     generate.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add (default: 100)")
-    generate.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
-    )
     generate.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
     serve = commands.add_parser("serve", help="a compiled checkpoint behind OpenAI's interface")
     serve.add_argument("model", metavar="CHECKPOINT", help=MODEL)
     add_serve(serve)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for command in (generate, serve):
+        command.add_argument("--device", default=device, help="default: %(default)s")
     for command in (explain, generate, serve):
         add_options(command)
     add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))

@@ -24,7 +24,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 # Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
 # tokens leave the window early.
@@ -132,6 +132,14 @@ def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) ->
 
 def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
+
+
+def chatted(model: Any, tokens: int) -> torch.Tensor:
+    """All that is said in three turns on one cache, with so many tokens to each answer; the second turn is a token."""
+    cache, said = DynamicCache(), prompt(0)
+    for turn, length in enumerate((60, 1, 20)):
+        said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), tokens, past_key_values=cache)
+    return said
 
 
 @torch.no_grad()

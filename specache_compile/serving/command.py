@@ -34,13 +34,11 @@ STOPPING = 5
 
 
 def add_serve(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache serve`, but for the checkpoint and the backend's options."""
+    """The arguments of `specache serve`, but for the checkpoint, the device and the backend's options."""
     command.add_argument(
         "--host", default="127.0.0.1", help="where to listen; only this machine can reach the default (%(default)s)"
     )
     command.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
-    cuda = torch.cuda.is_available()
-    command.add_argument("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
     command.add_argument(
         "--queue", type=int, default=64, metavar="N", help="requests that may wait, more get status 503 (%(default)s)"
     )

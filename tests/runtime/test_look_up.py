@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import specache_compile as sc
-from conftest import compile_copy, greedy, prompt, tiny_llama
+from conftest import chatted, compile_copy, greedy, prompt, tiny_llama
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.kernels import tiers
 from specache_compile.look_up import DRAFTED, LookedUp
@@ -86,13 +86,7 @@ def test_padding_processors_and_turns(echo: LlamaForCausalLM, twin: LlamaForCaus
     for given in ({"attention_mask": mask}, {"repetition_penalty": 1.1}):
         assert torch.equal(greedy(twin, prompt(75), 40, **given), greedy(echo, prompt(75), 40, **given)), given
 
-    def chat(model: Any) -> Tensor:
-        cache, said = DynamicCache(), prompt(0)
-        for turn, length in enumerate((60, 1, 20)):
-            said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), 30, past_key_values=cache)
-        return said
-
-    assert torch.equal(chat(twin), chat(echo))
+    assert torch.equal(chatted(twin, 30), chatted(echo, 30))
     assert sc.stats(twin).extends == 2, "what a person adds is read exactly"
 
 

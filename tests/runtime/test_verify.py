@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt
+from conftest import LOSSLESS, chatted, compile_copy, greedy, prompt
 from families import FAMILIES
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile import drafts, verify
@@ -97,13 +97,7 @@ def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
     for given in ({"attention_mask": mask}, processed):
         assert torch.equal(greedy(twin, ids, 25, **given), greedy(llama, ids, 25, **given)), given
 
-    def chat(model: Any) -> Tensor:
-        cache, said = DynamicCache(), prompt(0)
-        for turn, length in enumerate((60, 1, 20)):
-            said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), 20, past_key_values=cache)
-        return said
-
-    assert torch.equal(chat(twin), chat(llama))
+    assert torch.equal(chatted(twin, 20), chatted(llama, 20))
 
 
 def test_every_way_to_compile_is_seen(llama: LlamaForCausalLM) -> None:
