@@ -93,10 +93,14 @@ TABLES = {
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
         "smollm2-135m",
         ("closeness",),
-        ("uncompiled", "fp8", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
+        (
+            "uncompiled", "fp8", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", "snapkv:budget=0.25",
+            *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES),
+            *SPECACHE, "specache:bits=1", "specache",
+        ),
         (
             "--text", "build/unseen.txt", "--lengths", "2048", "--samples", "64",
-            "--lowering", "inductor",
+            "--lowering", "inductor", "--share-prefills",
         ),
     ),
     "beyond": Table(

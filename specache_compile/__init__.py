@@ -12,6 +12,7 @@ from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 if TYPE_CHECKING:
     from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
+    from .holding import hold
     from .kernels.host_memory import release_host_memory
     from .methods import Options
     from .runtime.materialize import materialize
@@ -29,6 +30,7 @@ __all__ = [
     "Stats",
     "bisect",
     "explain",
+    "hold",
     "load",
     "materialize",
     "release_host_memory",
@@ -44,6 +46,7 @@ _PLACES = {
     "Stats": "runtime.stats:Stats",
     "bisect": "explaining.bisect:bisect",
     "explain": "explaining.explain:explain",
+    "hold": "holding:hold",
     "load": "saving:load",
     "materialize": "runtime.materialize:materialize",
     "release_host_memory": "kernels.host_memory:release_host_memory",

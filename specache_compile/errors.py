@@ -41,8 +41,8 @@ def ranks_differ(rank: int, differences: Mapping[str, tuple[Any, Any]]) -> Speca
 
 def split_session() -> SpecacheError:
     return SpecacheError(
-        "a cache that is split over ranks (tensor parallel) is neither saved nor loaded: each rank has its own KV "
-        "heads. Prefill again, or save where the model is whole"
+        "a cache that is split over ranks (tensor parallel) is neither saved, nor loaded, nor taken over: each rank "
+        "has its own KV heads. Prefill again, or do it where the model is whole"
     )
 
 
@@ -91,9 +91,17 @@ def model_is_gone() -> SpecacheError:
     )
 
 
-def not_compiled() -> SpecacheError:
+def not_to_be_held(why: str) -> SpecacheError:
+    return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
+
+
+def held_already() -> SpecacheError:
+    return SpecacheError("hold: the specache backend holds this cache already; copy.deepcopy makes a second one")
+
+
+def not_compiled(what: str) -> SpecacheError:
     return SpecacheError(
-        "load: this model is not compiled by the backend, which alone can go on from a saved session: "
+        f"{what}: this model is not compiled by the backend, which alone can go on from a held cache: "
         "model.compile(backend='specache', options=...) first"
     )
 

@@ -141,7 +141,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     header = read_header(root)
     given = options_of(model)
     if given is None:
-        raise not_compiled()
+        raise not_compiled("load")
     compiled_with = parse_options(given)
     asked, options, pending = (restored_options(header["options"][name], compiled_with) for name in OPTIONS)
     assert asked is not None

@@ -23,6 +23,7 @@ from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_csv, write_json
 from .plots import draw
+from .prefills import Prefills
 from .provenance import model_hash, provenance
 from .reader import ByteReader, Reader, TokenizerReader
 from .rows import Row, read_rows, sources
@@ -74,6 +75,11 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         "then read behind it; without it they are one prompt. The six policies take eviction_block=prompt, unless "
         "another is given",
     )  # fmt: skip
+    command.add_argument(
+        "--share-prefills", action="store_true",
+        help="read each prompt once, uncompiled, and have every method go on from there that reads prompts exactly: "
+        "long prompts in a fraction of the time, for the memory of a cell's caches; cell by cell",
+    )  # fmt: skip
     command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
     command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")
     cuda = torch.cuda.is_available()
@@ -112,7 +118,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         for setting in settings
         for task, cell in cells
     }
-    runner = Runner(model, reader, args.batch_size)
+    runner = Runner(model, reader, args.batch_size, Prefills() if args.share_prefills else None)
     try:
         measure_missing(runner, settings, cells, keys, path, args, line)
     except KeyboardInterrupt:
@@ -192,6 +198,7 @@ def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, fingerprint: s
             "seed": bench.seed, "model": fingerprint, "dtype": args.dtype, "device": args.device,
             "lowering": args.lowering, "texts": text_identity(bench.texts), **cell.facts,
             **({"blind": True} if bench.blind else {}),
+            **({"prefills": "shared"} if args.share_prefills else {}),
         },
         sort_keys=True,
     )  # fmt: skip
@@ -202,12 +209,17 @@ def measure_missing(
     args: argparse.Namespace, line: str,
 ) -> None:  # fmt: skip
     """Measure every row whose key is not on disk and that no other rank is measuring; each goes to the disk as soon as
-    it is finished."""
-    wanted = {keys[s, task, cell.name]: (s, task, cell) for s in settings for task, cell in cells}
+    it is finished. Setting by setting; cell by cell, where a cell's prefills are shared."""
+    order = [(s, task, cell) for s in settings for task, cell in cells]
+    if runner.prefills is not None:
+        order = [(s, task, cell) for task, cell in cells for s in settings]
+    wanted = {keys[s, task, cell.name]: (s, task, cell) for s, task, cell in order}
     with tqdm(total=len(wanted), file=sys.stderr, desc="specache eval", unit="row", disable=rank() > 0) as bar:
 
         def measured(key: str) -> Row:
             setting, task, cell = wanted[key]
+            if runner.prefills is not None:
+                runner.prefills.begin(f"{task} {cell.name}")
             bar.set_postfix_str(f"{setting}, {task} {cell.name}")
             return measure(runner, setting, task, cell, key, args, line)
 

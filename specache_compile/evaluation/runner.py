@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .prefills import Prefills
 from .reader import Reader
 
 Prompt = Sequence[int]
@@ -19,33 +21,64 @@ Prompt = Sequence[int]
 
 @dataclass
 class Runner:
-    """A model (compiled in place or not), its reader, and the most prompts that go into one batch."""
+    """A model (compiled in place or not), its reader, and the most prompts that go into one batch.
+
+    prefills: of the uncompiled model, from which the model goes on where it would read a prompt exactly itself.
+    """
 
     model: Any
     reader: Reader
     batch_size: int = 8
+    prefills: Prefills | None = None
 
     def ids(self, prompts: Sequence[Prompt]) -> Tensor:
         """Prompts of one length as token ids [rows, tokens] on the model's device."""
         return torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
 
+    def read(self, ids: Tensor) -> tuple[Any, Tensor]:
+        """A cache of its own that has read `ids` [rows, tokens], and the logits [rows, 1, vocabulary] behind them,
+        float32 on the host."""
+        if self.prefills is None or not self.prefills.serve(self.model):
+            return read(self.model, ids)
+        with self.uncompiled():
+            cache, logits = self.prefills.of(ids, functools.partial(read, self.model, ids))
+        return self.prefills.handed(cache, self.model), logits
+
     def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
         """Greedy continuations of `ids` [rows, tokens]."""
+        return [self.reader.decode(row) for row in self.continued(ids, new_tokens, **more)]
+
+    def continued(self, ids: Tensor, new_tokens: int, **more: Any) -> list[list[int]]:
+        """Their new tokens."""
         mask = torch.ones_like(ids)
         out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more)
-        return [self.reader.decode(row[ids.shape[1] :].tolist()) for row in out]
+        return out[:, ids.shape[1] :].tolist()
+
+    def continued_from_prefills(self, ids: Tensor, new_tokens: int) -> list[list[int]]:
+        """As `continued`, the prompts read by `read`: the first token is the prefill's."""
+        cache, logits = self.read(ids)
+        first = logits[:, -1].argmax(-1, keepdim=True).to(ids.device)
+        if new_tokens == 1:
+            return first.tolist()
+        more = self.continued(torch.cat([ids, first], 1), new_tokens - 1, past_key_values=cache)
+        ends = as_list(self.model.generation_config.eos_token_id)
+        return [
+            [token] if token in ends else [token, *rest] for [token], rest in zip(first.tolist(), more, strict=True)
+        ]
 
     def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> list[str]:
         """One answer a prompt. Neighbours of one length share a batch, so that no row is padded."""
-        found: list[str] = []
+        shares = self.prefills is not None and self.prefills.serve(self.model)
+        answer = self.continued_from_prefills if shares else self.continued
+        found: list[list[int]] = []
         for _, same in itertools.groupby(prompts, len):
             for batch in chunks(list(same), self.batch_size):
-                found += self.generate(self.ids(batch), new_tokens)
-        return found
+                found += answer(self.ids(batch), new_tokens)
+        return [self.reader.decode(tokens) for tokens in found]
 
     def answers_over(self, context: Prompt, questions: Sequence[Prompt], new_tokens: int) -> list[str]:
         """One answer a question, the context read once: each question goes on from a copy of its cache."""
-        cache, _ = read(self.model, self.ids([context]))
+        cache, _ = self.read(self.ids([context]))
         return [
             self.generate(self.ids([[*context, *question]]), new_tokens, past_key_values=copy.deepcopy(cache))[0]
             for question in questions
@@ -57,7 +90,7 @@ class Runner:
         found: list[str] = []
         for _, same in itertools.groupby(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
             for batch in chunks(list(same), self.batch_size):
-                cache, _ = read(self.model, self.ids([context for context, _ in batch]))
+                cache, _ = self.read(self.ids([context for context, _ in batch]))
                 whole = self.ids([[*context, *question] for context, question in batch])
                 found += self.generate(whole, new_tokens, past_key_values=cache)
         return found
@@ -68,7 +101,7 @@ class Runner:
         ids [rows, n]. The prefill attends exactly, but under an eviction policy whose `eviction_block` is not "prompt".
         Step i has read ids[:, : prefill + 1 + i] and predicts the next one.
         """
-        cache, _ = read(self.model, ids[:, :prefill])
+        cache, _ = self.read(ids[:, :prefill])
         return decode(self.model, cache, ids[:, prefill:-1])
 
     @contextlib.contextmanager
@@ -97,6 +130,10 @@ def decode(model: Any, cache: Any, tokens: Tensor) -> Tensor:
     """Logits [rows, n, vocabulary] behind each of `tokens` [rows, n], which the cache reads one by one; likewise."""
     steps = tokens.split(1, 1)
     return torch.cat([model(t, past_key_values=cache, use_cache=True).logits[:, -1:].float().cpu() for t in steps], 1)
+
+
+def as_list(value: int | Sequence[int] | None) -> Sequence[int]:
+    return [] if value is None else [value] if isinstance(value, int) else value
 
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -19,6 +19,8 @@ from specache_compile.methods.eviction import PROMPT
 from specache_compile.runtime.records import forget
 
 UNCOMPILED = "uncompiled"
+# Dynamo's, of one function: beyond its own 8 a call would run uncompiled, and its row would be the full cache's.
+GRAPHS = 64
 WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -88,7 +90,8 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
         model._compiled_call_impl = None
         if setting.options is not None:
             model.compile(backend="specache", options={"lowering": lowering, **setting.options})
-        yield model
+        with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            yield model
     finally:
         model._compiled_call_impl = before
         forget(model)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.evaluation.runner import Runner, chunks, decode, read
+from specache_compile.evaluation.runner import Runner, chunks, decode
 
 from .fidelity import divergence
 from .haystack import too_short
@@ -50,7 +50,7 @@ class Continuations:
     def full(self, runner: Runner, ids: Tensor, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(self.seed * 1_000 + number)
         prompt, text = ids[:, :-STEPS], ids[:, -STEPS:]
-        cache, _ = read(runner.model, prompt[:, :-1])
+        cache, _ = runner.read(prompt[:, :-1])
 
         def sample(logits: Tensor) -> Tensor:
             return torch.multinomial(logits.softmax(-1), 1, generator=generator)
@@ -86,7 +86,7 @@ def measure(runner: Runner, known: Continuations) -> Outcome:
     batches = chunks(known.rows, runner.batch_size)
     for batch, (tokens, logs) in zip(batches, known.of(runner), strict=True):
         prompt = runner.ids(batch)[:, :-STEPS]
-        cache, _ = read(runner.model, prompt[:, :-1])
+        cache, _ = runner.read(prompt[:, :-1])
         for kind in KINDS:
             logits = forced(runner.model, cache, prompt[:, -1:], tokens[kind])
             full = logs[kind].float()

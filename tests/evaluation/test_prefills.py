@@ -1,0 +1,89 @@
+"""Prefills that methods share: read once, and the same answers and distances as behind each method's own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import tiny_llama
+from specache_compile.evaluation.prefills import Prefills
+from specache_compile.evaluation.reader import ByteReader
+from specache_compile.evaluation.runner import Runner
+from specache_compile.evaluation.settings import parse_setting, running
+from specache_compile.evaluation.tasks.closeness import KINDS, Continuations, measure
+
+BYTES = ByteReader()
+GROUPS = "group_size=32,residual_length=32"
+METHODS = ("uncompiled", f"specache:bits=1,{GROUPS},top_k=8", f"kivi:bits=2,{GROUPS}", "fp8", "h2o:budget=48")
+READ_BY_THE_METHOD = METHODS[-1]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama(vocab_size=256)
+
+
+@pytest.fixture(scope="module")
+def shared(model: Any) -> Runner:
+    return Runner(model, BYTES, batch_size=2, prefills=Prefills())
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_are_those_behind_a_methods_own_prefill(model: Any, shared: Runner, method: str) -> None:
+    asked = prompts(150, 150, 150, 90)
+    with running(model, parse_setting(method), "eager"):
+        assert shared.answers(asked, 12) == Runner(model, BYTES, batch_size=2).answers(asked, 12)
+        assert shared.answers(asked, 1) == Runner(model, BYTES, batch_size=2).answers(asked, 1)
+
+
+def test_an_answer_that_ends_with_its_first_token_has_no_more(model: Any, shared: Runner) -> None:
+    [prompt] = asked = prompts(60)
+    first = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = first
+    try:
+        assert shared.continued_from_prefills(torch.tensor(asked), 5) == [[first]]
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_distances_are_those_behind_a_methods_own_prefill(model: Any, shared: Runner, method: str) -> None:
+    known = Continuations(prompts(140, 140), seed=0)
+    with running(model, parse_setting(method), "eager"):
+        kinds = [measure(runner, known).detail["kinds"] for runner in (shared, Runner(model, BYTES, batch_size=2))]
+    for kind in KINDS:
+        assert kinds[0][kind]["each"] == pytest.approx(kinds[1][kind]["each"], abs=1e-6)
+
+
+def test_a_prompt_is_read_once_for_all_methods_that_read_it_exactly(model: Any) -> None:
+    runner, read = Runner(model, BYTES, prefills=Prefills()), []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: read.append((args[0] if args else given["input_ids"]).shape[1]), with_kwargs=True
+    )
+    try:
+        for method in METHODS:
+            with running(model, parse_setting(method), "eager"):
+                runner.answers(prompts(100), 2)
+    finally:
+        hook.remove()
+    assert read.count(100) == 2, "once, and once by the method that drops pairs as it reads"
+
+
+def test_the_next_cell_begins_with_none() -> None:
+    prefills = Prefills()
+    prefills.begin("needle 512")
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    made = prefills.of(ids, lambda: (object(), ids))
+    prefills.begin("needle 512")
+    assert prefills.of(ids, lambda: (object(), ids)) is made
+    prefills.begin("needle 1024")
+    assert prefills.of(ids, lambda: (object(), ids)) is not made

@@ -1,0 +1,153 @@
+"""`hold`: the compiled model goes on from a cache that it did not fill, as from a prompt that it read itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from specache_compile.runtime.session import session_of
+from specache_compile.runtime.state import MEASURE, fields_of
+
+pytestmark = pytest.mark.one_process
+
+SETTINGS = {
+    "best": {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 8},
+    "paper": {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 8},
+    "16 bits first": {"min_context": 160, "group_size": 32, "residual_length": 32, "top_k": 8},
+    "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32},
+    "kcache": {"method": "kcache", "top_n": 8},
+    "fp8": {"method": "fp8"},
+    "offload": {"method": "offload"},
+    "full": {"method": "full"},
+}
+
+
+@torch.inference_mode()
+def filled(model: Any, ids: torch.Tensor, **more: Any) -> DynamicCache:
+    """A cache that has read all of `ids`."""
+    cache = DynamicCache()
+    model(ids, past_key_values=cache, use_cache=True, **more)
+    return cache
+
+
+def compiled_for(model: Any, **options: Any) -> Any:
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={"lowering": "eager", **options})
+    return twin
+
+
+def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
+    """What each layer's fields hold of the tokens that are cached."""
+    session = session_of(cache)
+    assert session is not None
+    session.drain()
+    kept = [{f.name for f in fields_of(session.options, layer) if f.tier != MEASURE} for layer in session.layers]
+    states = zip(kept, session.state, strict=True)
+    return [{name: cut(state[name], name, session.length) for name in names} for names, state in states]
+
+
+def cut(tensor: torch.Tensor, name: str, length: int) -> torch.Tensor:
+    """The host tier's memory beyond the cached tokens was never written."""
+    return tensor[:, :, :length] if name in ("host", "full_cache") else tensor
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: Any) -> None:
+    ids, model = prompt(150, batch=2), compiled_for(llama, **SETTINGS[name])
+    read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
+    for ours, theirs in zip(tiers(taken), tiers(read), strict=True):
+        assert ours.keys() == theirs.keys()
+        for field in ours:
+            assert torch.equal(ours[field], theirs[field]), field
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name: str, llama: Any) -> None:
+    ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])
+    whole = torch.cat([ids, prompt(3, seed=5)], 1)
+    read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
+    assert torch.equal(greedy(model, whole, past_key_values=taken), greedy(model, whole, past_key_values=read))
+
+
+def test_lossless_settings_say_the_uncompiled_models_tokens_row_by_row_behind_padding(llama: Any) -> None:
+    ids, mask = prompt(90, batch=2), torch.ones(2, 90, dtype=torch.int64)
+    mask[0, :17] = 0
+    model = compiled_for(llama, **LOSSLESS)
+    before, places = mask[:, :-1], (mask.cumsum(1) - 1).clamp(0)[:, :-1]
+    taken = sc.hold(filled(llama, ids[:, :-1], attention_mask=before, position_ids=places), model, before)
+    found = greedy(model, ids, past_key_values=taken, attention_mask=mask)
+    assert torch.equal(found, greedy(llama, ids, attention_mask=mask))
+
+
+def test_what_was_given_stays_as_it_is_and_statistics_count_what_follows(llama: Any) -> None:
+    ids, model = prompt(100), compiled_for(llama, **LOSSLESS)
+    plain = filled(llama, ids)
+    before = [layer.keys.clone() for layer in plain.layers]
+    taken = sc.hold(plain, model)
+    greedy(model, torch.cat([ids, prompt(1)], 1), 5, past_key_values=taken)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(plain.layers, before, strict=True))
+    assert sc.stats(model).bytes_to_host > 0
+    assert taken.get_seq_length() == 105
+
+
+def test_layers_that_stay_exact_stay_plain(llama: Any) -> None:
+    ids, model = prompt(100), compiled_for(llama, **{**LOSSLESS, "exact_layers": (0,)})
+    plain = filled(llama, ids)
+    taken = sc.hold(plain, model)
+    assert torch.equal(taken.layers[0].keys, plain.layers[0].keys)
+    whole = torch.cat([ids, prompt(1)], 1)
+    assert torch.equal(greedy(model, whole, past_key_values=taken), greedy(llama, whole))
+
+
+def test_it_is_saved_and_loaded_as_any_other(llama: Any, tmp_path: Any) -> None:
+    ids, model = prompt(100), compiled_for(llama, **LOSSLESS)
+    taken = sc.hold(filled(llama, ids), model)
+    sc.save(taken, tmp_path)
+    whole = torch.cat([ids, prompt(1)], 1)
+    assert torch.equal(greedy(model, whole, past_key_values=sc.load(tmp_path, model)), greedy(llama, whole))
+
+
+def biased() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    ).eval()  # fmt: skip
+
+
+def test_what_cannot_be_taken_over_is_refused_in_words(llama: Any) -> None:
+    ids, model = prompt(40), compiled_for(llama, **LOSSLESS)
+    with pytest.raises(sc.SpecacheError, match="hold: this model is not compiled by the backend"):
+        sc.hold(filled(llama, ids), llama)
+    with pytest.raises(sc.SpecacheError, match="holds this cache already"):
+        sc.hold(filled(model, ids), model)
+    with pytest.raises(sc.SpecacheError, match="no layer of it is one that the backend would hold"):
+        sc.hold(DynamicCache(), model)
+    with pytest.raises(sc.SpecacheError, match="layer 0 of it is empty"):
+        sc.hold(DynamicCache(config=llama.config), model)
+    with pytest.raises(sc.SpecacheError, match="'h2o' chooses what it keeps while it reads a prompt"):
+        sc.hold(filled(llama, ids), compiled_for(llama, method="h2o", budget=16))
+    with pytest.raises(sc.SpecacheError, match="keys as they were before RoPE"):
+        sc.hold(filled(biased(), ids), compiled_for(biased()))
+
+
+def test_layers_that_keep_a_window_are_refused(llama: Any) -> None:
+    cache = DynamicCache()
+    cache.layers = [DynamicSlidingWindowLayer(sliding_window=32) for _ in range(2)]
+    with pytest.raises(sc.SpecacheError, match="a DynamicSlidingWindowLayer, does not keep every token's pair"):
+        sc.hold(cache, compiled_for(llama, **LOSSLESS))
+
+
+def test_a_host_tier_beyond_its_budget_is_refused_before_anything_is_copied() -> None:
+    llama = tiny_llama()
+    with pytest.raises(sc.SpecacheError, match="host_memory"):
+        sc.hold(filled(llama, prompt(100)), compiled_for(llama, host_memory=1000))
