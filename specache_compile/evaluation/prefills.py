@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from specache_compile.compiled_options import options_of
-from specache_compile.holding import hold, reason_not_to_hold
+from specache_compile.holding import reason_not_to_hold
 from specache_compile.methods import parse_options
 
-# A plain cache that has read a prompt, and the logits behind it.
+# A plain cache that has read prompts, and the logits behind them.
 Prefill = tuple[Any, Tensor]
 
 
@@ -26,7 +26,8 @@ class Prefills:
 
     def __init__(self) -> None:
         self.cell = ""
-        self.made: dict[tuple[tuple[int, ...], ...], Prefill] = {}
+        # Of each prompt: the batch that it was read in, and its row there.
+        self.made: dict[tuple[int, ...], tuple[Prefill, int]] = {}
 
     def begin(self, cell: str) -> None:
         if cell != self.cell:
@@ -39,13 +40,22 @@ class Prefills:
         return given is None or reason_not_to_hold(parse_options(given), model) is None
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
-        """The prefill of `ids` [rows, tokens]; `make` makes it where there is none yet."""
-        key = tuple(map(tuple, ids.tolist()))
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        """A prefill of `ids` [rows, tokens] to go on from; `make` makes it where there is none yet, of these prompts
+        or of more."""
+        prompts = [tuple(prompt) for prompt in ids.tolist()]
+        batches = {id(self.made[prompt][0]) for prompt in prompts if prompt in self.made}
+        if len(batches) != 1 or any(prompt not in self.made for prompt in prompts):
+            made = make()
+            self.made.update({prompt: (made, row) for row, prompt in enumerate(prompts)})
+        cache, logits = self.made[prompts[0]][0]
+        rows = torch.tensor([self.made[prompt][1] for prompt in prompts])
+        return with_rows(cache, rows), logits[rows]
 
-    @torch.inference_mode()
-    def handed(self, cache: Any, model: Any) -> Any:
-        """A cache that the model may go on with; the prefill's own stays."""
-        return copy.deepcopy(cache) if options_of(model) is None else hold(cache, model)
+
+@torch.inference_mode()
+def with_rows(cache: Any, rows: Tensor) -> Any:
+    """A cache with copies of these rows of a plain one, which stays as it is."""
+    chosen = copy.copy(cache)
+    chosen.layers = [copy.copy(layer) for layer in cache.layers]
+    chosen.batch_select_indices(rows)
+    return chosen

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specache_compile.compiled_options import options_of
+from specache_compile.holding import hold
+
 from .prefills import Prefills
 from .reader import Reader
 
@@ -42,7 +45,7 @@ class Runner:
             return read(self.model, ids)
         with self.uncompiled():
             cache, logits = self.prefills.of(ids, functools.partial(read, self.model, ids))
-        return self.prefills.handed(cache, self.model), logits
+        return (cache if options_of(self.model) is None else hold(cache, self.model)), logits
 
     def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
         """Greedy continuations of `ids` [rows, tokens]."""
@@ -62,9 +65,8 @@ class Runner:
             return first.tolist()
         more = self.continued(torch.cat([ids, first], 1), new_tokens - 1, past_key_values=cache)
         ends = as_list(self.model.generation_config.eos_token_id)
-        return [
-            [token] if token in ends else [token, *rest] for [token], rest in zip(first.tolist(), more, strict=True)
-        ]
+        begun = first.flatten().tolist()
+        return [[token] if token in ends else [token, *rest] for token, rest in zip(begun, more, strict=True)]
 
     def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> list[str]:
         """One answer a prompt. Neighbours of one length share a batch, so that no row is padded."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from conftest import tiny_llama
 from specache_compile.evaluation.prefills import Prefills
@@ -78,12 +79,28 @@ def test_a_prompt_is_read_once_for_all_methods_that_read_it_exactly(model: Any) 
     assert read.count(100) == 2, "once, and once by the method that drops pairs as it reads"
 
 
-def test_the_next_cell_begins_with_none() -> None:
-    prefills = Prefills()
-    prefills.begin("needle 512")
-    ids = torch.zeros(1, 3, dtype=torch.int64)
-    made = prefills.of(ids, lambda: (object(), ids))
-    prefills.begin("needle 512")
-    assert prefills.of(ids, lambda: (object(), ids)) is made
-    prefills.begin("needle 1024")
-    assert prefills.of(ids, lambda: (object(), ids)) is not made
+def test_a_prompt_may_be_asked_for_alone_that_was_read_in_a_batch(model: Any) -> None:
+    runner = Runner(model, BYTES, prefills=Prefills())
+    ids = runner.ids(prompts(40, 40, 40))
+    whole, logits = runner.read(ids)
+    alone, behind = runner.read(ids[1:2])
+    assert torch.equal(alone.layers[0].keys, whole.layers[0].keys[1:2])
+    assert torch.equal(behind, logits[1:2])
+    with torch.inference_mode():
+        alone.layers[0].keys.zero_()
+    again, _ = runner.read(ids[[1, 0]])
+    assert torch.equal(again.layers[1].values, whole.layers[1].values[[1, 0]])
+    assert torch.equal(again.layers[0].keys, whole.layers[0].keys[[1, 0]])
+
+
+def test_the_next_cell_begins_with_none(model: Any) -> None:
+    prefills, read, ids = Prefills(), [], torch.zeros(1, 3, dtype=torch.int64)
+
+    def make() -> Any:
+        read.append(ids)
+        return DynamicCache(), ids
+
+    for cell in ("needle 512", "needle 512", "needle 1024"):
+        prefills.begin(cell)
+        prefills.of(ids, make)
+    assert len(read) == 2
