@@ -46,6 +46,8 @@ class Table:
     more: tuple[str, ...] = ("--lengths", "512", "1024", "2048", "--samples", "33")
 
 
+SMOLLM2 = "smollm2-135m"
+UNSEEN = ("--text", "build/unseen.txt", "--lowering", "inductor", "--share-prefills")
 LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "8")
 TABLES = {
     "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
@@ -91,17 +93,35 @@ TABLES = {
     ),
     "closeness": Table(
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
-        "smollm2-135m",
+        SMOLLM2,
         ("closeness",),
         (
             "uncompiled", "fp8", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", "snapkv:budget=0.25",
             *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES),
             *SPECACHE, "specache:bits=1", "specache",
         ),
+        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+    ),
+    "needles_smollm2": Table(
+        "pass keys on a real checkpoint, in text that it has not seen: depth × length (SpeCache, Figure 4)",
+        SMOLLM2,
+        ("needle",),
+        ("uncompiled", *KIVI, PAPER, "specache:bits=1", "specache"),
+        ("--chat", *UNSEEN, "--lengths", "2048", "4096", "8192", "--samples", "66"),
+    ),
+    "paper": Table(
+        "SpeCache's ablations on a real checkpoint, as closeness: the zero point (Table 5), pairs fetched (Figure 5), "
+        "who chooses them (Table 4), the group size",
+        SMOLLM2,
+        ("closeness",),
         (
-            "--text", "build/unseen.txt", "--lengths", "2048", "--samples", "64",
-            "--lowering", "inductor", "--share-prefills",
+            *(f"{m},zero_point=minimum" for m in ("kivi:bits=1", PAPER)),
+            *(f"{PAPER},top_k={k}" for k in (0, 4, 16, 32, 128)),
+            *(f"{PAPER},speculate=False,top_k={k}" for k in (16, 64)),
+            *(f"{PAPER},group_size={g}" for g in (32, 128)),
+            PAPER,
         ),
+        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "beyond": Table(
         "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",
