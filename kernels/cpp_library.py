@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -72,20 +73,21 @@ def declaration() -> str:
 def decode_library(dtype: torch.dtype) -> CDLL:
     """cpp_decode.cpp, for pairs of this dtype."""
     functions = {name: [POINTER(Step)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
-    return compiled("cpp_decode.cpp", declaration(), functions, dtype)
+    texts = [declaration(), *map(text_of, ("cpp_tiles.h", "cpp_attention.h", "cpp_decode.cpp"))]
+    return compiled(texts, functions, dtype)
 
 
 @functools.cache
 def rows_library(dtype: torch.dtype) -> CDLL:
     """cpp_rows.cpp, for float32 or bfloat16."""
-    return compiled("cpp_rows.cpp", "", {"few_rows": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p]}, dtype)
+    return compiled([text_of("cpp_rows.cpp")], {"few_rows": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p]}, dtype)
 
 
 @functools.cache
 def tiers_library() -> CDLL:
     """cpp_tiers.cpp, for pairs of any dtype."""
     pointer, number = c_void_p, c_int64
-    return compiled("cpp_tiers.cpp", "", {
+    return compiled([text_of("cpp_tiers.cpp")], {
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 4, *[number] * 4, pointer],
         "correct": [*[pointer] * 5, *[number] * 7, pointer],
@@ -93,16 +95,15 @@ def tiers_library() -> CDLL:
     })  # fmt: skip
 
 
-def compiled(name: str, before: str, functions: dict[str, list[Any]], dtype: torch.dtype = torch.float32) -> CDLL:
-    """The library of a C++ file beside this one; needs a C++ compiler, as Inductor does."""
-    here = Path(__file__).parent
-    parts = (
-        f"#define DTYPE {DTYPES[dtype]}\n",
-        (here / "cpp_vectors.h").read_text("utf-8"),
-        before,
-        (here / name).read_text("utf-8"),
-    )
-    library: Any = CppCodeCache.load("".join(parts), extra_flags=FLAGS)
+def text_of(name: str) -> str:
+    """A C++ file beside this one."""
+    return (Path(__file__).parent / name).read_text("utf-8")
+
+
+def compiled(texts: Sequence[str], functions: dict[str, list[Any]], dtype: torch.dtype = torch.float32) -> CDLL:
+    """The library of these C++ texts, behind what all of them know; needs a C++ compiler, as Inductor does."""
+    known = f"#define DTYPE {DTYPES[dtype]}\n", text_of("cpp_vectors.h")
+    library: Any = CppCodeCache.load("".join((*known, *texts)), extra_flags=FLAGS)
     for function, arguments in functions.items():
         getattr(library, function).argtypes = arguments
         getattr(library, function).restype = None

@@ -16,6 +16,7 @@ from .recipe import RecipeOf
 # Dynamo names a weight by its place in the model, whose modules are numbered where they stand in a list, as layers do.
 LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
 Part = Literal["keys", "values"]
+PARTS: tuple[Part, Part] = ("keys", "values")
 
 
 @dataclass

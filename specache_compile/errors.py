@@ -91,6 +91,13 @@ def model_is_gone() -> SpecacheError:
     )
 
 
+def other_shapes(cache: str, model: str) -> SpecacheError:
+    return SpecacheError(
+        f"this cache is of another model: it has {cache}, and the model {model}. Give each model the cache that it "
+        "filled itself"
+    )
+
+
 def not_to_be_held(why: str) -> SpecacheError:
     return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
 

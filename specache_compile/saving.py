@@ -49,7 +49,7 @@ from .errors import (
 from .methods import METHODS, parse_options
 from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
-from .passes.context import Part
+from .passes.context import PARTS
 from .runtime.ranks import ranks_of
 from .runtime.session import Session
 from .runtime.state import MEASURE, adopt, empty, fields_of
@@ -64,7 +64,6 @@ SAMPLED = 256
 # What the next step of a session starts from, beside its tiers.
 NUMBERS = ("batch", "length", "capacity", "slots_ready", "padded")
 TENSORS = ("guess", "guessed", "padding")
-PARTS: tuple[Part, Part] = ("keys", "values")
 OPTIONS = ("asked", "options", "pending_options")
 # The model's own, whichever cache comes to it: how its graphs are lowered, and what this machine may spend.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory")

@@ -78,7 +78,7 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--share-prefills", action="store_true",
         help="read each prompt once, uncompiled, and have every method go on from there that reads prompts exactly: "
-        "long prompts in a fraction of the time, for the memory of a cell's caches; cell by cell",
+        "long prompts in a fraction of the time, for the memory of a cell's caches (half of what is free at most)",
     )  # fmt: skip
     command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
     command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")

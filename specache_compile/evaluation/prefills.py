@@ -1,61 +1,82 @@
 """Exact prefills, made once by the uncompiled model, from which every method goes on that would read a prompt exactly.
 
 A prefill is most of the work of a short answer behind a long prompt, and the same for all of these methods: what a
-method's own would put into the tiers, `specache_compile.hold` puts there, bit for bit (tests/runtime/test_hold.py).
+method's own would put into the tiers, `specache_compile.hold` puts there (tests/runtime/test_hold.py).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from specache_compile.compiled_options import options_of
 from specache_compile.holding import reason_not_to_hold
+from specache_compile.kernels.host_memory import free_memory
 from specache_compile.methods import parse_options
 
-# A plain cache that has read prompts, and the logits behind them.
-Prefill = tuple[Any, Tensor]
+
+@dataclass(frozen=True)
+class Prefill:
+    """A plain cache that has read prompts, the logits [rows, 1, vocabulary] behind them (float32, on the host), and the
+    tokens [rows, 1] that `generate` takes of them greedily."""
+
+    cache: Any
+    logits: Tensor
+    first: Tensor
+
+    def rows(self, rows: Tensor) -> Prefill:
+        """Copies of some rows."""
+        chosen = copy.copy(self.cache)
+        chosen.layers = [copy.copy(layer) for layer in self.cache.layers]
+        chosen.batch_select_indices(rows)
+        return Prefill(chosen, self.logits[rows], self.first[rows])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
 
 class Prefills:
-    """The prefills of one cell's prompts, in memory until the next cell begins."""
+    """The prefills of one cell's prompts, where the model is, until the next cell begins; at most `most` bytes of them
+    (half of what is free), and the rest are made again."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self.most = free_memory() // 2 if most is None else most
         self.cell = ""
         # Of each prompt: the batch that it was read in, and its row there.
         self.made: dict[tuple[int, ...], tuple[Prefill, int]] = {}
+        self.nbytes = 0
 
     def begin(self, cell: str) -> None:
         if cell != self.cell:
-            self.cell = cell
+            self.cell, self.nbytes = cell, 0
             self.made.clear()
 
     def serve(self, model: Any) -> bool:
-        """Whether the model, as it is compiled now, reads a prompt exactly; so does the uncompiled one."""
+        """Whether the model, as it is compiled now or uncompiled, would go on from such a prefill as from its own."""
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         given = options_of(model)
-        return given is None or reason_not_to_hold(parse_options(given), model) is None
+        holds = given is None or reason_not_to_hold(parse_options(given)) is None
+        return holds and all(type(layer) is DynamicLayer for layer in layers)
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
-        """A prefill of `ids` [rows, tokens] to go on from; `make` makes it where there is none yet, of these prompts
-        or of more."""
+        """The prefill of `ids` [rows, tokens], to go on from and not to keep; `make` makes it where there is none yet,
+        of these prompts or of more."""
         prompts = [tuple(prompt) for prompt in ids.tolist()]
-        batches = {id(self.made[prompt][0]) for prompt in prompts if prompt in self.made}
-        if len(batches) != 1 or any(prompt not in self.made for prompt in prompts):
+        batches = {id(self.made[prompt][0]) if prompt in self.made else None for prompt in prompts}
+        if len(batches) > 1 or None in batches:
             made = make()
+            if self.nbytes + made.nbytes > self.most:
+                return made
+            self.nbytes += made.nbytes
             self.made.update({prompt: (made, row) for row, prompt in enumerate(prompts)})
-        cache, logits = self.made[prompts[0]][0]
-        rows = torch.tensor([self.made[prompt][1] for prompt in prompts])
-        return with_rows(cache, rows), logits[rows]
-
-
-@torch.inference_mode()
-def with_rows(cache: Any, rows: Tensor) -> Any:
-    """A cache with copies of these rows of a plain one, which stays as it is."""
-    chosen = copy.copy(cache)
-    chosen.layers = [copy.copy(layer) for layer in cache.layers]
-    chosen.batch_select_indices(rows)
-    return chosen
+        batch, _ = self.made[prompts[0]]
+        with torch.inference_mode():
+            return batch.rows(torch.tensor([self.made[prompt][1] for prompt in prompts]))

@@ -16,7 +16,7 @@ from torch import Tensor
 from specache_compile.compiled_options import options_of
 from specache_compile.holding import hold
 
-from .prefills import Prefills
+from .prefills import Prefill, Prefills
 from .reader import Reader
 
 Prompt = Sequence[int]
@@ -38,14 +38,28 @@ class Runner:
         """Prompts of one length as token ids [rows, tokens] on the model's device."""
         return torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
 
+    @property
+    def shares(self) -> bool:
+        """Whether prompts are read by `prefills`."""
+        return self.prefills is not None and self.prefills.serve(self.model)
+
     def read(self, ids: Tensor) -> tuple[Any, Tensor]:
         """A cache of its own that has read `ids` [rows, tokens], and the logits [rows, 1, vocabulary] behind them,
         float32 on the host."""
-        if self.prefills is None or not self.prefills.serve(self.model):
+        if not self.shares:
             return read(self.model, ids)
+        prefill = self.prefilled(ids)
+        return self.going_on(prefill), prefill.logits
+
+    def prefilled(self, ids: Tensor) -> Prefill:
+        """The shared prefill of `ids`."""
+        assert self.prefills is not None
         with self.uncompiled():
-            cache, logits = self.prefills.of(ids, functools.partial(read, self.model, ids))
-        return (cache if options_of(self.model) is None else hold(cache, self.model)), logits
+            return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids))
+
+    def going_on(self, prefill: Prefill) -> Any:
+        """Its cache, as the model goes on with it."""
+        return prefill.cache if options_of(self.model) is None else hold(prefill.cache, self.model)
 
     def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
         """Greedy continuations of `ids` [rows, tokens]."""
@@ -58,20 +72,16 @@ class Runner:
         return out[:, ids.shape[1] :].tolist()
 
     def continued_from_prefills(self, ids: Tensor, new_tokens: int) -> list[list[int]]:
-        """As `continued`, the prompts read by `read`: the first token is the prefill's."""
-        cache, logits = self.read(ids)
-        first = logits[:, -1].argmax(-1, keepdim=True).to(ids.device)
-        if new_tokens == 1:
-            return first.tolist()
-        more = self.continued(torch.cat([ids, first], 1), new_tokens - 1, past_key_values=cache)
-        ends = as_list(self.model.generation_config.eos_token_id)
-        begun = first.flatten().tolist()
-        return [[token] if token in ends else [token, *rest] for token, rest in zip(begun, more, strict=True)]
+        """As `continued`, of two tokens or more: the prefill's, and those that follow."""
+        prefill = self.prefilled(ids)
+        begun = torch.cat([ids, prefill.first], 1)
+        more = self.continued(begun, new_tokens - 1, past_key_values=self.going_on(prefill))
+        ends, firsts = as_list(self.model.generation_config.eos_token_id), prefill.first.flatten().tolist()
+        return [[token] if token in ends else [token, *rest] for token, rest in zip(firsts, more, strict=True)]
 
     def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> list[str]:
         """One answer a prompt. Neighbours of one length share a batch, so that no row is padded."""
-        shares = self.prefills is not None and self.prefills.serve(self.model)
-        answer = self.continued_from_prefills if shares else self.continued
+        answer = self.continued_from_prefills if self.shares and new_tokens > 1 else self.continued
         found: list[list[int]] = []
         for _, same in itertools.groupby(prompts, len):
             for batch in chunks(list(same), self.batch_size):
@@ -115,6 +125,17 @@ class Runner:
             yield self
         finally:
             self.model._compiled_call_impl = before
+
+
+@torch.inference_mode()
+def exact_prefill(model: Any, ids: Tensor) -> Prefill:
+    """A prefill of `ids` [rows, tokens] by `generate`, whose first tokens are what the model's configuration makes of
+    the logits."""
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    return Prefill(out.past_key_values, out.logits[0][:, None].float().cpu(), out.sequences[:, -1:])
 
 
 @torch.inference_mode()

@@ -25,6 +25,10 @@ class LayerShape:
     number: int = 0
     biased_keys: bool = False
 
+    def __str__(self) -> str:
+        bias = ", with a bias on its keys" if self.biased_keys else ""
+        return f"{self.heads} KV heads of {self.head_dim} channels, {self.dtype}, on {self.device}{bias}"
+
 
 @dataclass(frozen=True)
 class Cropped:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches, plain_already
+from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches, other_shapes, plain_already
 from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions, own_options
 
@@ -36,6 +36,8 @@ class CompiledGraph:
         self.captured, self.rewrites = captured, rewrites
         # Graphs whose steps are no longer captured, since an input of theirs moves in every one.
         self.uncaptured: set[Rewritten] = set()
+        # Sessions whose layers are known to be shaped as this graph's.
+        self.fitting: weakref.WeakSet[Session] = weakref.WeakSet()
 
     @property
     def phase(self) -> str:
@@ -66,10 +68,23 @@ class CompiledGraph:
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles)
+            self.check_layers(session)
             if session.asked != captured.options and not session.told_of_options:
                 session.told_of_options = warn_of_other_options(session.asked, captured.options)
         record_of(arguments).note(self, session.statistics)
         return session
+
+    def check_layers(self, session: Session) -> None:
+        """SpecacheError where a cache that came from elsewhere, or another model, has other layers than this graph."""
+        if session in self.fitting:
+            return
+        ours, graphs = session.layers, self.captured.layers
+        if len(ours) != len(graphs):
+            raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
+        for layer, wanted in zip(ours, graphs, strict=True):
+            if layer != wanted:
+                raise other_shapes(f"{layer} in layer {layer.number}", str(wanted))
+        self.fitting.add(session)
 
     def step(self, session: Session, arguments: Sequence[Any]) -> tuple[str, list[Any], float]:
         """Run this graph's phase, after a pre-decode where the slots were not chosen for this step.

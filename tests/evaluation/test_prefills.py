@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from conftest import tiny_llama
-from specache_compile.evaluation.prefills import Prefills
+from specache_compile.evaluation.prefills import Prefill, Prefills
 from specache_compile.evaluation.reader import ByteReader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
@@ -93,14 +93,42 @@ def test_a_prompt_may_be_asked_for_alone_that_was_read_in_a_batch(model: Any) ->
     assert torch.equal(again.layers[0].keys, whole.layers[0].keys[[1, 0]])
 
 
-def test_the_next_cell_begins_with_none(model: Any) -> None:
-    prefills, read, ids = Prefills(), [], torch.zeros(1, 3, dtype=torch.int64)
+def made(tokens: int) -> Prefill:
+    """One of zeros: a row, a layer, 64 bytes a token."""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, tokens, 8), torch.zeros(1, 1, tokens, 8), 0)
+    return Prefill(cache, torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
 
-    def make() -> Any:
-        read.append(ids)
-        return DynamicCache(), ids
+
+def test_the_next_cell_begins_with_none_and_no_more_are_kept_than_fit() -> None:
+    prefills, read = Prefills(most=64 * 10), []
+
+    def make(ids: torch.Tensor) -> Prefill:
+        read.append(ids.shape[1])
+        return made(ids.shape[1])
 
     for cell in ("needle 512", "needle 512", "needle 1024"):
         prefills.begin(cell)
-        prefills.of(ids, make)
-    assert len(read) == 2
+        for length in (8, 3, 2):
+            prefills.of(ids := torch.zeros(1, length, dtype=torch.int64), lambda ids=ids: make(ids))
+    assert read == [8, 3, 2, 3, 8, 3, 2], "three tokens beside eight are too many"
+
+
+def test_a_first_token_is_what_the_models_configuration_makes_of_the_logits(model: Any, shared: Runner) -> None:
+    asked = prompts(70)
+    before = model.generation_config.repetition_penalty
+    model.generation_config.repetition_penalty = 5.0
+    try:
+        ours, own = (Runner(model, BYTES, prefills=p).answers(asked, 6) for p in (Prefills(), None))
+    finally:
+        model.generation_config.repetition_penalty = before
+    assert ours == own != shared.answers(asked, 6)
+
+
+def test_a_model_with_sliding_windows_reads_for_itself() -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                           num_attention_heads=4, num_key_value_heads=2, sliding_window=64)  # fmt: skip
+    assert not Prefills().serve(MistralForCausalLM(config))
+    config.sliding_window = None
+    assert Prefills().serve(MistralForCausalLM(config))

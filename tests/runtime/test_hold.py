@@ -27,6 +27,7 @@ SETTINGS = {
     "offload": {"method": "offload"},
     "full": {"method": "full"},
 }
+PADDED = {"best, padded": SETTINGS["best"], "fp8, padded": SETTINGS["fp8"]}
 
 
 @torch.inference_mode()
@@ -58,10 +59,19 @@ def cut(tensor: torch.Tensor, name: str, length: int) -> torch.Tensor:
     return tensor[:, :, :length] if name in ("host", "full_cache") else tensor
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
+    """What hides the first tokens of row 0."""
+    mask = torch.ones_like(ids)
+    mask[0, :hidden] = 0
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(0)}
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *PADDED])
 def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: Any) -> None:
-    ids, model = prompt(150, batch=2), compiled_for(llama, **SETTINGS[name])
-    read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
+    ids, model = prompt(150, batch=2), compiled_for(llama, **{**SETTINGS, **PADDED}[name])
+    padding = masked(ids, 17) if name in PADDED else {}
+    read = filled(model, ids, **padding)
+    taken = sc.hold(filled(llama, ids, **padding), model, padding.get("attention_mask"))
     for ours, theirs in zip(tiers(taken), tiers(read), strict=True):
         assert ours.keys() == theirs.keys()
         for field in ours:
@@ -77,13 +87,38 @@ def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name
 
 
 def test_lossless_settings_say_the_uncompiled_models_tokens_row_by_row_behind_padding(llama: Any) -> None:
-    ids, mask = prompt(90, batch=2), torch.ones(2, 90, dtype=torch.int64)
-    mask[0, :17] = 0
-    model = compiled_for(llama, **LOSSLESS)
-    before, places = mask[:, :-1], (mask.cumsum(1) - 1).clamp(0)[:, :-1]
-    taken = sc.hold(filled(llama, ids[:, :-1], attention_mask=before, position_ids=places), model, before)
+    ids, model = prompt(90, batch=2), compiled_for(llama, **LOSSLESS)
+    mask = masked(ids, 17)["attention_mask"]
+    before = masked(ids[:, :-1], 17)
+    taken = sc.hold(filled(llama, ids[:, :-1], **before), model, before["attention_mask"])
     found = greedy(model, ids, past_key_values=taken, attention_mask=mask)
     assert torch.equal(found, greedy(llama, ids, attention_mask=mask))
+
+
+def test_through_inductor_a_wrapped_model_and_bfloat16(llama: Any) -> None:
+    model = copy.deepcopy(llama).bfloat16()
+    wrapped = torch.compile(model, backend="specache", options={**LOSSLESS, "lowering": "inductor"})
+    ids = prompt(90)
+    taken = sc.hold(filled(model, ids), wrapped)
+    with torch.no_grad():
+        ours = wrapped(prompt(1), past_key_values=taken, use_cache=True).logits
+    whole = model(torch.cat([ids, prompt(1)], 1)).logits[:, -1:]
+    assert (ours - whole).abs().max() < 0.05 * whole.abs().max()
+
+
+def test_keys_with_a_bias_are_centered_as_a_prompts() -> None:
+    plain = biased()
+    ids, model = prompt(150), compiled_for(plain, group_size=32, residual_length=32, top_k=8, bits=1)
+    read, taken = filled(model, ids), sc.hold(filled(plain, ids), model)
+    assert tiers(taken)[0]["center"].abs().max() > 0
+    for field, tensor in tiers(read)[0].items():
+        assert torch.equal(tiers(taken)[0][field], tensor), field
+
+
+def test_a_draft_behind_a_held_cache_is_verified_as_any_other(llama: Any) -> None:
+    ids, model = prompt(150), compiled_for(llama, **{**SETTINGS["best"], "verify": 4})
+    taken = sc.hold(filled(llama, ids[:, :-1]), model)
+    assert torch.equal(greedy(model, ids, past_key_values=taken), greedy(llama, ids))
 
 
 def test_what_was_given_stays_as_it_is_and_statistics_count_what_follows(llama: Any) -> None:
@@ -130,20 +165,42 @@ def test_what_cannot_be_taken_over_is_refused_in_words(llama: Any) -> None:
         sc.hold(filled(llama, ids), llama)
     with pytest.raises(sc.SpecacheError, match="holds this cache already"):
         sc.hold(filled(model, ids), model)
-    with pytest.raises(sc.SpecacheError, match="no layer of it is one that the backend would hold"):
+    with pytest.raises(sc.SpecacheError, match="it is empty"):
         sc.hold(DynamicCache(), model)
     with pytest.raises(sc.SpecacheError, match="layer 0 of it is empty"):
         sc.hold(DynamicCache(config=llama.config), model)
     with pytest.raises(sc.SpecacheError, match="'h2o' chooses what it keeps while it reads a prompt"):
         sc.hold(filled(llama, ids), compiled_for(llama, method="h2o", budget=16))
-    with pytest.raises(sc.SpecacheError, match="keys as they were before RoPE"):
-        sc.hold(filled(biased(), ids), compiled_for(biased()))
+    with pytest.raises(sc.SpecacheError, match="option exact_layers names all of its layers"):
+        sc.hold(filled(llama, ids), compiled_for(llama, exact_layers=(0, 1)))
+    with pytest.raises(sc.SpecacheError, match=r"attention_mask is \(1, 39\) for 1 rows of 40 tokens"):
+        sc.hold(filled(llama, ids), model, torch.ones(1, 39))
+
+
+def test_layers_of_unlike_shapes_are_refused(llama: Any) -> None:
+    model, cache = compiled_for(llama, **LOSSLESS), filled(llama, prompt(40))
+    short = cache.layers[1]
+    short.keys, short.values = short.keys[:, :, :-1], short.values[:, :, :-1]
+    with pytest.raises(sc.SpecacheError, match="its layer 1 has rows or tokens that its layer 0 has not"):
+        sc.hold(cache, model)
+    cache.layers[0].values = cache.layers[0].values[..., :8]
+    with pytest.raises(sc.SpecacheError, match="the keys of its layer 0 are"):
+        sc.hold(cache, model)
+
+
+def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
+    ids, model = prompt(41), compiled_for(llama, **LOSSLESS)
+    for other, told in ((tiny_llama(num_hidden_layers=3), "it has 3 layers, and the model 2"),
+                        (tiny_llama(num_key_value_heads=1), "1 KV heads of 16 channels")):  # fmt: skip
+        taken = sc.hold(filled(other, ids[:, :-1]), model)
+        with pytest.raises(sc.SpecacheError, match=told):
+            greedy(model, ids, past_key_values=taken)
 
 
 def test_layers_that_keep_a_window_are_refused(llama: Any) -> None:
     cache = DynamicCache()
     cache.layers = [DynamicSlidingWindowLayer(sliding_window=32) for _ in range(2)]
-    with pytest.raises(sc.SpecacheError, match="a DynamicSlidingWindowLayer, does not keep every token's pair"):
+    with pytest.raises(sc.SpecacheError, match="is a DynamicSlidingWindowLayer, and must be a DynamicLayer"):
         sc.hold(cache, compiled_for(llama, **LOSSLESS))
 
 

@@ -1,0 +1,304 @@
+// A decode step's attention over some tokens of one head: `Step` is declared in cpp_library.py, with each field's shape.
+//
+// Low-bit keys: q is multiplied by a group's scales once, and q·zero added once a group, so that an element costs a
+// shift, a mask, a conversion and one multiply-add for each query row. Low-bit values: a token's codes are unpacked and
+// scaled once, then added into every query row. What is rotated stays so: the query is turned before, the sum behind.
+// Bytes read of a token in the low-bit tier: its codes and scales, once; FLOPs: 4·d for each query row.
+
+#include <vector>
+
+namespace {
+
+// An additive mask hides a token with its dtype's minimum, of which float16 has the smallest (`attention.SEEN`).
+constexpr float kSeen = -65504.0f / 2;
+// Tokens of the low-bit tier that one job takes; a multiple of every group size.
+constexpr int64_t kChunk = 256;
+// Multiply-adds below which a second thread costs more than it brings.
+constexpr int64_t kWorthThreads = 1 << 17;
+
+// The dtype of the pairs in 16 bits (or 32), and of the scales: each has a build of its own.
+typedef DTYPE T;
+
+// A pair in 16 bits: where it lies, which column of the mask is its own, and the first lane that sees it.
+struct Pair {
+  const T* key;
+  const T* value;
+  int64_t token, first_lane;
+};
+
+// Attention over some of the tokens, for each query row: peak, Σ exp(l - peak), Σ exp(l - peak)·v[d].
+struct Part {
+  float* peak;
+  float* total;
+  float* out;
+};
+
+struct Parts {
+  int64_t rows, d;
+  std::vector<float> peaks, totals, outs;
+  Parts(int64_t count, int64_t rows, int64_t d)
+      : rows(rows), d(d), peaks(count * rows, kNothing), totals(count * rows), outs(count * rows * d) {}
+  Part operator[](int64_t i) { return {&peaks[i * rows], &totals[i * rows], outs.data() + i * rows * d}; }
+};
+
+// What follows from a step's cursor and shapes.
+struct Attention {
+  const Step& s;
+  const int64_t length, low_bit, candidates, rows, chunks, pairs;
+  std::vector<float> query, turned;  // [B·H, rows, d], scaled; the second as the low-bit tier is stored
+
+  explicit Attention(const Step& step)
+      : s(step), length(s.cursor[0]), low_bit(s.cursor[1]), candidates(std::min(s.cursor[2], length)),
+        rows(s.group_heads * s.lanes), chunks((low_bit + kChunk - 1) / kChunk), pairs(s.batch * s.heads),
+        query(pairs * rows * s.d) {
+    for (size_t i = 0; i < query.size(); ++i) query[i] = s.q[i] * s.scale;
+    turned = query;
+    if (s.rotation)
+      for (int64_t row = 0; row < pairs * rows; ++row) rotate(turned.data() + row * s.d, s.d, s.rotation);
+  }
+
+  int64_t jobs() const { return pairs * (chunks + 1); }
+  bool worth_threads() const { return (low_bit + s.window) * pairs * rows * s.d > kWorthThreads; }
+  float* logits_of(int64_t head) const { return s.logits + head * rows * s.capacity; }
+
+  float bias(int64_t head, int64_t row, int64_t token) const {
+    if (!s.bias) return 0.0f;
+    const int64_t* stride = s.bias_strides;
+    return s.bias[head / s.heads * stride[0] + head % s.heads * stride[1] + row / s.lanes * stride[2] +
+                  row % s.lanes * stride[3] + token * stride[4]];
+  }
+
+  Floats capped(Floats x) const {
+    if (s.softcap > 0)
+      for (int i = 0; i < kLanes; ++i) x[i] = std::tanh(x[i] / s.softcap) * s.softcap;
+    return x;
+  }
+
+  // Pairs in the window and of the new tokens.
+  std::vector<Pair> recent_pairs(int64_t head) const {
+    std::vector<Pair> found;
+    const T* ring = static_cast<const T*>(s.recent) + head * s.window * 2 * s.d;
+    for (int64_t t = low_bit; t < length; ++t) {
+      const T* pair = ring + t % s.window * 2 * s.d;
+      found.push_back({pair, pair + s.d, t, 0});
+    }
+    const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
+    for (int64_t l = 0; l < s.lanes; ++l) {
+      const int64_t at = (head * s.lanes + l) * s.d;
+      found.push_back({k + at, v ? v + at : nullptr, length, l});
+    }
+    return found;
+  }
+
+  // The slots that hold a pair of the low-bit tier.
+  std::vector<Pair> slot_pairs(int64_t head) const {
+    std::vector<Pair> found;
+    const T* slots = static_cast<const T*>(s.slots) + head * s.top_k * 2 * s.d;
+    const int32_t* index = s.slot_index + head * s.top_k;
+    for (int64_t i = 0; i < s.top_k; ++i)
+      if (index[i] >= 0 && index[i] < low_bit)
+        found.push_back({slots + i * 2 * s.d, slots + i * 2 * s.d + s.d, index[i], 0});
+    return found;
+  }
+
+  // Logits [rows][stride] of a head's query rows and some pairs in 16 bits; stride: their number, in whole tiles.
+  std::vector<float> exact_logits(int64_t head, const std::vector<Pair>& of, int64_t stride) const {
+    std::vector<float> tile_memory(s.d * kLanes), score_memory(rows * kLanes), logits(rows * stride, kNothing);
+    Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
+    Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
+    const int64_t count = of.size();
+    for (int64_t t = 0; t < count; t += kLanes) {
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const T* key = of[std::min(t + i, count - 1)].key;
+        for (int64_t c = 0; c < s.d; ++c) tile[c][i] = key[c];
+      }
+      score_tile(&query[head * rows * s.d], tile, rows, s.d, scores);
+      for (int64_t m = 0; m < rows; ++m) {
+        const Floats x = capped(scores[m]);
+        for (int64_t i = 0; i < kLanes && t + i < count; ++i)
+          if (m % s.lanes >= of[t + i].first_lane)
+            logits[m * stride + t + i] = x[i] + bias(head, m, of[t + i].token);
+      }
+    }
+    return logits;
+  }
+
+  // Logits of one chunk of a head's low-bit tier, into s.logits.
+  template <int bits>
+  void chunk_logits(int64_t head, int64_t start) const {
+    const int64_t d = s.d, stop = std::min(low_bit, start + kChunk), width = bits < 16 ? d * bits / 8 : d;
+    const int64_t row_bytes = s.row_width;
+    std::vector<float> tile_memory(d * kLanes), score_memory(rows * kLanes), scaled(rows * d), base(rows);
+    std::vector<uint8_t> bytes(bits < 16 ? width * kLanes : 0);
+    Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
+    Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
+    const Bytes* turned_bytes = reinterpret_cast<const Bytes*>(bytes.data());
+    const float* q = turned.data() + head * rows * d;
+    if (bits == 16) scaled.assign(q, q + rows * d);
+
+    // Tokens come in groups of at least 32, and the tier is whole groups: a tile of 16 is always full.
+    for (int64_t t = start; t < stop; t += kLanes) {
+      if constexpr (bits < 16) {
+        if (t % s.group == 0) {
+          const T* scale = static_cast<const T*>(s.key_params) + (head * (s.capacity / s.group) + t / s.group) * 2 * d;
+          for (int64_t m = 0; m < rows; ++m) {
+            float offset = 0.0f;
+            for (int64_t c = 0; c < d; ++c) {
+              scaled[m * d + c] = q[m * d + c] * static_cast<float>(scale[c]);
+              offset += q[m * d + c] * static_cast<float>(scale[d + c]);
+              if (s.unbiased) offset -= scaled[m * d + c] * scaled[m * d + c] / 24;  // see `attention.inflation`
+            }
+            base[m] = offset;
+          }
+        }
+        for (int i = 0; i < kLanes; ++i) {
+          const uint8_t* token = static_cast<const uint8_t*>(s.codes) + (head * s.capacity + t + i) * row_bytes;
+          for (int64_t j = 0; j < width; ++j) bytes[j * kLanes + i] = token[j];
+        }
+        for (int plane = 0; plane < 8 / bits; ++plane)
+          for (int64_t j = 0; j < width; ++j) tile[plane * width + j] = decode<bits>(turned_bytes[j], plane);
+      } else {
+        for (int i = 0; i < kLanes; ++i) {
+          const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + t + i) * s.row_width;
+          for (int64_t c = 0; c < d; ++c) tile[c][i] = token[c];
+        }
+      }
+      score_tile(scaled.data(), tile, rows, d, scores);
+      for (int64_t m = 0; m < rows; ++m) {
+        Floats x = scores[m] + base[m];
+        if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * low_bit + t);
+        x = capped(x);
+        if (s.bias)
+          for (int i = 0; i < kLanes; ++i) x[i] += bias(head, m, t + i);
+        *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + t) = x;
+      }
+    }
+  }
+
+  // Attention over one chunk of the low-bit tier from its logits, without the tokens whose pair is in the slots.
+  template <int bits>
+  void chunk_mix(int64_t head, int64_t start, Part part) const {
+    const int64_t d = s.d, count = std::min(low_bit, start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
+    std::vector<float> weights(rows * kChunk), values(kLanes * d);
+    std::vector<uint8_t> hidden(kChunk);
+    const int32_t* index = s.slot_index + head * s.top_k;
+    for (int64_t i = 0; i < s.top_k; ++i)
+      if (index[i] >= start && index[i] < start + count) hidden[index[i] - start] = 1;
+    for (int64_t m = 0; m < rows; ++m) {
+      const float* row = logits_of(head) + m * s.capacity + start;
+      float* weight = weights.data() + m * kChunk;
+      float top = kNothing, total = 0.0f;
+      for (int64_t t = 0; t < count; ++t) weight[t] = hidden[t] ? kNothing : row[t];
+      for (int64_t t = 0; t < count; ++t) top = std::max(top, weight[t]);
+      const float base = base_of(top);
+      for (int64_t t = 0; t < count; ++t) weight[t] = weight_of(weight[t], base);
+      for (int64_t t = 0; t < count; ++t) total += weight[t];
+      part.peak[m] = top;
+      part.total[m] = total;
+    }
+    for (int64_t t = 0; t < count; t += kLanes) {
+      for (int i = 0; i < kLanes; ++i) {
+        float* value = values.data() + i * d;
+        const int64_t place = head * s.capacity + start + t + i;
+        // A token's values lie behind its keys.
+        if constexpr (bits < 16) {
+          const uint8_t* token = static_cast<const uint8_t*>(s.codes) + (place + 1) * s.row_width - width;
+          for (int plane = 0; plane < 8 / bits; ++plane) {
+            int64_t j = 0;
+            for (; j + kLanes <= width; j += kLanes)
+              *reinterpret_cast<Floats*>(value + plane * width + j) =
+                  decode<bits>(*reinterpret_cast<const Bytes*>(token + j), plane);
+            for (; j < width; ++j)
+              value[plane * width + j] = static_cast<float>((token[j] >> (plane * bits)) & ((1 << bits) - 1));
+          }
+          const int64_t groups = d / s.channels;
+          const T* scale = static_cast<const T*>(s.value_params) + place * 2 * groups;
+          for (int64_t v = 0; v < groups; ++v) {
+            const float by = scale[v], zero = scale[groups + v];
+            for (int64_t c = v * s.channels; c < (v + 1) * s.channels; ++c) value[c] = value[c] * by + zero;
+          }
+        } else {
+          const T* token = static_cast<const T*>(s.codes) + (place + 1) * s.row_width - width;
+          for (int64_t c = 0; c < d; ++c) value[c] = token[c];
+        }
+      }
+      mix_tile(weights.data() + t, kChunk, values.data(), rows, d, part.out);
+    }
+  }
+
+  // Attention over pairs in 16 bits. Zero weight does not hide what is not finite: a row's tail of a tile is zeros.
+  std::vector<float> exact_mix(int64_t head, const std::vector<Pair>& of, Part part) const {
+    const int64_t count = of.size(), stride = (count + kLanes - 1) / kLanes * kLanes;
+    std::vector<float> logits = exact_logits(head, of, stride), weights(logits.size()), values(kLanes * s.d);
+    for (int64_t m = 0; m < rows; ++m) {
+      const float* row = logits.data() + m * stride;
+      float top = kNothing, total = 0.0f;
+      for (int64_t t = 0; t < stride; ++t) top = std::max(top, row[t]);
+      const float base = base_of(top);
+      for (int64_t t = 0; t < stride; ++t) weights[m * stride + t] = weight_of(row[t], base);
+      for (int64_t t = 0; t < stride; ++t) total += weights[m * stride + t];
+      part.peak[m] = top;
+      part.total[m] = total;
+    }
+    for (int64_t t = 0; t < stride; t += kLanes) {
+      for (int64_t i = 0; i < kLanes; ++i)
+        for (int64_t c = 0; c < s.d; ++c) values[i * s.d + c] = t + i < count ? static_cast<float>(of[t + i].value[c]) : 0.0f;
+      mix_tile(weights.data() + t, stride, values.data(), rows, s.d, part.out);
+    }
+    return logits;
+  }
+
+  // A row's maximum and 1/Σ exp over all its head's parts and its sink; a fully masked row gives 0.
+  void denominator(const Parts& parts, int64_t head, int64_t m, float* peak, float* share) const {
+    const int64_t first = head * (chunks + 1);
+    const float sink = s.sinks ? s.sinks[head % s.heads * s.group_heads + m / s.lanes] : kNothing;
+    float top = sink, total = 0.0f;
+    for (int64_t i = 0; i <= chunks; ++i) top = std::max(top, parts.peaks[(first + i) * rows + m]);
+    const float base = base_of(top);
+    for (int64_t i = 0; i <= chunks; ++i)
+      total += parts.totals[(first + i) * rows + m] * weight_of(parts.peaks[(first + i) * rows + m], base);
+    total += weight_of(sink, base);
+    *peak = base;
+    *share = total == 0.0f ? 0.0f : 1.0f / total;
+  }
+
+  // All parts of a head, merged: s.out, each row's peak and 1/Σ exp.
+  void merge(Parts& parts, int64_t head, float* peaks, float* shares) const {
+    for (int64_t m = 0; m < rows; ++m) {
+      denominator(parts, head, m, peaks + m, shares + m);
+      float* out = s.out + (head * rows + m) * s.d;
+      std::fill_n(out, s.d, 0.0f);
+      for (int64_t i = 0; i <= chunks; ++i) {
+        Part part = parts[head * (chunks + 1) + i];
+        if (i == chunks && s.rotation) rotate(out, s.d, s.rotation);  // the sum of the low-bit tier's parts
+        if (part.total[m] == 0.0f) continue;
+        const float shrink = weight_of(part.peak[m], peaks[m]) * shares[m];
+        for (int64_t c = 0; c < s.d; ++c) out[c] += part.out[m * s.d + c] * shrink;
+      }
+    }
+  }
+
+  // scores[token - first] = the attention of one lane, summed over the query group, where the mask shows a candidate to
+  // any of them, else -1; from logits[row][token - first].
+  void candidate_scores(int64_t head, int64_t lane, const float* logits, int64_t stride, int64_t first, int64_t stop,
+                        const float* peaks, const float* shares, float* scores) const {
+    const int64_t count = std::min(stop, candidates) - first;
+    if (count <= 0) return;
+    std::fill_n(scores, count, 0.0f);
+    for (int64_t g = 0; g < s.group_heads; ++g) {
+      const int64_t m = g * s.lanes + lane;
+      const float* row = logits + m * stride;
+      const float peak = peaks[m], share = shares[m];
+      for (int64_t t = 0; t < count; ++t) scores[t] += weight_of(row[t], peak) * share;
+    }
+    for (int64_t t = 0; s.bias && t < count; ++t) {
+      bool seen = false;
+      for (int64_t g = 0; g < s.group_heads; ++g) seen = seen || bias(head, g * s.lanes + lane, first + t) > kSeen;
+      if (!seen) scores[t] = -1.0f;
+    }
+  }
+
+  float* scores_of(int64_t lane, int64_t head) const { return s.scores + (lane * pairs + head) * s.capacity; }
+};
+
+}  // namespace

@@ -1,0 +1,106 @@
+// Tiles of sixteen tokens: what a step's attention (cpp_attention.h) does with one, whatever tier it is from.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Codes, one byte of each of sixteen.
+typedef uint8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
+
+// exp(x) for x <= 0, to some units in the last place; written so that the compiler makes vectors of it.
+inline float exponential(float x) {
+  x = std::max(x, -87.0f);
+  float turns = std::nearbyint(x * 1.44269504f);
+  float rest = x - turns * 0.693359375f + turns * 2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * rest + 1.3981999507e-3f;
+  y = y * rest + 8.3334519073e-3f;
+  y = y * rest + 4.1665795894e-2f;
+  y = y * rest + 1.6666665459e-1f;
+  y = y * rest + 5.0000001201e-1f;
+  y = y * rest * rest + rest + 1.0f;
+  return y * bits_of<float>((static_cast<int32_t>(turns) + 127) << 23);
+}
+
+// exp(x - top) for a finite top; 0 where nothing is, or next to nothing.
+inline float weight_of(float x, float top) { return x - top < -87.0f ? 0.0f : exponential(x - top); }
+
+inline float base_of(float peak) { return peak == kNothing ? 0.0f : peak; }
+
+template <int bits>
+inline Floats decode(Bytes packed, int plane) {
+  Ints codes = __builtin_convertvector(packed, Ints);
+  return __builtin_convertvector((codes >> (plane * bits)) & ((1 << bits) - 1), Floats);
+}
+
+// The orthonormal Hadamard transform of x[d], in blocks of `block` channels.
+inline void rotate(float* x, int64_t d, int64_t block) {
+  for (int64_t half = 1; half < block; half *= 2)
+    for (int64_t first = 0; first < d; first += 2 * half)
+      for (int64_t c = first; c < first + half; ++c) {
+        const float a = x[c], b = x[c + half];
+        x[c] = a + b;
+        x[c + half] = a - b;
+      }
+  const float norm = 1.0f / std::sqrt(static_cast<float>(block));
+  for (int64_t c = 0; c < d; ++c) x[c] *= norm;
+}
+
+// scores[r][16 tokens] = Σ_c q[r][c]·keys[c][16 tokens]: R query rows in registers, one load an element.
+template <int R>
+inline void score_rows(const float* q, const Floats* keys, int64_t d, Floats* scores) {
+  Floats sums[R] = {};
+  for (int64_t c = 0; c < d; ++c) {
+    const Floats x = keys[c];
+    for (int r = 0; r < R; ++r) sums[r] += q[r * d + c] * x;
+  }
+  for (int r = 0; r < R; ++r) scores[r] = sums[r];
+}
+
+// out[r][c..c+16] += Σ_t weights[r][t]·values[t][c..c+16], for a tile of tokens.
+template <int R>
+inline void mix_rows(const float* weights, int64_t stride, const float* values, int64_t d, int64_t c, float* out) {
+  Floats sums[R];
+  for (int r = 0; r < R; ++r) sums[r] = *reinterpret_cast<const Floats*>(out + r * d + c);
+  for (int64_t t = 0; t < kLanes; ++t) {
+    const Floats x = *reinterpret_cast<const Floats*>(values + t * d + c);
+    for (int r = 0; r < R; ++r) sums[r] += weights[r * stride + t] * x;
+  }
+  for (int r = 0; r < R; ++r) *reinterpret_cast<Floats*>(out + r * d + c) = sums[r];
+}
+
+// Calls f<R> for blocks of at most eight of `rows` query rows.
+#define FOR_ROW_BLOCKS(rows, m, call)                    \
+  for (int64_t m = 0; m < (rows); m += 8) {              \
+    switch (std::min<int64_t>(8, (rows) - m)) {          \
+      case 1: { constexpr int R = 1; call; break; }      \
+      case 2: { constexpr int R = 2; call; break; }      \
+      case 3: { constexpr int R = 3; call; break; }      \
+      case 4: { constexpr int R = 4; call; break; }      \
+      case 5: { constexpr int R = 5; call; break; }      \
+      case 6: { constexpr int R = 6; call; break; }      \
+      case 7: { constexpr int R = 7; call; break; }      \
+      default: { constexpr int R = 8; call; }            \
+    }                                                    \
+  }
+
+// Out of line, as `mix_tile`: eight variants each, of which one copy is enough to compile.
+__attribute__((noinline)) void score_tile(const float* q, const Floats* keys, int64_t rows, int64_t d, Floats* scores) {
+  FOR_ROW_BLOCKS(rows, m, score_rows<R>(q + m * d, keys, d, scores + m))
+}
+
+__attribute__((noinline)) void mix_tile(const float* weights, int64_t stride, const float* values, int64_t rows,
+                                        int64_t d, float* out) {
+  int64_t c = 0;
+  for (; c + kLanes <= d; c += kLanes)
+    FOR_ROW_BLOCKS(rows, m, mix_rows<R>(weights + m * stride, stride, values, d, c, out + m * d))
+  for (; c < d; ++c)
+    for (int64_t m = 0; m < rows; ++m)
+      for (int i = 0; i < kLanes; ++i) out[m * d + c] += weights[m * stride + i] * values[i * d + c];
+}
+
+}  // namespace
