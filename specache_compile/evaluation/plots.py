@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specache_compile.methods import parse_options
+
 from .rows import Row, sources
+from .settings import Setting, parse_setting
 
 MARKERS = "os^Dv"
 
@@ -116,28 +119,44 @@ def against_kv(rows: Sequence[Row]) -> Any:
 
 
 def distance(rows: Sequence[Row]) -> Any:
-    """One panel a kind of continuation: KL to the full cache against the device's share of the full cache's bytes."""
+    """One panel a kind of continuation: KL to the full cache against the device's share of the full cache's bytes, a
+    line over the bits of a method (and length)."""
     import matplotlib.pyplot as plt
 
     kinds = list(rows[0].detail["kinds"])
     figure, axes = plt.subplots(1, len(kinds), figsize=(4 * len(kinds) + 2, 3.8), squeeze=False, sharey=True)
-    methods = list(dict.fromkeys(row.method for row in rows))
+    lines: dict[tuple[str, str], list[tuple[str, Row]]] = {}
+    for row in rows:
+        method, bits = method_and_bits(row.method)
+        lines.setdefault((method, row.cell), []).append((bits, row))
+    methods = list(dict.fromkeys(method for method, _ in lines))
     for axis, kind in zip(axes.flat, kinds, strict=True):
-        for i, method in enumerate(methods):
-            mine = [row for row in rows if row.method == method]
-            points = [row.detail["kinds"][kind] for row in mine]
+        for (method, _), line in lines.items():
+            i = methods.index(method)
+            ratios, points = [row.kv_ratio for _, row in line], [row.detail["kinds"][kind] for _, row in line]
             axis.errorbar(
-                [row.kv_ratio for row in mine], [p["kl"] for p in points], [p["interval"] for p in points],
-                fmt=MARKERS[i // 10 % len(MARKERS)], color=f"C{i % 10}", label=method, markersize=5, capsize=2,
+                ratios, [p["kl"] for p in points], [p["interval"] for p in points], color=f"C{i % 10}", label=method,
+                marker=MARKERS[i // 10 % len(MARKERS)], markersize=5, capsize=2, linewidth=1,
             )  # fmt: skip
+            for (bits, _), ratio, point in zip(line, ratios, points, strict=True):
+                axis.annotate(bits, (ratio, point["kl"]), xytext=(5, 3), textcoords="offset points", fontsize=7)
         axis.set_yscale("log")
         axis.set_title(kind, fontsize=9)
         axis.set_xlabel("device KV / full cache", fontsize=8)
         axis.grid(alpha=0.3)
     axes.flat[0].set_ylabel("KL to the full cache, nats", fontsize=8)
-    axes.flat[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    named = dict(zip(*reversed(axes.flat[-1].get_legend_handles_labels()), strict=True))
+    axes.flat[-1].legend(named.values(), named.keys(), fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
+
+
+def method_and_bits(text: str) -> tuple[str, str]:
+    """A setting without its bits, and these, in words; "" where it has none."""
+    setting = parse_setting(text)
+    bits = getattr(parse_options(setting.options), "bits", None) if setting.options else None
+    rest = Setting(setting.name, tuple(pair for pair in setting.given if pair[0] != "bits"))
+    return str(rest), "" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"
 
 
 def has_even_depths(row: Row) -> bool:
