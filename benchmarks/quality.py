@@ -112,6 +112,13 @@ TABLES = {
         ("uncompiled", *KIVI, PAPER, "specache:bits=1", "specache"),
         ("--chat", *UNSEEN, "--lengths", "2048", "4096", "8192", "--samples", "66"),
     ),
+    "needles_blind": Table(
+        "the same, the question unknown while the context is read: what an eviction then drops",
+        SMOLLM2,
+        ("needle",),
+        ("uncompiled", "snapkv:budget=0.25", "h2o:budget=0.25", "kivi:bits=1", "specache"),
+        ("--chat", "--blind", *UNSEEN, "--lengths", "2048", "--samples", "66"),
+    ),
     "paper": Table(
         "SpeCache's ablations on a real checkpoint, as closeness: the zero point (Table 5), pairs fetched (Figure 5), "
         "who chooses them (Table 4), the group size",
