@@ -14,6 +14,7 @@ import torch
 
 from conftest import greedy, prompt, tiny_llama
 from specache_compile.evaluation.cell_tables import difference, table
+from specache_compile.evaluation.plots import method_and_bits
 from specache_compile.evaluation.reader import ByteReader
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.runner import Runner
@@ -114,3 +115,18 @@ def test_windows_do_not_overlap_where_the_text_is_long_enough(samples: int, apar
     assert all(after[0] - before[0] >= apart for before, after in itertools.pairwise(rows))
     assert len(rows) == samples
     assert windows_apart(bench, 200) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("specache", ("specache", "1.5 bits")),
+        ("specache:bits=1", ("specache", "1 bit")),
+        ("specache:bits=1,setting=paper", ("specache:setting=paper", "1 bit")),
+        ("kivi:bits=4", ("kivi", "4 bits")),
+        ("fp8", ("fp8", "")),
+        ("uncompiled", ("uncompiled", "")),
+    ],
+)
+def test_a_line_of_the_picture_is_a_method_over_its_bits(text: str, line: tuple[str, str]) -> None:
+    assert method_and_bits(text) == line

@@ -129,6 +129,37 @@ def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert measured == [*methods, "uncompiled", "snapkv", "h2o:eviction_block=prompt", "roco:eviction_block=4"]
 
 
+def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that one cell's prefills alone are in memory; the table has the same order as without."""
+    measured: list[tuple[str, str]] = []
+
+    def measure(_: Any, setting: Any, task: str, cell: Any, key: str, *more: Any) -> Row:
+        measured.append((str(setting), cell.name))
+        return Row(key, task, str(setting), cell.name, cell.context, 1.0, "keys found", 3, 0, 1.0, 0.1)
+
+    monkeypatch.setattr(command, "measure", measure)
+    asked = ("--lengths", "200", "300", "--samples", "3", "--no-plots", "--methods", "uncompiled", "kivi:bits=1")
+    tables = []
+    for more in ((), ("--share-prefills",)):
+        assert evaluate(tmp_path, *asked, *more) == 0
+        tables.append([row["method"] for row in json.loads((tmp_path / "results.json").read_text())["rows"]])
+    by_setting = [(s, c) for s in ("uncompiled", "kivi:bits=1") for c in ("200", "300")]
+    assert measured == by_setting + sorted(by_setting, key=lambda pair: pair[1])
+    assert tables[0] == tables[1] == ["uncompiled"] * 2 + ["kivi:bits=1"] * 2
+
+
+def test_shared_prefills_find_the_same_keys(tmp_path: Path) -> None:
+    scores = []
+    for name, more in (("own", ()), ("shared", ("--share-prefills",))):
+        asked = ("--lengths", "256", "--samples", "3", "--no-plots", "--methods", "uncompiled", "specache:bits=1")
+        assert evaluate(tmp_path / name, *asked, *more) == 0
+        rows = json.loads((tmp_path / name / "results.json").read_text())["rows"]
+        scores.append([(row["score"], row["kv_ratio"], row["detail"]["each"]) for row in rows])
+    assert scores[0] == scores[1]
+
+
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:
     row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
     path = tmp_path / "rows.jsonl"
