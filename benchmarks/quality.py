@@ -108,7 +108,7 @@ TABLES = {
         "the same of policies that keep a quarter of a prompt, which they read exactly",
         SMOLLM2,
         ("closeness",),
-        ("snapkv:budget=0.25", *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES), "specache"),
+        ("uncompiled", "snapkv:budget=0.25", *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES), "specache"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "needles_smollm2": Table(
@@ -131,6 +131,7 @@ TABLES = {
         SMOLLM2,
         ("closeness",),
         (
+            "uncompiled",
             *(f"{m},zero_point=minimum" for m in ("kivi:bits=1", PAPER)),
             *(f"{PAPER},top_k={k}" for k in (0, 4, 16, 32, 128)),
             *(f"{PAPER},speculate=False,top_k={k}" for k in (16, 64)),
