@@ -108,7 +108,12 @@ TABLES = {
         "the same of policies that keep a quarter of a prompt, which they read exactly",
         SMOLLM2,
         ("closeness",),
-        ("uncompiled", "snapkv:budget=0.25", *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES), "specache"),
+        (
+            "uncompiled",
+            "snapkv:budget=0.25",
+            *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES),
+            "specache",
+        ),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "needles_smollm2": Table(
