@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
 
 from .rows import Row, sources
+from .settings import UNCOMPILED
+from .tasks import FOUND_OR_NOT
 from .tasks.closeness import interval
 
+# The share of the right answers below which a cell says nothing of a cache: the model itself cannot do it.
+GATE = 0.8
+MARK = "*"
+FAILED = f"{MARK} the uncompiled model itself is right in less than {GATE:.0%}: in no mean, and evidence of nothing"
 UNITS = ("perplexity",)  # every other metric is a share
 # Of a row's `kinds`: the figure, its column, its format.
 KIND_COLUMNS = (("kl", "KL", ".4f"), ("interval", "±", ".4f"), ("agreement", "top-1", ".1%"))
@@ -54,33 +60,52 @@ def difference(row: Row, other: Row) -> str:
 
 
 def task_table(rows: Sequence[Row]) -> str:
-    """One task: a line a method, a column a cell, the mean where it means something, the device's KV share at the
-    longest context."""
+    """One task: a line a method, a column a cell, the mean where it means something, the paired difference to the
+    uncompiled model, the device's KV share at the longest context. Cells that the uncompiled model itself fails are
+    marked, and in no mean."""
     cells = list(dict.fromkeys(row.cell for row in rows))
     methods = list(dict.fromkeys(row.method for row in rows))
     at = {(row.method, row.cell): row for row in rows}
+    full = {cell: at[UNCOMPILED, cell] for cell in cells if (UNCOMPILED, cell) in at}
+    failed = {cell for cell, row in full.items() if row.task in FOUND_OR_NOT and row.score < GATE}
     lines = []
     for method in methods:
         mine = [at[method, cell] for cell in cells if (method, cell) in at]
+        counted = [row for row in mine if row.cell not in failed]
         scores = [shown(at[method, cell]) if (method, cell) in at else "" for cell in cells]
-        longest = max(mine, key=lambda row: row.context)
         kl = [row.detail["kl"] for row in mine if "kl" in row.detail]
         lines.append(
             [
-                method, *scores, mean_of(mine) if len(cells) > 1 else None,
-                shown_ratio(longest),
+                method, *scores, mean_of(counted) if len(cells) > 1 else None,
+                above_full(counted, full) if any("each" in row.detail for row in full.values()) else None,
+                shown_ratio(max(mine, key=lambda row: row.context)),
                 f"{sum(kl) / len(kl):.4f}" if kl else None,
             ]
         )  # fmt: skip
     metric = "/".join(dict.fromkeys(row.metric for row in rows))
-    headers = [f"{rows[0].task}: {metric}", *cells, "mean", "device KV", "KL, nats"]
+    shown_cells = [f"{cell} {MARK}" if cell in failed else cell for cell in cells]
+    headers = [f"{rows[0].task}: {metric}", *shown_cells, "mean", "above uncompiled", "device KV", "KL, nats"]
     kept = [i for i in range(len(headers)) if i == 0 or any(line[i] is not None for line in lines)]
-    return aligned([[line[i] for i in kept] for line in lines], [headers[i] for i in kept])
+    found = aligned([[line[i] for i in kept] for line in lines], [headers[i] for i in kept])
+    return f"{found}\n{FAILED}" if failed else found
+
+
+def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
+    """Mean ± 95 % of the paired differences to the uncompiled model over all that both were asked, in points of a
+    hundred."""
+    paired = []
+    for row in rows:
+        other = full.get(row.cell)
+        if other is None or other is row or "each" not in row.detail or row.samples != other.samples:
+            continue
+        both = zip(row.detail["each"], other.detail["each"], strict=True)
+        paired += [mine["score"] - theirs["score"] for mine, theirs in both]
+    return f"{100 * sum(paired) / len(paired):+.1f} ± {100 * interval(paired):.1f}" if paired else ""
 
 
 def mean_of(rows: Sequence[Row]) -> str:
     """The plain mean over cells; the geometric one has no name a reader would expect, so perplexities have none."""
-    if any(row.metric in UNITS for row in rows):
+    if not rows or any(row.metric in UNITS for row in rows):
         return ""
     return f"{sum(row.score for row in rows) / len(rows):.1%}"
 

@@ -160,6 +160,27 @@ def test_shared_prefills_find_the_same_keys(tmp_path: Path) -> None:
     assert scores[0] == scores[1]
 
 
+def answered(method: str, cell: str, scores: list[float]) -> Row:
+    each = {"each": [{"score": score} for score in scores]}
+    mean = sum(scores) / len(scores)
+    return Row(f"{method}{cell}", "needle", method, cell, int(cell), mean, "keys found", 4, 0, 0.5, 0.1, each)
+
+
+def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -> None:
+    rows = [
+        answered("uncompiled", "512", [1, 1, 1, 1]), answered("uncompiled", "8192", [1, 1, 1, 0]),
+        answered("kivi", "512", [1, 0, 1, 0]), answered("kivi", "8192", [0, 0, 0, 0]),
+    ]  # fmt: skip
+    head, _, full, kivi, foot = table(rows).splitlines()
+    assert head.split() == "needle: keys found 512 8192 * mean above uncompiled device KV".split()
+    assert full.split() == ["uncompiled", "100.0%", "75.0%", "100.0%", "0.500"]
+    # Differences 0, -1, 0, -1: mean -50, deviation 57.7, of which 1.96 / 2 is 56.6.
+    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "±", "56.6", "0.500"]
+    assert foot.startswith("* the uncompiled model itself is right in less than 80%")
+    longbench = [replace(row, task="longbench") for row in rows]
+    assert "*" not in table(longbench), "scores of whole answers, of which 80% is no bar"
+
+
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:
     row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
     path = tmp_path / "rows.jsonl"
@@ -175,14 +196,14 @@ def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
     row = Row("a", "needle", "uncompiled", "256", 256, 1.0, "keys found", 3, 0, 1.0, 0.1)
     rows = [
         row,
-        replace(row, cell="512", score=0.5),
+        replace(row, cell="512", score=0.9),
         replace(row, method="kivi", kv_ratio=0.25),
         replace(row, task="perplexity", metric="perplexity", score=3.25),
     ]
     assert table(rows).split("\n") == [
         "needle: keys found       256    512    mean    device KV",
         "--------------------  ------  -----  ------  -----------",
-        "uncompiled            100.0%  50.0%   75.0%        1.000",
+        "uncompiled            100.0%  90.0%   95.0%        1.000",
         "kivi                  100.0%         100.0%        0.250",
         "",
         "perplexity: perplexity      256    device KV",

@@ -34,5 +34,7 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "ruler": ruler.cells,
     "scbench": scbench.cells,
 }
+# Tasks whose answer is in the text, and found or not.
+FOUND_OR_NOT = ("needle", "multikey", "variables", "aggregation", "shared_context", "ruler")
 # Tasks that measure text, not answers.
 NO_QUESTION = ("perplexity", "fidelity", "closeness")
