@@ -172,7 +172,7 @@ def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -
         answered("kivi", "512", [1, 0, 1, 0]), answered("kivi", "8192", [0, 0, 0, 0]),
     ]  # fmt: skip
     head, _, full, kivi, foot = table(rows).splitlines()
-    assert head.split() == "needle: keys found 512 8192 * mean above uncompiled device KV".split()
+    assert " ".join(head.split()) == "needle: keys found 512 8192 * mean above uncompiled device KV"
     assert full.split() == ["uncompiled", "100.0%", "75.0%", "100.0%", "0.500"]
     # Differences 0, -1, 0, -1: mean -50, deviation 57.7, of which 1.96 / 2 is 56.6.
     assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "±", "56.6", "0.500"]
