@@ -121,7 +121,7 @@ TABLES = {
         SMOLLM2,
         ("needle",),
         ("uncompiled", *KIVI, PAPER, "specache:bits=1", "specache"),
-        (*NEEDLES, "--lengths", "2048", "4096", "6144"),
+        (*NEEDLES, "--lengths", "2048", "4096"),  # at 8,192 the model itself finds two keys of three
     ),
     "needles_blind": Table(
         "the same, the question unknown while the context is read: what an eviction then drops",
