@@ -220,6 +220,12 @@ def look_ups() -> str:
     return fenced(edits_table(load("verify_edits.json")["rows"]))
 
 
+def figures(name: str) -> str:
+    """The figures of a benchmark that has one row."""
+    rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
+    return markdown(("", ""), rows, right=1)
+
+
 def gpu() -> str:
     """What one day with a GPU has measured."""
     if not (RESULTS / "gpu_decode.json").exists():
@@ -311,7 +317,7 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("keys", "multikey"), ("keys", "shared_context"), ("text", "perplexity"), ("text", "fidelity"),
-    ("closeness", "closeness"),
+    ("closeness", "closeness"), ("needles_smollm2", "needle"),
 )  # fmt: skip
 BENCHED = ("smollm2-135m_bfloat16", "smollm2-135m_float32")
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -322,6 +328,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
             tasks, devices, passes, ops, fields,
         )
     },
+    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
     **{f"bench-{case}": partial(bench, case) for case in BENCHED},
     **{f"diagnostic-{name}": partial(diagnostic, name) for name in DIAGNOSTICS},
