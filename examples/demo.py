@@ -5,7 +5,7 @@ time it is the same unmodified model, compiled with other options. First one que
 then pass keys at several depths of texts of several lengths: an answer counts when all five digits are in it. The
 claim to see: plain 1-bit quantisation loses the keys, and fetching the few pairs that matter brings them back.
 
-    python examples/demo.py               the whole table, some seven minutes on two cores
+    python examples/demo.py               the whole table, some four minutes on two cores
     python examples/demo.py --quick       two methods, one length, two depths
 """
 
@@ -65,7 +65,7 @@ class Size:
     timed: int
 
 
-WHOLE = Size(tuple(METHODS), (512, 2048), (0.1, 0.4, 0.6, 0.9), 12)
+WHOLE = Size(tuple(METHODS), (512, 2048), (0.1, 0.4, 0.6, 0.9), 24)
 QUICK = Size(("full cache", "specache, 1 bit"), (512,), (0.1, 0.6), 4)
 
 
@@ -220,7 +220,7 @@ def main() -> None:
     except (sc.SpecacheError, OSError) as error:
         sys.exit(f"demo.py: {error}")
     rows: list[Row] = []
-    size, prefills = QUICK if args.quick else WHOLE, Prefills()  # each prompt is read once, for all methods
+    size, prefills = QUICK if args.quick else WHOLE, Prefills(args.device)  # each prompt is read once, for all methods
     try:
         with tqdm(total=len(size.methods) * (len(size.lengths) + 2), file=sys.stderr, desc="demo") as bar:
             for name in size.methods:

@@ -73,21 +73,20 @@ def declaration() -> str:
 def decode_library(dtype: torch.dtype) -> CDLL:
     """cpp_decode.cpp, for pairs of this dtype."""
     functions = {name: [POINTER(Step)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
-    texts = [declaration(), *map(text_of, ("cpp_tiles.h", "cpp_attention.h", "cpp_decode.cpp"))]
-    return compiled(texts, functions, dtype)
+    return compiled(("cpp_tiles.h", "cpp_attention.h", "cpp_decode.cpp"), functions, dtype, declaration())
 
 
 @functools.cache
 def rows_library(dtype: torch.dtype) -> CDLL:
     """cpp_rows.cpp, for float32 or bfloat16."""
-    return compiled([text_of("cpp_rows.cpp")], {"few_rows": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p]}, dtype)
+    return compiled(("cpp_rows.cpp",), {"few_rows": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p]}, dtype)
 
 
 @functools.cache
 def tiers_library() -> CDLL:
     """cpp_tiers.cpp, for pairs of any dtype."""
     pointer, number = c_void_p, c_int64
-    return compiled([text_of("cpp_tiers.cpp")], {
+    return compiled(("cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 4, *[number] * 4, pointer],
         "correct": [*[pointer] * 5, *[number] * 7, pointer],
@@ -95,15 +94,14 @@ def tiers_library() -> CDLL:
     })  # fmt: skip
 
 
-def text_of(name: str) -> str:
-    """A C++ file beside this one."""
-    return (Path(__file__).parent / name).read_text("utf-8")
-
-
-def compiled(texts: Sequence[str], functions: dict[str, list[Any]], dtype: torch.dtype = torch.float32) -> CDLL:
-    """The library of these C++ texts, behind what all of them know; needs a C++ compiler, as Inductor does."""
-    known = f"#define DTYPE {DTYPES[dtype]}\n", text_of("cpp_vectors.h")
-    library: Any = CppCodeCache.load("".join((*known, *texts)), extra_flags=FLAGS)
+def compiled(
+    names: Sequence[str], functions: dict[str, list[Any]], dtype: torch.dtype = torch.float32, before: str = ""
+) -> CDLL:
+    """The library of these C++ files beside this one, one behind the other; needs a C++ compiler, as Inductor does."""
+    here = Path(__file__).parent
+    files = [(here / name).read_text("utf-8") for name in ("cpp_vectors.h", *names)]
+    text = "".join((f"#define DTYPE {DTYPES[dtype]}\n", files[0], before, *files[1:]))
+    library: Any = CppCodeCache.load(text, extra_flags=FLAGS)
     for function, arguments in functions.items():
         getattr(library, function).argtypes = arguments
         getattr(library, function).restype = None

@@ -98,6 +98,14 @@ def other_shapes(cache: str, model: str) -> SpecacheError:
     )
 
 
+def other_center(held_with: bool) -> SpecacheError:
+    told = ("with", "finds none") if held_with else ("without", "finds one")
+    return SpecacheError(
+        f"this cache was taken over {told[0]} a bias on its keys, and the compiled model {told[1]}: its names say "
+        "something else than its graph. Compile with center='always' or 'never', and hold it again"
+    )
+
+
 def not_to_be_held(why: str) -> SpecacheError:
     return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
 

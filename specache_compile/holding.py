@@ -95,8 +95,9 @@ def reason_of_shapes(
             return f"the keys of its layer {number} are {tuple(keys.shape)}, its values {tuple(values.shape)}"
         if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
             return f"its layer {number} has rows or tokens that its layer 0 has not"
-        if keys.device not in devices:
-            return f"its layer {number} is on {keys.device}, and the model is not: move it there"
+        if keys.device != first.device or devices != {first.device}:
+            where = ", ".join(sorted(map(str, devices)))
+            return f"its layer {number} is on {keys.device}, its layer 0 on {first.device}, and the model on {where}"
     if mask is not None and (mask.dim() != 2 or mask.shape[0] != first.shape[0] or mask.shape[1] < first.shape[2]):
         return f"attention_mask is {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
     return None
@@ -108,8 +109,9 @@ def session_for(
     options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module
 ) -> Session:
     """A session with every token's pairs in its tiers, put there by the ops that its method's prefill stores with."""
-    frequencies = next((buffer for name, buffer in model.named_buffers() if FREQUENCIES.search(name)), None)
-    biased = frequencies is not None and any(KEY_BIAS.search(name) for name, _ in model.named_parameters())
+    decoder: Any = getattr(model, "get_decoder", lambda: model)()  # beside a vision tower, say
+    frequencies = next((buffer for name, buffer in decoder.named_buffers() if FREQUENCIES.search(name)), None)
+    biased = frequencies is not None and any(KEY_BIAS.search(name) for name, _ in decoder.named_parameters())
     layers = [
         LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
         for site, (keys, _) in enumerate(pairs)

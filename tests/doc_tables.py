@@ -223,7 +223,7 @@ def look_ups() -> str:
 def figures(name: str) -> str:
     """The figures of a benchmark that has one row."""
     rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
-    return markdown(("", ""), rows, right=1)
+    return markdown(("", "measured"), rows, right=1)
 
 
 def gpu() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -67,7 +68,7 @@ def task_table(rows: Sequence[Row]) -> str:
     methods = list(dict.fromkeys(row.method for row in rows))
     at = {(row.method, row.cell): row for row in rows}
     full = {cell: at[UNCOMPILED, cell] for cell in cells if (UNCOMPILED, cell) in at}
-    failed = {cell for cell, row in full.items() if row.task in FOUND_OR_NOT and row.score < GATE}
+    failed = failed_cells(rows)
     lines = []
     for method in methods:
         mine = [at[method, cell] for cell in cells if (method, cell) in at]
@@ -90,17 +91,28 @@ def task_table(rows: Sequence[Row]) -> str:
     return f"{found}\n{FAILED}" if failed else found
 
 
+def failed_cells(rows: Sequence[Row]) -> set[str]:
+    """Of one task's cells those that the uncompiled model itself fails."""
+    full = (row for row in rows if row.method == UNCOMPILED and row.task in FOUND_OR_NOT)
+    return {row.cell for row in full if row.score < GATE}
+
+
 def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
-    """Mean ± 95 % of the paired differences to the uncompiled model over all that both were asked, in points of a
-    hundred."""
-    paired = []
+    """Mean over cells ± 95 % of the paired differences to the uncompiled model, in points of a hundred, and of how many
+    answers; "" where a cell has no pairs."""
+    means, squares, count = [], [], 0
     for row in rows:
         other = full.get(row.cell)
         if other is None or other is row or "each" not in row.detail or row.samples != other.samples:
-            continue
+            return ""
         both = zip(row.detail["each"], other.detail["each"], strict=True)
-        paired += [mine["score"] - theirs["score"] for mine, theirs in both]
-    return f"{100 * sum(paired) / len(paired):+.1f} ± {100 * interval(paired):.1f}" if paired else ""
+        paired = [mine["score"] - theirs["score"] for mine, theirs in both]
+        means.append(sum(paired) / len(paired))
+        squares.append(interval(paired) ** 2)
+        count += len(paired)
+    if not means:
+        return ""
+    return f"{100 * sum(means) / len(means):+.1f} ± {100 * math.sqrt(sum(squares)) / len(means):.1f} of {count}"
 
 
 def mean_of(rows: Sequence[Row]) -> str:

@@ -118,7 +118,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
         for setting in settings
         for task, cell in cells
     }
-    runner = Runner(model, reader, args.batch_size, Prefills() if args.share_prefills else None)
+    runner = Runner(model, reader, args.batch_size, Prefills(model.device) if args.share_prefills else None)
     try:
         measure_missing(runner, settings, cells, keys, path, args, line)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import Any
 
 from specache_compile.methods import parse_options
 
+from .cell_tables import failed_cells
 from .rows import Row, sources
 from .settings import Setting, parse_setting
 
@@ -100,9 +101,12 @@ def by_position(rows: Sequence[Row]) -> Any:
 
 
 def against_kv(rows: Sequence[Row]) -> Any:
-    """Mean score over cells against the device's share of the full cache, a mark a method."""
+    """Mean score over cells, but those that the model itself fails, against the device's share of the full cache; a
+    mark a method."""
     import matplotlib.pyplot as plt
 
+    failed = failed_cells(rows)
+    rows = [row for row in rows if row.cell not in failed] or rows
     figure, axis = plt.subplots(figsize=(7, 3.6))
     methods = list(dict.fromkeys(row.method for row in rows))
     for i, method in enumerate(methods):
@@ -130,6 +134,8 @@ def distance(rows: Sequence[Row]) -> Any:
         method, bits = method_and_bits(row.method)
         lines.setdefault((method, row.cell), []).append((bits, row))
     methods = list(dict.fromkeys(method for method, _ in lines))
+    for line in lines.values():
+        line.sort(key=lambda point: point[1].kv_ratio or 0.0)
     for axis, kind in zip(axes.flat, kinds, strict=True):
         for (method, _), line in lines.items():
             i = methods.index(method)
@@ -152,8 +158,10 @@ def distance(rows: Sequence[Row]) -> Any:
 
 
 def method_and_bits(text: str) -> tuple[str, str]:
-    """A setting without its bits, and these, in words; "" where it has none."""
+    """A setting without its bits, and these, in words; "" where it has none, or other options say them."""
     setting = parse_setting(text)
+    if {"key_bits", "value_bits", "memory"} & set(dict(setting.given)):
+        return text, ""
     bits = getattr(parse_options(setting.options), "bits", None) if setting.options else None
     rest = Setting(setting.name, tuple(pair for pair in setting.given if pair[0] != "bits"))
     return str(rest), "" if bits is None else "1 bit" if bits == 1 else f"{bits} bits"

@@ -47,8 +47,10 @@ class Prefills:
     """The prefills of one cell's prompts, where the model is, until the next cell begins; at most `most` bytes of them
     (half of what is free), and the rest are made again."""
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = free_memory() // 2 if most is None else most
+    def __init__(self, device: torch.device | str = "cpu", most: int | None = None) -> None:
+        on_cuda = torch.device(device).type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
+        self.most = free // 2 if most is None else most
         self.cell = ""
         # Of each prompt: the batch that it was read in, and its row there.
         self.made: dict[tuple[int, ...], tuple[Prefill, int]] = {}

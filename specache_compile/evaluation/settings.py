@@ -19,8 +19,9 @@ from specache_compile.methods.eviction import PROMPT
 from specache_compile.runtime.records import forget
 
 UNCOMPILED = "uncompiled"
-# Dynamo's, of one function: beyond its own 8 a call would run uncompiled, and its row would be the full cache's.
-GRAPHS = 64
+# Of one function, as Dynamo counts them: beyond its own 8 a call would run uncompiled, and its row would be the full
+# cache's; beyond these it is an error.
+GRAPHS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -90,7 +91,7 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
         model._compiled_call_impl = None
         if setting.options is not None:
             model.compile(backend="specache", options={"lowering": lowering, **setting.options})
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+        with torch._dynamo.config.patch(GRAPHS):
             yield model
     finally:
         model._compiled_call_impl = before

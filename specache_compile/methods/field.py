@@ -26,8 +26,7 @@ class LayerShape:
     biased_keys: bool = False
 
     def __str__(self) -> str:
-        bias = ", with a bias on its keys" if self.biased_keys else ""
-        return f"{self.heads} KV heads of {self.head_dim} channels, {self.dtype}, on {self.device}{bias}"
+        return f"{self.heads} KV heads of {self.head_dim} channels, {self.dtype}, on {self.device}"
 
 
 @dataclass(frozen=True)

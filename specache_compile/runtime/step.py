@@ -7,11 +7,19 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specache_compile.errors import SpecacheWarning, copy_failed, mixed_caches, other_shapes, plain_already
+from specache_compile.errors import (
+    SpecacheWarning,
+    copy_failed,
+    mixed_caches,
+    other_center,
+    other_shapes,
+    plain_already,
+)
 from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions, own_options
 
@@ -81,9 +89,12 @@ class CompiledGraph:
         ours, graphs = session.layers, self.captured.layers
         if len(ours) != len(graphs):
             raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
+        centers = getattr(session.options, "center", "never") == "auto"
         for layer, wanted in zip(ours, graphs, strict=True):
-            if layer != wanted:
+            if layer != replace(wanted, biased_keys=layer.biased_keys):
                 raise other_shapes(f"{layer} in layer {layer.number}", str(wanted))
+            if centers and layer != wanted:
+                raise other_center(layer.biased_keys)
         self.fitting.add(session)
 
     def step(self, session: Session, arguments: Sequence[Any]) -> tuple[str, list[Any], float]:

@@ -175,7 +175,7 @@ def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -
     assert " ".join(head.split()) == "needle: keys found 512 8192 * mean above uncompiled device KV"
     assert full.split() == ["uncompiled", "100.0%", "75.0%", "100.0%", "0.500"]
     # Differences 0, -1, 0, -1: mean -50, deviation 57.7, of which 1.96 / 2 is 56.6.
-    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "±", "56.6", "0.500"]
+    assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "±", "56.6", "of", "4", "0.500"]
     assert foot.startswith("* the uncompiled model itself is right in less than 80%")
     longbench = [replace(row, task="longbench") for row in rows]
     assert "*" not in table(longbench), "scores of whole answers, of which 80% is no bar"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -67,9 +68,9 @@ def test_the_steps_cpp_is_compiled_while_a_person_is_told_so(
     """And not in the first step."""
     asked_for: dict[str, bool] = {}
 
-    def load(name: str, *rest: Any) -> Any:
-        asked_for.setdefault(name, progress.current.get() is not None)
-        return compiled(name, *rest)
+    def load(names: Sequence[str], *rest: Any) -> Any:
+        asked_for.setdefault(names[-1], progress.current.get() is not None)
+        return compiled(names, *rest)
 
     compiled = cpp_library.compiled
     monkeypatch.setattr(cpp_library, "compiled", load)

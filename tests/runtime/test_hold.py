@@ -127,6 +127,16 @@ def test_keys_with_a_bias_are_centered_as_a_prompts() -> None:
         assert torch.equal(tiers(taken)[0][field], tensor), field
 
 
+@pytest.mark.parametrize("options", [{"method": "fp8"}, {"center": "never", **SETTINGS["best"]}], ids=["fp8", "never"])
+def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(options: dict[str, Any]) -> None:
+    """A rotary table that changes with the length is a graph break, behind which keys and RoPE are not told apart."""
+    plain = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
+    ids, model = prompt(100), compiled_for(plain, **options)
+    taken = sc.hold(filled(plain, ids), model)
+    greedy(model, torch.cat([ids, prompt(1)], 1), 4, past_key_values=taken)
+    assert sc.stats(model).decodes > 0
+
+
 def test_a_draft_behind_a_held_cache_is_verified_as_any_other(llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **{**SETTINGS["best"], "verify": 4})
     taken = sc.hold(filled(llama, ids[:, :-1]), model)
@@ -161,12 +171,12 @@ def test_it_is_saved_and_loaded_as_any_other(llama: Any, tmp_path: Any) -> None:
     assert torch.equal(greedy(model, whole, past_key_values=sc.load(tmp_path, model)), greedy(llama, whole))
 
 
-def biased() -> Qwen2ForCausalLM:
+def biased(**more: Any) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2,
+            num_key_value_heads=2, **more,
         )
     ).eval()  # fmt: skip
 
