@@ -49,7 +49,7 @@ class Table:
 SMOLLM2 = "smollm2-135m"
 FAST = ("--lowering", "inductor", "--share-prefills")
 UNSEEN = ("--text", "build/unseen.txt", *FAST)
-# Prose that every Debian has: among release notes, which are full of numbers, the model itself finds two keys of three.
+# Prose that every Debian has: among release notes, which are full of numbers, the model itself loses keys.
 LICENCES = tuple(
     f"/usr/share/common-licenses/{name}" for name in ("GPL-3", "GPL-2", "Apache-2.0", "LGPL-2.1", "MPL-2.0", "GFDL-1.3")
 )

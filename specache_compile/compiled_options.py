@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
-from .errors import SpecacheWarning, unseen_options
+from .errors import SpecacheWarning, not_compiled, unseen_options
+from .methods import parse_options
+from .options import MethodOptions
+
+
+def required_options(model: torch.nn.Module, what: str) -> MethodOptions:
+    """Those of a model that this backend must have compiled; SpecacheError, which says for what, where it has not."""
+    given = options_of(model)
+    if given is None:
+        raise not_compiled(what)
+    return parse_options(given)
 
 
 def options_of(model: torch.nn.Module) -> Mapping[str, Any] | None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .compiled_options import options_of
-from .errors import held_already, not_compiled, not_to_be_held, split_session
-from .methods import METHODS, parse_options
+from .compiled_options import required_options
+from .errors import held_already, not_to_be_held, split_session
+from .methods import METHODS
 from .methods.field import LayerShape
 from .options import MethodOptions
 from .passes.context import PARTS
@@ -39,10 +39,7 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     compiled the model, where a layer is not a DynamicLayer or another length or device than the rest, where the cache
     is held already, where the method drops pairs while it reads a prompt, and for a model on several ranks.
     """
-    given = options_of(model)
-    if given is None:
-        raise not_compiled("hold")
-    options = parse_options(given)
+    options = required_options(model, "hold")
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
     sites = [number for number in range(len(pairs)) if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
@@ -51,14 +48,19 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     if reason is not None:
         raise not_to_be_held(reason)
     session = session_for(options, [pairs[number] for number in sites], attention_mask, model)
-    held: Any = copy.copy(cache)
-    held.layers = [copy.copy(layer) for layer in cache.layers]
-    for number, (layer, (keys, values)) in enumerate(zip(held.layers, pairs, strict=True)):
-        if number in sites:
-            layer.keys, layer.values = (session.held(sites.index(number), part) for part in PARTS)
-        else:
-            layer.keys, layer.values = keys.clone(), values.clone()
+    held = twin(cache)
+    for number in set(range(len(pairs))) - set(sites):
+        held.layers[number].keys, held.layers[number].values = (part.clone() for part in pairs[number])
+    for site, number in enumerate(sites):
+        held.layers[number].keys, held.layers[number].values = (session.held(site, part) for part in PARTS)
     return held
+
+
+def twin(cache: Any) -> Any:
+    """A cache with layers of its own and the same tensors."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
 
 
 def pairs_of(number: int, layer: Any) -> Pairs:

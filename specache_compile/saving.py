@@ -33,12 +33,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .compiled_options import options_of
+from .compiled_options import required_options
 from .errors import (
     cannot_be_saved,
     model_is_gone,
     no_saved_session,
-    not_compiled,
     other_layers,
     other_model,
     other_options,
@@ -46,7 +45,7 @@ from .errors import (
     split_session,
     unreadable_session,
 )
-from .methods import METHODS, parse_options
+from .methods import METHODS
 from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
 from .passes.context import PARTS
@@ -138,10 +137,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     """
     root = Path(folder)
     header = read_header(root)
-    given = options_of(model)
-    if given is None:
-        raise not_compiled("load")
-    compiled_with = parse_options(given)
+    compiled_with = required_options(model, "load")
     asked, options, pending = (restored_options(header["options"][name], compiled_with) for name in OPTIONS)
     assert asked is not None
     assert options is not None

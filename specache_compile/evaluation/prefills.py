@@ -6,7 +6,6 @@ method's own would put into the tiers, `specache_compile.hold` puts there (tests
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from specache_compile.compiled_options import options_of
-from specache_compile.holding import reason_not_to_hold
+from specache_compile.holding import reason_not_to_hold, twin
 from specache_compile.kernels.host_memory import free_memory
 from specache_compile.methods import parse_options
 
@@ -33,8 +32,7 @@ class Prefill:
 
     def rows(self, rows: Tensor) -> Prefill:
         """Copies of some rows."""
-        chosen = copy.copy(self.cache)
-        chosen.layers = [copy.copy(layer) for layer in self.cache.layers]
+        chosen = twin(self.cache)
         chosen.batch_select_indices(rows)
         return Prefill(chosen, self.logits[rows], self.first[rows])
 
