@@ -2,7 +2,6 @@
 what do they cost over PCIe? SmolLM2 goes on from windows of a text, greedily, in float32.
 
     python benchmarks/verify.py --text build/unseen.txt      8 windows of 4,096 tokens, 256 new ones each
-    python benchmarks/verify.py --families                   five families, random and tiny, 2,000 tokens each
     python benchmarks/verify.py --edits                      verify=tiers: functions of a library, to copy and to edit
     python benchmarks/verify.py --contexts 512 --samples 2 --tokens 32 --settings specache:verify=16
 
@@ -13,7 +12,6 @@ windows are kept in --out, and the same command goes on from there; the results 
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
 import math
@@ -50,17 +48,6 @@ SETTINGS = (
 )
 LOOK_UPS = ("specache:verify=tiers", "specache:setting=paper,verify=tiers")
 UNCOMPILED = "uncompiled"
-SMALL = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaConfig": {}, "Qwen3Config": {}, "Gemma2Config": SLIDING, "Phi3Config": {},
-    "GptOssConfig": {**SLIDING, **EXPERTS},
-}  # fmt: skip
 
 
 def generate(model: Any, ids: Tensor, tokens: int) -> tuple[list[int], float]:
@@ -176,35 +163,9 @@ def one_by_one(setting: Setting) -> Setting:
     return Setting(setting.name, tuple(sorted({**given, **chosen}.items())))
 
 
-def family(config: str) -> Any:
-    """A tiny random model of a family; weights large enough that logits are well apart."""
-    torch.manual_seed(0)
-    settings = getattr(transformers, config)(**SMALL, **FAMILIES[config])
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(settings, token, None)
-    return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
-
-
-def families(args: argparse.Namespace) -> str:
-    """Equal greedy tokens of each family, at 1 bit."""
-    lines = []
-    ids = torch.randint(0, 128, (1, 300), generator=torch.Generator().manual_seed(1))
-    for config in tqdm(FAMILIES, file=sys.stderr):
-        plain = family(config)
-        expected, _ = generate(plain, ids, 2000)
-        torch._dynamo.reset()
-        twin = copy.deepcopy(plain)
-        twin.compile(backend="specache", options={"bits": 1, "verify": 8, "lowering": args.lowering})
-        got, _ = generate(twin, ids, 2000)
-        told = sc.stats(twin).verification
-        assert told is not None, "nothing was drafted"
-        equal = equal_tokens(got, expected)
-        lines.append((config.removesuffix("Config"), f"{equal:,} of 2,000", f"{told.tokens_per_verification:.1f}"))
-    return tabulate(lines, ("", "equal tokens", "tokens a verification"), disable_numparse=True)
-
-
-def provenance(args: argparse.Namespace) -> str:
-    command = " ".join(["python benchmarks/verify.py", *args.command])
+def provenance(script: str, arguments: list[str]) -> str:
+    """A command, and where and with what it was run."""
+    command = " ".join([f"python benchmarks/{script}", *arguments])
     return (
         f"{command}; {datetime.date.today().isoformat()}, {platform.machine()} CPU, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -235,7 +196,6 @@ def prompts_of(args: argparse.Namespace, reader: Reader) -> list[Prompt]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a checkpoint's name or path (smollm2-135m)")
-    parser.add_argument("--families", action="store_true", help="the five families instead")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096], help="tokens of prompt (4096)")
     parser.add_argument("--samples", type=int, default=8, help="windows (8)")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens behind each (256)")
@@ -248,9 +208,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="default: benchmarks/results/verify.json, or verify_edits.json")
     args = parser.parse_args(arguments)
     args.command = list(sys.argv[1:] if arguments is None else arguments)
-    if args.families:
-        print(families(args), "", provenance(args), sep="\n")
-        return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     model, reader = load(args.model, "cpu", torch.float32)
     sets, prompts = compared(args), prompts_of(args, reader)
@@ -263,9 +220,10 @@ def main(arguments: list[str] | None = None) -> None:
         for row in finished(args.out).values()
         if row["setting"] in wanted and row["context"] in args.contexts and ("kind" in row) == args.edits
     ]
-    print(edits_table(rows) if args.edits else table(rows), "", provenance(args), sep="\n")
+    made = provenance("verify.py", args.command)
+    print(edits_table(rows) if args.edits else table(rows), "", made, sep="\n")
     results = args.results or Path(__file__).parent / "results" / ("verify_edits.json" if args.edits else "verify.json")
-    results.write_text(json.dumps({"provenance": provenance(args), "rows": rows}, indent=1) + "\n")
+    results.write_text(json.dumps({"provenance": made, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

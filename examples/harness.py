@@ -3,24 +3,27 @@
     pip install 'specache-compile[harness]'
     python examples/harness.py                                    the shipped model, full cache and 1-bit SpeCache
     python examples/harness.py --model PATH --tasks hellaswag     any checkpoint and the harness's own tasks
+    torchrun --nproc-per-node 2 examples/harness.py               its questions shared among ranks, by the harness
 
-Only `model.compile(backend="specache", ...)` stands between the two columns: `HFLM` receives the model itself.
-Tasks that are scored by likelihood are all prefill, which is attended exactly; those that generate show a method.
+Only `lm.model.compile(backend="specache", ...)` stands between the two columns: the harness loads the model itself,
+since over several ranks it takes none that was made before. Tasks that are scored by likelihood are all prefill, which
+is attended exactly; those that generate show a method.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
+import os
 import random
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from needle import sample
 from specache_compile.checkpoints import is_byte_level, resolved, tell_origin
@@ -72,15 +75,27 @@ def pass_keys(folder: Path, length: int, count: int, seed: int = 0) -> list[dict
     ]  # fmt: skip
 
 
-def evaluate(model: Any, tokenizer: Any, tasks: list[Any], limit: int | None = None) -> dict[str, float]:
-    """The harness's figure for each task (its first metric)."""
-    from lm_eval import simple_evaluate
+def harnessed(path: str, tokenizer: Any, options: dict[str, Any] | None = None) -> Any:
+    """A checkpoint as the harness holds it, on this rank's device; compiled with `options`, or None: as it is."""
     from lm_eval.models.huggingface import HFLM
 
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device=str(model.device))
-    found = simple_evaluate(model=wrapped, tasks=tasks, limit=limit, bootstrap_iters=0)
-    assert found is not None
-    return {
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or accelerate sees no ranks
+    lm = HFLM(pretrained=path, tokenizer=tokenizer, batch_size=1, device=device)
+    if hasattr(lm, "accelerator"):  # there are ranks, among which the harness itself shares on GPUs alone
+        lm._rank, lm._world_size = lm.accelerator.process_index, lm.accelerator.num_processes
+    if options is not None:
+        lm.model.compile(backend="specache", options=options)
+    return lm
+
+
+def evaluate(lm: Any, tasks: list[Any], limit: int | None = None) -> dict[str, float] | None:
+    """The harness's figure for each task (its first metric), of all ranks; None on every rank but the first."""
+    from lm_eval import simple_evaluate
+
+    found = simple_evaluate(model=lm, tasks=tasks, limit=limit, bootstrap_iters=0)
+    return found and {
         name: next(value for key, value in metrics.items() if "," in key and "stderr" not in key)
         for name, metrics in found["results"].items()
     }
@@ -100,14 +115,13 @@ def main() -> None:
     path = resolved(args.model)
     tell_origin(args.model)
     tokenizer: Any = byte_tokenizer() if is_byte_level(path) else AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
-    compiled = copy.deepcopy(model)
-    compiled.compile(backend="specache", options={"bits": args.bits, "top_k": args.top_k, "lowering": args.lowering})
+    options = {"bits": args.bits, "top_k": args.top_k, "lowering": args.lowering}
     with tempfile.TemporaryDirectory() as folder:
         tasks = args.tasks or pass_keys(Path(folder), args.length, args.samples)
-        full = evaluate(model, tokenizer, tasks, args.samples)
-        ours = evaluate(compiled, tokenizer, tasks, args.samples)
-    print(tabulate([(name, full[name], ours[name]) for name in full], ("task", "full cache", "specache")))
+        full = evaluate(harnessed(str(path), tokenizer), tasks, args.samples)
+        ours = evaluate(harnessed(str(path), tokenizer, options), tasks, args.samples)
+    if full and ours:
+        print(tabulate([(name, full[name], ours[name]) for name in full], ("task", "full cache", "specache")))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
 from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
@@ -122,17 +124,40 @@ def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bo
     Late is a bucket that a running generation has grown into. Dynamo has written its guards by then, so that a new
     assumption about a symbolic size would go unchecked: there must be none, and RuntimeError says so if there is.
     """
-    shape_env = fake_mode.shape_env
     with tracing(TracingContext(fake_mode)):
-        if not late or shape_env is None:
+        if not late or fake_mode.shape_env is None:
             return make()
-        frozen, shape_env.frozen = shape_env.frozen, False
-        known = len(shape_env.guards)
-        try:
-            made = make()
-        finally:
-            shape_env.frozen = frozen
-        new = shape_env.guards[known:]
-    if new:
-        raise RuntimeError(f"compiling for another bucket would need new guards: {[str(g.expr) for g in new]}")
-    return made
+        for caches in (nullcontext, without_caches):
+            assumed = assumptions(fake_mode.shape_env)
+            with caches(), assuming_nothing(fake_mode.shape_env):
+                made = make()
+            if assumptions(fake_mode.shape_env) == assumed:
+                return made
+    raise RuntimeError("compiling for another bucket would need new guards: TORCH_LOGS=dynamic tells those ignored")
+
+
+@contextmanager
+def assuming_nothing(shape_env: ShapeEnv) -> Iterator[None]:
+    """Questions about symbolic sizes leave no guards; those that would have are counted (`assumptions`).
+
+    What torch asks for its own ease (is this contiguous?) is answered as of sizes that are unknown, and not counted.
+    """
+    frozen, shape_env.frozen = shape_env.frozen, True
+    ShapeEnv._inner_evaluate_expr.cache_clear()  # an answer that is remembered is not counted
+    try:
+        with shape_env.suppress_guards(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            yield
+    finally:
+        shape_env.frozen = frozen
+
+
+def assumptions(shape_env: ShapeEnv) -> int:
+    """Guards that a frozen environment has ignored so far."""
+    return shape_env.counter["ignored_backward_guard"]
+
+
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Inductor's graphs are made anew: a stored one demands whatever its own compilation has assumed."""
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 import specache_compile as sc
 
@@ -16,7 +17,19 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'specache-compile[harness]'")
 
-from harness import byte_tokenizer, evaluate, pass_keys  # noqa: E402
+from harness import byte_tokenizer, evaluate, harnessed, pass_keys  # noqa: E402
+
+MODEL = str(ROOT / "examples" / "needle-llama")
+LOSSLESS = {"bits": 1, "top_k": 64, "lowering": "eager"}
+# Finds some keys, not all: a figure that a question left out or asked twice would change.
+LOSSY = {"bits": 1, "setting": "paper", "top_k": 0, "lowering": "eager"}
+QUESTIONS, RANKS = 9, 2
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def test_the_byte_tokenizer_gives_byte_values() -> None:
@@ -26,15 +39,50 @@ def test_the_byte_tokenizer_gives_byte_values() -> None:
     assert tokenizer.decode(list(text.replace("\x00", "").encode())) == text.replace("\x00", "")
 
 
-def test_the_harness_scores_a_compiled_model_as_it_scores_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "needle-llama").eval()
-    compiled = copy.deepcopy(model)
-    compiled.compile(backend="specache", options={"bits": 1, "top_k": 64, "lowering": "eager"})
+def test_the_harness_scores_a_compiled_model_as_it_scores_the_model(tmp_path: Path) -> None:
     tasks = pass_keys(tmp_path, 400, 3)
-    full, ours = (evaluate(each, byte_tokenizer(), tasks) for each in (model, compiled))
-    assert full == ours == {"pass_key_generate": 1.0, "pass_key_choose": 1.0}
-    assert sc.stats(compiled).compiles > 0  # and it was the compiled model that answered
+    plain, compiled = (harnessed(MODEL, byte_tokenizer(), options) for options in (None, LOSSLESS))
+    assert evaluate(plain, tasks) == evaluate(compiled, tasks) == {"pass_key_generate": 1.0, "pass_key_choose": 1.0}
+    assert sc.stats(compiled.model).compiles > 0  # and it was the compiled model that answered
+
+
+RANK = """
+import json, sys
+from pathlib import Path
+from harness import byte_tokenizer, evaluate, harnessed
+import specache_compile as sc
+
+model, (options, tasks), folder = sys.argv[1], map(json.loads, sys.argv[2:4]), Path(sys.argv[4])
+lm = harnessed(model, byte_tokenizer(), options)
+asked, generate = [], lm._model_generate
+
+def note_and_generate(context, **kwargs):
+    asked.append(lm.tok_decode(context[0]))
+    return generate(context, **kwargs)
+
+lm._model_generate = note_and_generate
+told = {"figures": evaluate(lm, tasks), "asked": asked, "compiles": sc.stats(lm.model).compiles}
+(folder / f"rank{lm.rank}.json").write_text(json.dumps(told, default=float))
+"""
+
+
+def test_the_harness_shares_its_questions_among_ranks(tmp_path: Path) -> None:
+    """Each rank asks a compiled model of its own; the figures are those of one process, some right and some wrong."""
+    tasks = pass_keys(tmp_path, 1000, QUESTIONS)
+    alone = evaluate(harnessed(MODEL, byte_tokenizer(), LOSSY), tasks)
+    assert alone is not None
+    assert 0 < alone["pass_key_generate"] < 1
+
+    (tmp_path / "rank.py").write_text(RANK)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    command = [*launch, str(tmp_path / "rank.py"), MODEL, json.dumps(LOSSY), json.dumps(tasks), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
+    ended = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(RANKS))
+    assert first["figures"] == alone
+    assert second["figures"] is None
+    assert first["compiles"] > 0 < second["compiles"]
+    assert not set(first["asked"]) & set(second["asked"])
+    assert len({*first["asked"], *second["asked"]}) == QUESTIONS

@@ -79,13 +79,14 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     assert told.acceptance < 1
 
 
-def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window() -> None:
+@pytest.mark.parametrize("length", [70, 235], ids=["in one bucket", "into another"])
+def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(length: int) -> None:
     family = next(family for family in FAMILIES if family.name == "gemma2")
     plain, model = family.model(), family.model()
     model.compile(backend="specache", options={**LOSSLESS, **LOSSY, "verify": 5})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sc.SpecacheWarning)
-        assert torch.equal(greedy(model, prompt(70), 40), greedy(plain, prompt(70), 40))
+        assert torch.equal(greedy(model, prompt(length), 40), greedy(plain, prompt(length), 40))
     assert (sc.stats(model).verification is not None) == WINDOWS_TAKE_DRAFTS
 
 
