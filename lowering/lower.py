@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import sympy
 import torch
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
@@ -128,32 +129,39 @@ def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bo
         if not late or fake_mode.shape_env is None:
             return make()
         for caches in (nullcontext, without_caches):
-            assumed = assumptions(fake_mode.shape_env)
-            with caches(), assuming_nothing(fake_mode.shape_env):
+            with caches(), assuming_nothing(fake_mode.shape_env) as new:
                 made = make()
-            if assumptions(fake_mode.shape_env) == assumed:
+            if not new:
                 return made
-    raise RuntimeError("compiling for another bucket would need new guards: TORCH_LOGS=dynamic tells those ignored")
+    raise RuntimeError(f"compiling for another bucket would need new guards: {new}")
 
 
 @contextmanager
-def assuming_nothing(shape_env: ShapeEnv) -> Iterator[None]:
-    """Questions about symbolic sizes leave no guards; those that would have are counted (`assumptions`).
+def assuming_nothing(shape_env: ShapeEnv) -> Iterator[list[sympy.Basic]]:
+    """Questions about symbolic sizes leave no guards; what they would have added to those that stand is in the list.
 
-    What torch asks for its own ease (is this contiguous?) is answered as of sizes that are unknown, and not counted.
+    What torch asks for its own ease (is this contiguous?) is answered as of sizes that are unknown.
     """
-    frozen, shape_env.frozen = shape_env.frozen, True
-    ShapeEnv._inner_evaluate_expr.cache_clear()  # an answer that is remembered is not counted
+    known, new = {shape_env.simplify(guard.expr) for guard in shape_env.guards}, []
+
+    def note(asked: sympy.Basic, answer: sympy.Basic) -> None:
+        if (assumed := shape_env.simplify(statement(asked, answer))) not in known:
+            new.append(assumed)
+
+    ShapeEnv._inner_evaluate_expr.cache_clear()  # an answer that is remembered is not noted
+    shape_env._check_frozen = note
     try:
         with shape_env.suppress_guards(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
-            yield
+            yield new
     finally:
-        shape_env.frozen = frozen
+        del shape_env._check_frozen
 
 
-def assumptions(shape_env: ShapeEnv) -> int:
-    """Guards that a frozen environment has ignored so far."""
-    return shape_env.counter["ignored_backward_guard"]
+def statement(asked: sympy.Basic, answer: sympy.Basic) -> sympy.Basic:
+    """What is taken for granted by who answers a question so."""
+    if answer is sympy.true:
+        return asked
+    return sympy.Not(asked) if answer is sympy.false else sympy.Eq(asked, answer)
 
 
 @contextmanager

@@ -212,6 +212,14 @@ def verification() -> str:
     return fenced(table(load("verify.json")["rows"]))
 
 
+def verify_families() -> str:
+    """What benchmarks/verify_families.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from verify_families import table
+
+    return fenced(table(load("verify_families.json")["rows"]))
+
+
 def look_ups() -> str:
     """What `benchmarks/verify.py --edits` prints."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -324,8 +332,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, cold_start, verification, look_ups, gpu, diagnostics,
-            tasks, devices, passes, ops, fields,
+            families, versions, options, methods, summary, demo, cold_start, verification, verify_families, look_ups,
+            gpu, diagnostics, tasks, devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
