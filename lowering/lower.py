@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import sympy
 import torch
-from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
 from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
@@ -25,8 +20,6 @@ from specache_compile.passes.masks import subgraph
 from .few_rows import few_rows
 from .fold_layers import fold_layers
 from .progress import tell
-
-Made = TypeVar("Made")
 
 # By default Inductor moves a wait up to right behind its prefetch, and the copy hides behind nothing.
 KEEP_ORDER = {"reorder_for_locality": False}
@@ -117,55 +110,3 @@ def is_made_of_sizes(index: Node) -> bool:
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         return False
     return all(node.op in ("call_function", "call_method") for node in subgraph(index))
-
-
-def within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made], late: bool) -> Made:
-    """Trace and lower (`make`) under the fake mode of Dynamo's fakes, now or `late`, outside Dynamo's compilation.
-
-    Late is a bucket that a running generation has grown into. Dynamo has written its guards by then, so that a new
-    assumption about a symbolic size would go unchecked: there must be none, and RuntimeError says so if there is.
-    """
-    with tracing(TracingContext(fake_mode)):
-        if not late or fake_mode.shape_env is None:
-            return make()
-        for caches in (nullcontext, without_caches):
-            with caches(), assuming_nothing(fake_mode.shape_env) as new:
-                made = make()
-            if not new:
-                return made
-    raise RuntimeError(f"compiling for another bucket would need new guards: {new}")
-
-
-@contextmanager
-def assuming_nothing(shape_env: ShapeEnv) -> Iterator[list[sympy.Basic]]:
-    """Questions about symbolic sizes leave no guards; what they would have added to those that stand is in the list.
-
-    What torch asks for its own ease (is this contiguous?) is answered as of sizes that are unknown.
-    """
-    known, new = {shape_env.simplify(guard.expr) for guard in shape_env.guards}, []
-
-    def note(asked: sympy.Basic, answer: sympy.Basic) -> None:
-        if (assumed := shape_env.simplify(statement(asked, answer))) not in known:
-            new.append(assumed)
-
-    ShapeEnv._inner_evaluate_expr.cache_clear()  # an answer that is remembered is not noted
-    shape_env._check_frozen = note
-    try:
-        with shape_env.suppress_guards(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
-            yield new
-    finally:
-        del shape_env._check_frozen
-
-
-def statement(asked: sympy.Basic, answer: sympy.Basic) -> sympy.Basic:
-    """What is taken for granted by who answers a question so."""
-    if answer is sympy.true:
-        return asked
-    return sympy.Not(asked) if answer is sympy.false else sympy.Eq(asked, answer)
-
-
-@contextmanager
-def without_caches() -> Iterator[None]:
-    """Inductor's graphs are made anew: a stored one demands whatever its own compilation has assumed."""
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        yield

@@ -106,6 +106,13 @@ def other_center(held_with: bool) -> SpecacheError:
     )
 
 
+def other_sizes(assumed: object) -> SpecacheError:
+    return SpecacheError(
+        f"a graph that was compiled while a generation ran is for calls with {assumed}, of Dynamo's symbolic sizes, "
+        "and this is another. torch._dynamo.reset() has the next call compile for its own sizes"
+    )
+
+
 def not_to_be_held(why: str) -> SpecacheError:
     return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
 

@@ -7,15 +7,17 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule
 
 from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.lower import lower, within_tracing
+from specache_compile.lowering.late import made_late, made_within_tracing
+from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, tell
 from specache_compile.passes.context import Context, Input, Part
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
@@ -35,7 +37,7 @@ observers: list[Callable[[Rewrites, Variant], object]] = []
 class Rewritten:
     """A rewritten graph and its callable. inputs: where each comes from at run time. held_outputs: output positions
     that are to be held tensors → site and part. guesses: its last output is the next guess. capture: a CUDA graph is
-    to be made of it."""
+    to be made of it. assumes: of Dynamo's symbols, what its guards do not say; each call is to be checked."""
 
     variant: Variant
     run: Callable[..., Any]
@@ -46,6 +48,7 @@ class Rewritten:
     lanes: int
     capture: bool
     trace: Trace
+    assumes: tuple[sympy.Basic, ...] = ()
 
     @property
     def needs_guess(self) -> bool:
@@ -66,7 +69,11 @@ class Rewrites:
         if variant not in self.made:
             make = functools.partial(rewrite, self.captured, variant, self.name)
             with compiling(f"{self.name}, {variant.phase}"):
-                self.made[variant] = within_tracing(self.captured.fake_mode, make, late=not ahead)
+                if ahead:
+                    self.made[variant] = made_within_tracing(self.captured.fake_mode, make)
+                else:
+                    rewritten, assumed = made_late(self.captured.fake_mode, make)
+                    self.made[variant] = replace(rewritten, assumes=assumed)
             for observe in observers:
                 observe(self, variant)
         return self.made[variant]

@@ -18,6 +18,7 @@ from specache_compile.errors import (
     mixed_caches,
     other_center,
     other_shapes,
+    other_sizes,
     plain_already,
 )
 from specache_compile.lowering import cuda_graphs
@@ -121,6 +122,9 @@ class CompiledGraph:
 
     def run(self, session: Session, rewritten: Rewritten, arguments: Sequence[Any]) -> tuple[list[Any], float]:
         """Run one rewritten graph on the session's state, and keep its guess; returns the outputs, and seconds."""
+        for assumed in rewritten.assumes:
+            if not self.captured.symbols.holds(assumed, arguments):
+                raise other_sizes(assumed)
         inputs = session.bind(rewritten.inputs, arguments)
         start = time.perf_counter()
         captures = rewritten.capture and rewritten not in self.uncaptured

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -11,20 +12,24 @@ from torch import Tensor
 
 
 class SymbolReader:
-    """Knows in which argument, and which dimension of it, each symbol of a captured graph can be read."""
+    """Knows where each symbol of a captured graph can be read: in which argument, in what of it, in which dimension."""
 
     def __init__(self, fakes: Sequence[Any]) -> None:
-        self.places: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        self.places: dict[sympy.Symbol, tuple[int, Callable[[Any], int]]] = {}
+        tensors = [(position, fake) for position, fake in enumerate(fakes) if isinstance(fake, Tensor)]
         for position, fake in enumerate(fakes):
             if isinstance(fake, torch.SymInt):
-                self.learn(fake, position, None)
-            elif isinstance(fake, Tensor):
-                for dim, size in enumerate(fake.shape):
-                    self.learn(size, position, dim)
+                self.learn(fake, position, int)
+        for position, fake in tensors:
+            for dim, size in enumerate(fake.shape):
+                self.learn(size, position, functools.partial(size_of, dim=dim))
+        for position, fake in tensors:
+            for dim, stride in enumerate(fake.stride()):
+                self.learn(stride, position, functools.partial(stride_of, dim=dim))
 
-    def learn(self, size: Any, position: int, dim: int | None) -> None:
+    def learn(self, size: Any, position: int, read: Callable[[Any], int]) -> None:
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-            self.places.setdefault(size.node.expr, (position, dim))
+            self.places.setdefault(size.node.expr, (position, read))
 
     def hint(self, size: int | torch.SymInt) -> int:
         """The value that the size had when Dynamo traced it; makes no guard."""
@@ -39,7 +44,26 @@ class SymbolReader:
             return self.read(expression, arguments)
         return int(expression.subs({symbol: self.read(symbol, arguments) for symbol in expression.free_symbols}))
 
+    def holds(self, statement: sympy.Basic, arguments: Sequence[Any]) -> bool:
+        """Whether a statement about sizes is true of a call with these arguments; not, where one cannot be read."""
+        if not statement.free_symbols <= self.places.keys():
+            return False
+        return is_true(statement, tuple((symbol, self.read(symbol, arguments)) for symbol in statement.free_symbols))
+
     def read(self, symbol: sympy.Symbol, arguments: Sequence[Any]) -> int:
-        position, dim = self.places[symbol]
-        argument = arguments[position]
-        return int(argument if dim is None else argument.shape[dim])
+        position, read = self.places[symbol]
+        return int(read(arguments[position]))
+
+
+def size_of(tensor: Tensor, dim: int) -> int:
+    return tensor.shape[dim]
+
+
+def stride_of(tensor: Tensor, dim: int) -> int:
+    return tensor.stride(dim)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_true(statement: sympy.Basic, values: tuple[tuple[sympy.Symbol, int], ...]) -> bool:
+    """Whether a statement holds of these values; most steps have those of the step before."""
+    return bool(statement.xreplace({symbol: sympy.Integer(value) for symbol, value in values}) == sympy.true)
