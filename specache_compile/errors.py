@@ -113,6 +113,13 @@ def other_sizes(assumed: object) -> SpecacheError:
     )
 
 
+def unchecked_sizes(assumed: object) -> SpecacheError:
+    return SpecacheError(
+        f"a graph that this generation needs would hold only for {assumed}, which no call shows. "
+        "torch._dynamo.reset() before a new generation may avoid it; please report it with the model's config"
+    )
+
+
 def not_to_be_held(why: str) -> SpecacheError:
     return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
 

@@ -16,14 +16,14 @@ from torch.fx import GraphModule
 
 from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.late import made_late, made_within_tracing
+from specache_compile.lowering.late import assumed_since, made_within_tracing, number_of_guards
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, tell
 from specache_compile.passes.context import Context, Input, Part
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 
 from .captured import Captured
-from .errors import SpecacheWarning
+from .errors import SpecacheWarning, unchecked_sizes
 from .methods import METHODS
 from .runtime.state import fields_of
 from .runtime.variant import Variant, selects
@@ -57,26 +57,36 @@ class Rewritten:
 
 
 class Rewrites:
-    """The rewritten forms that one captured graph has so far."""
+    """The rewritten forms that one captured graph has so far. guarded: the number of statements about its sizes that
+    Dynamo checks; None while it compiles."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.name = f"graph{next(_graph_numbers)}"
         self.made: dict[Variant, Rewritten] = {}
+        self.guarded: int | None = None
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
         """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
         if variant not in self.made:
             make = functools.partial(rewrite, self.captured, variant, self.name)
             with compiling(f"{self.name}, {variant.phase}"):
-                if ahead:
-                    self.made[variant] = made_within_tracing(self.captured.fake_mode, make)
-                else:
-                    rewritten, assumed = made_late(self.captured.fake_mode, make)
-                    self.made[variant] = replace(rewritten, assumes=assumed)
+                self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
             for observe in observers:
                 observe(self, variant)
         return self.made[variant]
+
+    def late(self, make: Callable[[], Rewritten]) -> Rewritten:
+        """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
+        fake_mode = self.captured.fake_mode
+        if self.guarded is None:
+            self.guarded = number_of_guards(fake_mode)
+        rewritten = made_within_tracing(fake_mode, make)
+        assumed = assumed_since(fake_mode, self.guarded)
+        for statement in assumed:
+            if not self.captured.symbols.can_read(statement):
+                raise unchecked_sizes(statement)
+        return replace(rewritten, assumes=assumed)
 
     @property
     def modules(self) -> dict[str, GraphModule]:

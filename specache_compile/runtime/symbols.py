@@ -26,6 +26,7 @@ class SymbolReader:
         for position, fake in tensors:
             for dim, stride in enumerate(fake.stride()):
                 self.learn(stride, position, functools.partial(stride_of, dim=dim))
+            self.learn(fake.storage_offset(), position, Tensor.storage_offset)
 
     def learn(self, size: Any, position: int, read: Callable[[Any], int]) -> None:
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -39,16 +40,17 @@ class SymbolReader:
         """The size in a call with these arguments."""
         if isinstance(size, int):
             return size
-        expression = size.node.expr
+        expression = size.node._expr  # as it was traced: what a late graph assumes holds for that graph alone
         if isinstance(expression, sympy.Symbol):
             return self.read(expression, arguments)
         return int(expression.subs({symbol: self.read(symbol, arguments) for symbol in expression.free_symbols}))
 
     def holds(self, statement: sympy.Basic, arguments: Sequence[Any]) -> bool:
-        """Whether a statement about sizes is true of a call with these arguments; not, where one cannot be read."""
-        if not statement.free_symbols <= self.places.keys():
-            return False
+        """Whether a statement about sizes that can be read is true of a call with these arguments."""
         return is_true(statement, tuple((symbol, self.read(symbol, arguments)) for symbol in statement.free_symbols))
+
+    def can_read(self, statement: sympy.Basic) -> bool:
+        return statement.free_symbols <= self.places.keys()
 
     def read(self, symbol: sympy.Symbol, arguments: Sequence[Any]) -> int:
         position, read = self.places[symbol]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, prompt
-from specache_compile.lowering.late import made_late, made_within_tracing
+from specache_compile.lowering.late import assumed_since, made_within_tracing, number_of_guards
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.symbols import SymbolReader
 
@@ -29,34 +30,54 @@ def fake() -> Any:
     return mode.from_tensor(torch.empty(ROWS, STRIDE)[:, :COLUMNS], symbolic_context=context)
 
 
-def test_what_dynamo_hears_it_guards(fake: Any) -> None:
-    assert made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] == ROWS))
-    assert len(fake.fake_mode.shape_env.guards) == 1
+def assumed(fake: Any, make: Callable[[], object]) -> tuple[sympy.Basic, ...]:
+    """By a graph that is made now, when Dynamo checks nothing more."""
+    made_within_tracing(fake.fake_mode, make)
+    return assumed_since(fake.fake_mode, 0)
 
 
-def test_what_it_does_not_is_told(fake: Any) -> None:
-    """Each time, also where torch remembers its answer; and no guard is left that a later graph would build on."""
-    rows = fake.shape[0].node.expr
-    for _ in range(2):
-        assert made_late(fake.fake_mode, lambda: bool(fake.shape[0] == ROWS)) == (True, (sympy.Eq(rows, ROWS),))
-        assert made_late(fake.fake_mode, lambda: bool(fake.shape[0] == 6)) == (False, (sympy.Ne(rows, 6),))
-        assert made_late(fake.fake_mode, lambda: int(fake.shape[0])) == (ROWS, (sympy.Eq(rows, ROWS),))
-    assert fake.shape[0].node.expr == rows
-    assert not fake.fake_mode.shape_env.guards
+def test_what_a_late_graph_asks_it_assumes(fake: Any) -> None:
+    rows, columns = (size.node.expr for size in fake.shape)
+    assert assumed(fake, lambda: fake.shape[0] * 2) == ()
+    assert assumed(fake, lambda: bool(fake.shape[0] > fake.shape[1])) == (rows > columns,)
 
 
-def test_what_dynamo_guards_already_is_not(fake: Any) -> None:
-    rows, columns = fake.shape
-    made_within_tracing(fake.fake_mode, lambda: bool(rows * columns % 3 == 2))
-    assert made_late(fake.fake_mode, lambda: bool(rows * columns % 3 == 2)) == (True, ())
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda fake: bool(fake.shape[0] == fake.shape[1] + 2),
+        lambda fake: fake.is_contiguous(),
+        lambda fake: torch.cat([fake, torch.empty_like(fake)[:, :COLUMNS]], 1),
+        lambda fake: fake.fake_mode.shape_env.guard_or_defer_runtime_assert((fake.shape[0] < 100).node.expr, ""),
+    ],
+    ids=["a size", "contiguity", "an op", "a check of Inductor's"],
+)
+def test_and_so_does_the_next_for_which_torch_remembers_the_answer(fake: Any, ask: Callable[[Any], object]) -> None:
+    first = assumed(fake, lambda: ask(fake))
+    assert first
+    assert assumed(fake, lambda: ask(fake)) == first
 
 
-def test_sizes_and_strides_of_a_call_are_compared_with_what_was_told(fake: Any) -> None:
+def test_what_dynamo_checks_is_no_assumption(fake: Any) -> None:
+    made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] * fake.shape[1] % 3 == 2))
+    guarded = number_of_guards(fake.fake_mode)
+    made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] * fake.shape[1] % 3 == 2))
+    assert assumed_since(fake.fake_mode, guarded) == ()
+
+
+def test_sizes_strides_and_offsets_are_read_from_a_call(fake: Any) -> None:
     reader = SymbolReader([fake])
-    _, (close,) = made_late(fake.fake_mode, lambda: bool(fake.stride(0) == fake.shape[1]))
+    (close,) = assumed(fake, lambda: bool(fake.stride(0) != fake.shape[1]))
     assert reader.holds(close, [torch.empty(3, 8)[:, :4]])
     assert not reader.holds(close, [torch.empty(3, 4)])
-    assert not SymbolReader([]).holds(close, []), "what cannot be read is not taken for granted"
+    assert not SymbolReader([]).can_read(close)
+
+
+def test_a_size_is_read_though_a_late_graph_assumes_it(fake: Any) -> None:
+    """The graphs before it go on with any."""
+    reader = SymbolReader([fake])
+    assert assumed(fake, lambda: int(fake.shape[0]))
+    assert reader.value(fake.shape[0], [torch.empty(3, 4)]) == 3
 
 
 @torch.no_grad()
