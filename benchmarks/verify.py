@@ -75,7 +75,7 @@ def measured(model: Any, ids: Tensor, expected: list[int] | None, tokens: int) -
 
 
 def finished(path: Path) -> dict[str, dict[str, Any]]:
-    """Windows by what they were asked under, with their tokens."""
+    """Finished rows by their key."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {row["key"]: row for row in map(json.loads, lines)}
 

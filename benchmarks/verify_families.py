@@ -1,7 +1,7 @@
 """Exact verification of five families, small and random, at 1 bit: are 2,000 greedy tokens the uncompiled model's?
 
     python benchmarks/verify_families.py
-    python benchmarks/verify_families.py --families Llama GptOss --tokens 100 --lowering eager
+    python benchmarks/verify_families.py --families GptOss --tokens 100 --lowering eager --results build/families.json
 
 The prompt is of 300 random tokens, and the cache grows through buckets on its way. Finished families are kept in
 --out, and the same command goes on from there; the results go into --results.
@@ -87,16 +87,16 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "verify_families.json")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    warnings.filterwarnings("ignore", category=sc.SpecacheWarning)  # that layers which slide stay exact
+    warnings.filterwarnings("ignore", "specache rewrote", sc.SpecacheWarning)  # not the layers that slide
     ids = torch.randint(0, SMALL["vocab_size"], (1, 300), generator=torch.Generator().manual_seed(1))
     done = finished(args.out)
-    for name in tqdm(args.families, file=sys.stderr, unit="family"):
-        key = f"{name}/{args.tokens}/{args.lowering}"
+    keys = {f"{name}/{args.tokens}/{args.lowering}/{OPTIONS}": name for name in args.families}
+    for key, name in tqdm(keys.items(), file=sys.stderr, unit="family"):
         if key not in done:
             done[key] = {"key": key, **measured(name, ids, args.tokens, args.lowering)}
             with args.out.open("a") as file:
                 file.write(json.dumps(done[key]) + "\n")
-    rows = [done[f"{name}/{args.tokens}/{args.lowering}"] for name in args.families]
+    rows = [done[key] for key in keys]
     made = provenance("verify_families.py", sys.argv[1:])
     print(table(rows), "", made, sep="\n")
     args.results.write_text(json.dumps({"provenance": made, "rows": rows}, indent=1) + "\n")

@@ -75,15 +75,13 @@ def pass_keys(folder: Path, length: int, count: int, seed: int = 0) -> list[dict
     ]  # fmt: skip
 
 
-def harnessed(path: str, tokenizer: Any, options: dict[str, Any] | None = None) -> Any:
-    """A checkpoint as the harness holds it, on this rank's device; compiled with `options`, or None: as it is."""
+def harnessed(path: str, tokenizer: Any, options: dict[str, Any] | None = None, device: str = "cpu") -> Any:
+    """A checkpoint as the harness holds it, over ranks on each one's device; compiled with `options`, or None: as it
+    is."""
     from lm_eval.models.huggingface import HFLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or accelerate sees no ranks
     lm = HFLM(pretrained=path, tokenizer=tokenizer, batch_size=1, device=device)
-    if hasattr(lm, "accelerator"):  # there are ranks, among which the harness itself shares on GPUs alone
+    if hasattr(lm, "accelerator"):  # there are ranks: the harness numbers them itself where it sees several GPUs
         lm._rank, lm._world_size = lm.accelerator.process_index, lm.accelerator.num_processes
     if options is not None:
         lm.model.compile(backend="specache", options=options)
@@ -110,7 +108,11 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=1)
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help=f"(default here: {default})")
     args = parser.parse_args()
+    if args.device == "cpu":
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # or accelerate sees no ranks
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     path = resolved(args.model)
     tell_origin(args.model)
@@ -118,8 +120,8 @@ def main() -> None:
     options = {"bits": args.bits, "top_k": args.top_k, "lowering": args.lowering}
     with tempfile.TemporaryDirectory() as folder:
         tasks = args.tasks or pass_keys(Path(folder), args.length, args.samples)
-        full = evaluate(harnessed(str(path), tokenizer), tasks, args.samples)
-        ours = evaluate(harnessed(str(path), tokenizer, options), tasks, args.samples)
+        full = evaluate(harnessed(str(path), tokenizer, None, args.device), tasks, args.samples)
+        ours = evaluate(harnessed(str(path), tokenizer, options, args.device), tasks, args.samples)
     if full and ours:
         print(tabulate([(name, full[name], ours[name]) for name in full], ("task", "full cache", "specache")))
 

@@ -74,9 +74,10 @@ def test_the_harness_shares_its_questions_among_ranks(tmp_path: Path) -> None:
     assert 0 < alone["pass_key_generate"] < 1
 
     (tmp_path / "rank.py").write_text(RANK)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command = [*launch, str(tmp_path / "rank.py"), MODEL, json.dumps(LOSSY), json.dumps(tasks), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
+    on_cpus = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT / "examples")}
+    environment = {**os.environ, **on_cpus}
     ended = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-4000:]
 

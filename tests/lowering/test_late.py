@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, prompt
 from specache_compile.lowering.late import assumed_since, made_within_tracing, number_of_guards
+from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.symbols import SymbolReader
 
@@ -80,20 +81,52 @@ def test_a_size_is_read_though_a_late_graph_assumes_it(fake: Any) -> None:
     assert reader.value(fake.shape[0], [torch.empty(3, 4)]) == 3
 
 
-@torch.no_grad()
-def test_a_call_of_other_sizes_is_refused(llama: LlamaForCausalLM) -> None:
-    """In words, before the step: the cache is as it was."""
+@pytest.fixture
+def step(llama: LlamaForCausalLM) -> Callable[[], int]:
+    """A decode step of a compiled model behind 250 tokens; how many are cached then."""
     twin = compile_copy(llama, bits=1)
-    cache = twin(prompt(250), past_key_values=DynamicCache(config=twin.config)).past_key_values
-    for _ in range(3):
-        twin(prompt(1), past_key_values=cache)
-    (graph,) = (graph for graph in find_record(twin).graphs if graph.phase == "decode")
-    made = graph.rewrites.made
-    past = next(iter(graph.captured.symbols.places))
-    variant = next(variant for variant in made if variant.phase.name == "decode")
-    made[variant] = replace(made[variant], assumes=(sympy.Eq(past, 1),))
+    with torch.no_grad():
+        cache = twin(prompt(250), past_key_values=DynamicCache(config=twin.config)).past_key_values
+
+    def once() -> int:
+        with torch.no_grad():
+            twin(prompt(1), past_key_values=cache)
+        return cache.get_seq_length()
+
+    once.model = twin  # type: ignore[attr-defined]
+    return once
+
+
+def decodes(step: Any) -> Rewrites:
+    """The forms of the graph that decodes."""
+    (graph,) = (graph for graph in find_record(step.model).graphs if graph.phase == "decode")
+    return graph.rewrites
+
+
+def test_a_call_of_other_sizes_is_refused(step: Callable[[], int]) -> None:
+    """In words, before the step: the cache is as it was."""
+    step()
+    rewrites, at = decodes(step), step()
+    past = next(iter(rewrites.captured.symbols.places))
+    variant = next(variant for variant in rewrites.made if variant.phase.name == "decode")
+    rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Eq(past, 1),))
     with pytest.raises(sc.SpecacheError, match=rf"calls with Eq\({past}, 1\).*_dynamo.reset"):
-        twin(prompt(1), past_key_values=cache)
-    made[variant] = replace(made[variant], assumes=(sympy.Ne(past, 1),))
-    twin(prompt(1), past_key_values=cache)
-    assert cache.get_seq_length() == 254
+        step()
+    rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Ne(past, 1),))
+    assert step() == at + 1
+
+
+def test_a_graph_is_refused_whose_assumptions_no_call_shows(step: Callable[[], int]) -> None:
+    step()
+    rewrites = decodes(step)
+    (symbol, _), *_ = rewrites.captured.symbols.places.items()
+    size = next(
+        size
+        for fake in rewrites.captured.fakes
+        for size in ((fake,) if isinstance(fake, torch.SymInt) else getattr(fake, "shape", ()))
+        if isinstance(size, torch.SymInt) and size.node.expr == symbol
+    )
+    made = next(iter(rewrites.made.values()))
+    rewrites.captured.symbols.places.clear()
+    with pytest.raises(sc.SpecacheError, match="which no call shows"):
+        rewrites.late(lambda: {True: made}[bool(size % 1009 != 1008)])

@@ -40,7 +40,7 @@ LIMIT = 240
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has seen; in the end one of them has died."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command = [*launch, str(PROGRAM), str(folder), "llama 3:lossy", "--faults"]
     ended = subprocess.run(command, timeout=LIMIT, capture_output=True, text=True)
     found = sorted(folder.glob("*.json"))
