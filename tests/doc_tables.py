@@ -325,7 +325,7 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("keys", "multikey"), ("keys", "shared_context"), ("text", "perplexity"), ("text", "fidelity"),
-    ("closeness", "closeness"), ("needles_smollm2", "needle"),
+    ("closeness", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"),
 )  # fmt: skip
 BENCHED = ("smollm2-135m_bfloat16", "smollm2-135m_float32")
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -336,7 +336,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
             gpu, diagnostics, tasks, devices, passes, ops, fields,
         )
     },
-    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
+    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
     **{f"bench-{case}": partial(bench, case) for case in BENCHED},
     **{f"diagnostic-{name}": partial(diagnostic, name) for name in DIAGNOSTICS},
