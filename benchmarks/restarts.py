@@ -5,7 +5,7 @@ A long context is read once and saved. Then process after process loads it, says
 cold way, a process that reads the context anew. Seconds are counted from when the model is loaded, compiling included.
 
     python benchmarks/restarts.py                                       16,384 tokens of SmolLM2; 3 restarts, 1 cold run
-    python benchmarks/restarts.py --tokens 1024 --restarts 100 --out benchmarks/results/restarts_100.json   does it drift?
+    python benchmarks/restarts.py --tokens 1024 --restarts 100 --out build/100.json   does it drift?
     python benchmarks/restarts.py --tokens 300 --restarts 2 --model examples/needle-llama --lowering eager   a minute
 """
 
