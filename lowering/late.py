@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import sympy
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 
 Made = TypeVar("Made")
 
@@ -15,17 +15,17 @@ Made = TypeVar("Made")
 def made_within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made]) -> Made:
     """What `make` traces and lowers under the fake mode of Dynamo's fakes, outside any other compilation of Dynamo's.
 
-    While Dynamo compiles, it guards what is assumed of symbolic sizes. Later nobody does: see `assumed_since`.
+    While Dynamo compiles, it guards what is assumed of symbolic sizes.
     """
-    shape_env = fake_mode.shape_env
     with tracing(TracingContext(fake_mode)):
-        if shape_env is None:
-            return make()
-        frozen, shape_env.frozen = shape_env.frozen, False
-        try:
-            return make()
-        finally:
-            shape_env.frozen = frozen
+        return make()
+
+
+def made_late(fake_mode: FakeTensorMode, make: Callable[[], Made]) -> Made:
+    """The same when Dynamo has gone, and nobody guards: see `assumed_since`. Results are not remembered: of those that
+    are, torch asks more."""
+    with disable_fake_tensor_cache(fake_mode):
+        return made_within_tracing(fake_mode, make)
 
 
 def number_of_guards(fake_mode: FakeTensorMode) -> int:

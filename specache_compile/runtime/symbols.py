@@ -29,8 +29,11 @@ class SymbolReader:
             self.learn(fake.storage_offset(), position, Tensor.storage_offset)
 
     def learn(self, size: Any, position: int, read: Callable[[Any], int]) -> None:
-        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-            self.places.setdefault(size.node.expr, (position, read))
+        """As it was traced, and as what Dynamo has found it equal to."""
+        if isinstance(size, torch.SymInt):
+            for symbol in (size.node._expr, size.node.expr):
+                if isinstance(symbol, sympy.Symbol):
+                    self.places.setdefault(symbol, (position, read))
 
     def hint(self, size: int | torch.SymInt) -> int:
         """The value that the size had when Dynamo traced it; makes no guard."""

@@ -74,6 +74,15 @@ def test_sizes_strides_and_offsets_are_read_from_a_call(fake: Any) -> None:
     assert not SymbolReader([]).can_read(close)
 
 
+def test_a_size_is_read_that_dynamo_has_found_equal_to_another(fake: Any) -> None:
+    """As those of embeddings and of their positions; whichever of the two it goes on with."""
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    other = fake.fake_mode.from_tensor(torch.empty(ROWS), symbolic_context=context)
+    made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] == other.shape[0]))
+    reader, call = SymbolReader([fake, other]), [torch.empty(3, 4), torch.empty(3)]
+    assert [reader.value(size, call) for size in (fake.shape[0], other.shape[0])] == [3, 3]
+
+
 def test_a_size_is_read_though_a_late_graph_assumes_it(fake: Any) -> None:
     """The graphs before it go on with any."""
     reader = SymbolReader([fake])

@@ -235,3 +235,12 @@ def test_a_pipeline_runs_the_rewritten_graphs(llama: LlamaForCausalLM) -> None:
     twin = copy.deepcopy(llama)
     assert complete(torch.compile(twin, backend="specache", options=LOSSLESS)) == complete(llama)
     assert sc.stats(twin).decodes > 0
+
+
+def test_generation_from_embeddings_whose_positions_are_given(llama: LlamaForCausalLM) -> None:
+    """`generate` passes positions beside them: two inputs of one batch and one length."""
+    twin = compile_copy(llama)
+    for rows, length in ((2, 60), (3, 45)):
+        vectors = llama.get_input_embeddings()(prompt(length, rows)).detach()
+        given = {"inputs_embeds": vectors, "max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(twin.generate(**given), llama.generate(**given))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import types
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,10 +80,15 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     assert told.acceptance < 1
 
 
-@pytest.mark.parametrize("length", [70, 235], ids=["in one bucket", "into another"])
-def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [(70, None), (235, None), (235, 4096)],
+    ids=["in one bucket", "into another", "into another, the window not full"],
+)
+def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(length: int, window: int | None) -> None:
     """With torch's own settings: of fakes that it remembers it asks more, where a bucket's graph is made."""
     family = next(family for family in FAMILIES if family.name == "gemma2")
+    family = replace(family, settings={**family.settings, **({"sliding_window": window} if window else {})})
     plain, model = family.model(), family.model()
     model.compile(backend="specache", options={**LOSSLESS, **LOSSY, "verify": 5})
     with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
