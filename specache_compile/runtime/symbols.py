@@ -26,7 +26,7 @@ class SymbolReader:
         for position, fake in tensors:
             for dim, stride in enumerate(fake.stride()):
                 self.learn(stride, position, functools.partial(stride_of, dim=dim))
-            self.learn(fake.storage_offset(), position, Tensor.storage_offset)
+            self.learn(fake.storage_offset(), position, offset_of)
 
     def learn(self, size: Any, position: int, read: Callable[[Any], int]) -> None:
         """As it was traced, and as what Dynamo has found it equal to."""
@@ -66,6 +66,10 @@ def size_of(tensor: Tensor, dim: int) -> int:
 
 def stride_of(tensor: Tensor, dim: int) -> int:
     return tensor.stride(dim)
+
+
+def offset_of(tensor: Tensor) -> int:
+    return int(tensor.storage_offset())
 
 
 @functools.lru_cache(maxsize=1024)
