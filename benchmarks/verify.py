@@ -163,9 +163,8 @@ def one_by_one(setting: Setting) -> Setting:
     return Setting(setting.name, tuple(sorted({**given, **chosen}.items())))
 
 
-def provenance(script: str, arguments: list[str]) -> str:
-    """A command, and where and with what it was run."""
-    command = " ".join([f"python benchmarks/{script}", *arguments])
+def provenance(args: argparse.Namespace) -> str:
+    command = " ".join(["python benchmarks/verify.py", *args.command])
     return (
         f"{command}; {datetime.date.today().isoformat()}, {platform.machine()} CPU, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -220,10 +219,9 @@ def main(arguments: list[str] | None = None) -> None:
         for row in finished(args.out).values()
         if row["setting"] in wanted and row["context"] in args.contexts and ("kind" in row) == args.edits
     ]
-    made = provenance("verify.py", args.command)
-    print(edits_table(rows) if args.edits else table(rows), "", made, sep="\n")
+    print(edits_table(rows) if args.edits else table(rows), "", provenance(args), sep="\n")
     results = args.results or Path(__file__).parent / "results" / ("verify_edits.json" if args.edits else "verify.json")
-    results.write_text(json.dumps({"provenance": made, "rows": rows}, indent=1) + "\n")
+    results.write_text(json.dumps({"provenance": provenance(args), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,24 +22,17 @@ def made_within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made]) -> 
 
 
 def made_late(fake_mode: FakeTensorMode, make: Callable[[], Made]) -> Made:
-    """The same when Dynamo has gone, and nobody guards: see `assumed_since`. Results are not remembered: of those that
+    """The same when Dynamo has gone, and nobody guards: see `guards`. Results are not remembered: of those that
     are, torch asks more."""
     with disable_fake_tensor_cache(fake_mode):
         return made_within_tracing(fake_mode, make)
 
 
-def number_of_guards(fake_mode: FakeTensorMode) -> int:
-    """How many statements about symbolic sizes are guards so far."""
-    return 0 if fake_mode.shape_env is None else len(fake_mode.shape_env.guards)
-
-
-def assumed_since(fake_mode: FakeTensorMode, guards: int) -> tuple[sympy.Basic, ...]:
-    """What was assumed of symbolic sizes after so many guards, at the sizes of Dynamo's trace.
+def guards(fake_mode: FakeTensorMode) -> tuple[sympy.Basic, ...]:
+    """What is assumed of symbolic sizes so far, at those of Dynamo's trace; what came after it, Dynamo does not check.
 
     Torch asks whether tensors lie close, of the strides of a layer that slides; and a graph out of Inductor's caches
-    assumes whatever it did in the process that stored it. Of all graphs together: what one has asked, torch remembers,
-    and does not ask for the next.
+    assumes whatever it did in the process that stored it. They are of all graphs together: what one has asked, torch
+    remembers, and does not ask for the next.
     """
-    if fake_mode.shape_env is None:
-        return ()
-    return tuple(dict.fromkeys(guard.expr for guard in fake_mode.shape_env.guards[guards:]))
+    return () if fake_mode.shape_env is None else tuple(guard.expr for guard in fake_mode.shape_env.guards)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.late import assumed_since, made_late, made_within_tracing, number_of_guards
+from specache_compile.lowering.late import guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, tell
 from specache_compile.passes.context import Context, Input, Part
@@ -69,7 +69,7 @@ class Rewrites:
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
         """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
         if self.guarded is None and not ahead:
-            self.guarded = number_of_guards(self.captured.fake_mode)
+            self.guarded = len(guards(self.captured.fake_mode))
         if variant not in self.made:
             make = functools.partial(rewrite, self.captured, variant, self.name)
             with compiling(f"{self.name}, {variant.phase}"):
@@ -81,7 +81,7 @@ class Rewrites:
     def late(self, make: Callable[[], Rewritten]) -> Rewritten:
         """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
         rewritten = made_late(self.captured.fake_mode, make)
-        assumed = assumed_since(self.captured.fake_mode, self.guarded or 0)
+        assumed = tuple(dict.fromkeys(guards(self.captured.fake_mode)[self.guarded :]))
         for statement in assumed:
             if not self.captured.symbols.can_read(statement):
                 raise unchecked_sizes(statement)

@@ -15,8 +15,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, prompt
-from specache_compile.lowering.late import assumed_since, made_within_tracing, number_of_guards
-from specache_compile.rewritten import Rewrites
+from specache_compile.lowering.late import guards, made_within_tracing
+from specache_compile.rewritten import Rewrites, Rewritten
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.symbols import SymbolReader
 
@@ -34,7 +34,7 @@ def fake() -> Any:
 def assumed(fake: Any, make: Callable[[], object]) -> tuple[sympy.Basic, ...]:
     """By a graph that is made now, when Dynamo checks nothing more."""
     made_within_tracing(fake.fake_mode, make)
-    return assumed_since(fake.fake_mode, 0)
+    return guards(fake.fake_mode)
 
 
 def test_what_a_late_graph_asks_it_assumes(fake: Any) -> None:
@@ -61,9 +61,10 @@ def test_and_so_does_the_next_for_which_torch_remembers_the_answer(fake: Any, as
 
 def test_what_dynamo_checks_is_no_assumption(fake: Any) -> None:
     made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] * fake.shape[1] % 3 == 2))
-    guarded = number_of_guards(fake.fake_mode)
+    checked = guards(fake.fake_mode)
+    assert checked
     made_within_tracing(fake.fake_mode, lambda: bool(fake.shape[0] * fake.shape[1] % 3 == 2))
-    assert assumed_since(fake.fake_mode, guarded) == ()
+    assert guards(fake.fake_mode) == checked
 
 
 def test_sizes_strides_and_offsets_are_read_from_a_call(fake: Any) -> None:
@@ -116,12 +117,12 @@ def test_a_call_of_other_sizes_is_refused(step: Callable[[], int]) -> None:
     """In words, before the step: the cache is as it was."""
     step()
     rewrites, at = decodes(step), step()
-    past = next(iter(rewrites.captured.symbols.places))
+    size = next(iter(rewrites.captured.symbols.places))
     variant = next(variant for variant in rewrites.made if variant.phase.name == "decode")
-    rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Eq(past, 1),))
-    with pytest.raises(sc.SpecacheError, match=rf"calls with Eq\({past}, 1\).*_dynamo.reset"):
+    rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Eq(size, 1),))
+    with pytest.raises(sc.SpecacheError, match=rf"calls with Eq\({size}, 1\).*_dynamo.reset"):
         step()
-    rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Ne(past, 1),))
+    rewrites.made[variant] = replace(rewrites.made[variant], assumes=(sympy.Ne(size, 1),))
     assert step() == at + 1
 
 
@@ -137,5 +138,10 @@ def test_a_graph_is_refused_whose_assumptions_no_call_shows(step: Callable[[], i
     )
     made = next(iter(rewrites.made.values()))
     rewrites.captured.symbols.places.clear()
+
+    def assuming() -> Rewritten:
+        assert size % 1009 != 1008
+        return made
+
     with pytest.raises(sc.SpecacheError, match="which no call shows"):
-        rewrites.late(lambda: {True: made}[bool(size % 1009 != 1008)])
+        rewrites.late(assuming)

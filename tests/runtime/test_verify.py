@@ -81,14 +81,16 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "window"),
-    [(70, None), (235, None), (235, 4096)],
+    ("length", "settings"),
+    [(70, {}), (235, {}), (235, {"sliding_window": 4096})],
     ids=["in one bucket", "into another", "into another, the window not full"],
 )
-def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(length: int, window: int | None) -> None:
+def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
+    length: int, settings: dict[str, int]
+) -> None:
     """With torch's own settings: of fakes that it remembers it asks more, where a bucket's graph is made."""
     family = next(family for family in FAMILIES if family.name == "gemma2")
-    family = replace(family, settings={**family.settings, **({"sliding_window": window} if window else {})})
+    family = replace(family, settings={**family.settings, **settings})
     plain, model = family.model(), family.model()
     model.compile(backend="specache", options={**LOSSLESS, **LOSSY, "verify": 5})
     with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
