@@ -70,6 +70,24 @@ def test_greedy_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, option
     assert counters["stats"]["unique_graphs"] == 3, "prefill, decode, extend, whatever the number of drafted tokens"
 
 
+@torch.no_grad()
+def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
+    """Where the uncompiled model has two tokens within four steps of bfloat16 of each other."""
+    half = copy.deepcopy(llama).bfloat16()
+    twin = verifying(half)
+    for seed in range(4):
+        ids = prompt(75, seed=seed)
+        expected, got = greedy(half, ids, 60), greedy(twin, ids, 60)
+        apart = (expected != got)[0].nonzero().flatten().tolist()
+        if apart:
+            logits = half(expected[:, : apart[0]]).logits[0, -1].float()
+            two = logits[torch.stack([expected[0, apart[0]], got[0, apart[0]]])]
+            assert (two[0] - two[1]).abs() <= 4 * torch.finfo(torch.bfloat16).eps * two.abs().max()
+    told = sc.stats(twin).verification
+    assert told is not None
+    assert told.acceptance < 1
+
+
 def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     twin = copy.deepcopy(llama)
     options = {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"}
