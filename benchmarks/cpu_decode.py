@@ -3,8 +3,8 @@
 A random-weight Llama of about 100 million parameters (12 layers, width 768, 12 query heads, 4 KV heads of 64 channels),
 or a checkpoint, decodes one sequence at several context lengths. "best" is the default setting, the other rows are the
 paper's. The contexts are real prefills; each figure is a median, beside the quarter of the steps that were faster and
-the quarter that were slower. Steps that compile are in the warm-up. Hugging Face's quantised caches (uncompiled) are
-left out where their library is not installed: pip install optimum-quanto.
+the quarter that were slower. Steps that compile are in the warm-up. Hugging Face's quantised caches (uncompiled) and
+llama.cpp are left out where their library is not installed: pip install optimum-quanto hqq llama-cpp-python.
 
     python benchmarks/cpu_decode.py                                          1k, 4k and 8k, into benchmarks/results/
     python benchmarks/cpu_decode.py --model smollm2-135m --dtype bfloat16    a checkpoint
@@ -21,17 +21,20 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from baselines import QUANTIZED, why_not
+from llama_cpp_decode import LLAMA_CPP, LlamaCpp, why_no_llama_cpp
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 import specache_compile as sc
+from specache_compile.checkpoints import gguf_of
 from specache_compile.evaluation.command import load
 
 SPECACHE: dict[str, dict[str, Any]] = {
@@ -74,27 +77,35 @@ class Method:
         return seconds
 
 
-def filled(model: Any, ids: torch.Tensor, cache: Cache | None = None) -> Cache:
-    """A cache that `model` has filled with the whole context, in chunks; plain or held, as the model makes it."""
-    cache = DynamicCache() if cache is None else cache
+def filled(model: Any, ids: torch.Tensor) -> DynamicCache:
+    """A cache that the uncompiled `model` has filled with the whole context, in chunks."""
+    cache = DynamicCache(config=model.config)
     for start in range(0, ids.shape[1], CHUNK):
         model(ids[:, start : start + CHUNK], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 
-def prepare(name: str, model: LlamaForCausalLM, ids: torch.Tensor, plain: Cache) -> Method:
-    """A method with its own copy of the context; weights are shared."""
+def quantized(plain: DynamicCache, **how: Any) -> QuantizedCache:
+    """Hugging Face's quantised cache of the same context."""
+    cache = QuantizedCache(**how)
+    for number, layer in enumerate(plain.layers):
+        cache.update(layer.keys, layer.values, number)
+    return cache
+
+
+def prepare(name: str, model: LlamaForCausalLM, plain: DynamicCache) -> Method:
+    """A method with its own copy of the context, which was read once, exactly; weights are shared."""
     if name == "uncompiled":
         return Method(name, model, copy.deepcopy(plain))
     if name in QUANTIZED:
-        return Method(name, model, filled(model, ids, QuantizedCache(config=model.config, **QUANTIZED[name])))
+        return Method(name, model, quantized(plain, config=model.config, **QUANTIZED[name]))
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
     if name == "Inductor":
         twin.compile(dynamic=True)
         return Method(name, twin, copy.deepcopy(plain))
     twin.compile(backend="specache", options=SPECACHE[name])
-    return Method(name, twin, filled(twin, ids))
+    return Method(name, twin, sc.hold(copy.deepcopy(plain), twin))
 
 
 def measure(method: Method, steps: int, warm_up: int, bar: tqdm) -> dict[str, Any]:
@@ -102,16 +113,21 @@ def measure(method: Method, steps: int, warm_up: int, bar: tqdm) -> dict[str, An
     for _ in range(warm_up):
         method.step()
     before = statistics_of(method)
-    times = []
-    for _ in range(steps):
-        times.append(method.step())
-        bar.update()
-    quartiles = [1e3 * edge for edge in statistics.quantiles(times, n=4)]
-    row: dict[str, Any] = {"method": method.name, "ms": quartiles[1], "quartiles": quartiles, "steps": steps}
+    row = {"method": method.name, **timed(method.step, steps, bar)}
     if before is not None:
         seconds, python = (now - then for now, then in zip(statistics_of(method), before, strict=True))
         row |= {"python_share": python / seconds, "kv_ratio": sc.stats(method.model).kv_ratio}
     return row
+
+
+def timed(step: Callable[[], float], steps: int, bar: tqdm) -> dict[str, Any]:
+    """The median and the quartiles of so many steps, in milliseconds."""
+    times = []
+    for _ in range(steps):
+        times.append(step())
+        bar.update()
+    quartiles = [1e3 * edge for edge in statistics.quantiles(times, n=4)]
+    return {"ms": quartiles[1], "quartiles": quartiles, "steps": steps}
 
 
 def statistics_of(method: Method) -> Any:
@@ -128,14 +144,31 @@ def run_context(context: int, model: LlamaForCausalLM, args: argparse.Namespace,
     plain = filled(model, ids)
     rows = []
     for name in args.methods:
-        if name in QUANTIZED and (reason := why_not(name, model.config, torch.device("cpu"))) is not None:
+        if (reason := reason_to_leave_out(name, model, args.gguf)) is not None:
             print(f"{name}: left out: {reason}", file=sys.stderr)
             continue
         torch._dynamo.reset()  # graphs of other methods would cost this one their guards
         bar.set_postfix_str(f"{name} at {context} tokens")
-        row = measure(prepare(name, model, ids, plain), args.steps, args.warm_up, bar)
+        if name == LLAMA_CPP:
+            row = measure_llama_cpp(args, ids, bar)
+        else:
+            row = measure(prepare(name, model, plain), args.steps, args.warm_up, bar)
         rows.append({"context": context, **row})
     return rows
+
+
+def reason_to_leave_out(name: str, model: LlamaForCausalLM, gguf: Path | None) -> str | None:
+    """Why a baseline cannot run here; None where it can."""
+    if name == LLAMA_CPP:
+        return why_no_llama_cpp(gguf)
+    return why_not(name, model.config, torch.device("cpu")) if name in QUANTIZED else None
+
+
+def measure_llama_cpp(args: argparse.Namespace, ids: torch.Tensor, bar: tqdm) -> dict[str, Any]:
+    llama = LlamaCpp(args.gguf, ids[0].tolist(), args.warm_up + args.steps)
+    for _ in range(args.warm_up):
+        llama.step()
+    return {"method": LLAMA_CPP, **timed(llama.step, args.steps, bar)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -169,7 +202,7 @@ def provenance(args: argparse.Namespace, parameters: int) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["uncompiled", "Inductor", *QUANTIZED, *SPECACHE]
+    names = ["uncompiled", "Inductor", *QUANTIZED, LLAMA_CPP, *SPECACHE]
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens (1024 4096 8192)")
     parser.add_argument("--model", help="a checkpoint's name or path (default: random weights)")
     parser.add_argument("--layers", type=int, default=12, help="of the random model: 12 are 100 M parameters")
@@ -180,6 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/cpu_decode_MODEL_DTYPE.json")
     args = parser.parse_args(arguments)
     args.command = list(sys.argv[1:] if arguments is None else arguments)
+    args.gguf = gguf_of(args.model) if args.model else None
     dtype = getattr(torch, args.dtype)
     args.out = args.out or RESULTS / f"cpu_decode_{args.model or 'random'}_{args.dtype}.json"
     model = load(args.model, "cpu", dtype)[0] if args.model else build(args.layers, dtype)

@@ -129,7 +129,7 @@ class Session:
         # the next one has.
         self.drafting = self.verifying = False
         self.draft_length: DraftLength | None = None
-        # A step has raised half way that had evicted pairs already.
+        # A step has started that evicts pairs, and has not finished.
         self.half_evicted = False
         # A person was told that this cache goes on uncompiled.
         self.told_uncompiled = False
@@ -170,8 +170,13 @@ class Session:
         self.point(tokens)
         self.see(padding, after)
 
+    def start(self) -> None:
+        """From here until `finish` a policy's pairs are dropped layer by layer."""
+        self.half_evicted = bool(self.fields("kept"))
+
     def finish(self, tokens: int, phase: Phase) -> None:
         """After it: `tokens` more are cached, and views of the cache taken before are stale."""
+        self.half_evicted = False
         self.slots_ready = phase.speculates and selects(self.options)
         self.advance(tokens)
 
@@ -426,9 +431,8 @@ class Session:
 
     def abandon_step(self) -> None:
         """After a step that raised: wait out its copies, empty the slots, and bring back what it pushed out of the
-        window, so that it can be taken again. Under eviction it cannot: some layers have dropped pairs for it, and
-        counted its attention."""
-        self.half_evicted = bool(self.fields("kept"))
+        window, so that it can be taken again. Under eviction it cannot, once it has started: some layers have dropped
+        pairs for it, and counted its attention."""
         self.queue.settle()
         copy_stream.release_staging()
         self.deferred.drop()

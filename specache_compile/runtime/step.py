@@ -23,6 +23,7 @@ from specache_compile.errors import (
 )
 from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions, own_options
+from specache_compile.passes.phase import Phase
 
 from .held import Handle, HeldTensor
 from .ranks import check_same, ranks_of
@@ -109,22 +110,32 @@ class CompiledGraph:
         *before, phase = session.phases(captured.phase, captured.is_causal)
         if phase.over_tiers and selects(session.options) and not (before or session.slots_ready):
             session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
-        rewritten, inside = self.rewrites.get(session.variant(phase)), 0.0
+        rewritten = self.form(session, phase, arguments)
         guess_is_missing = session.guess is None and rewritten.needs_guess
-        for first in before if guess_is_missing or not session.slots_ready else ():
-            _, inside = self.run(session, self.rewrites.get(session.variant(first)), arguments)
-            session.statistics.steps[first.name] += 1
+        choosing = before if guess_is_missing or not session.slots_ready else ()
+        first = [self.form(session, earlier, arguments) for earlier in choosing]
+        session.start()  # only here, where all that it runs is had and checked
+        inside = 0.0
+        for chooses in first:
+            _, inside = self.run(session, chooses, arguments)
+            session.statistics.steps[chooses.variant.phase.name] += 1
         outputs, seconds = self.run(session, rewritten, arguments)
         session.finish(tokens, phase)
         for position, (site, part) in rewritten.held_outputs.items():
             outputs[position] = session.held(site, part)
         return phase.name, outputs, inside + seconds
 
-    def run(self, session: Session, rewritten: Rewritten, arguments: Sequence[Any]) -> tuple[list[Any], float]:
-        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs, and seconds."""
+    def form(self, session: Session, phase: Phase, arguments: Sequence[Any]) -> Rewritten:
+        """The graph rewritten for a phase of this session; SpecacheError where this call's sizes are not what it
+        assumes."""
+        rewritten = self.rewrites.get(session.variant(phase))
         for assumed in rewritten.assumes:
             if not self.captured.symbols.holds(assumed, arguments):
                 raise other_sizes(assumed)
+        return rewritten
+
+    def run(self, session: Session, rewritten: Rewritten, arguments: Sequence[Any]) -> tuple[list[Any], float]:
+        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs, and seconds."""
         inputs = session.bind(rewritten.inputs, arguments)
         start = time.perf_counter()
         captures = rewritten.capture and rewritten not in self.uncaptured

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import compile_copy, prompt
+from conftest import LOSSLESS, compiled_with, prompt
 from specache_compile.lowering.late import guards, made_within_tracing
 from specache_compile.rewritten import Rewrites, Rewritten
 from specache_compile.runtime.records import find_record
@@ -91,10 +91,13 @@ def test_a_size_is_read_though_a_late_graph_assumes_it(fake: Any) -> None:
     assert reader.value(fake.shape[0], [torch.empty(3, 4)]) == 3
 
 
-@pytest.fixture
-def step(llama: LlamaForCausalLM) -> Callable[[], int]:
+EVICTS = {"lowering": "eager", "method": "h2o", "budget": 64}
+
+
+@pytest.fixture(params=[LOSSLESS])
+def step(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> Callable[[], int]:
     """A decode step of a compiled model behind 250 tokens; how many are cached then."""
-    twin = compile_copy(llama, bits=1)
+    twin = compiled_with(llama, request.param)
     with torch.no_grad():
         cache = twin(prompt(250), past_key_values=DynamicCache(config=twin.config)).past_key_values
 
@@ -113,8 +116,9 @@ def decodes(step: Any) -> Rewrites:
     return graph.rewrites
 
 
+@pytest.mark.parametrize("step", [LOSSLESS, EVICTS], indirect=True, ids=["specache", "h2o"])
 def test_a_call_of_other_sizes_is_refused(step: Callable[[], int]) -> None:
-    """In words, before the step: the cache is as it was."""
+    """In words, before the step: the cache is as it was, under a policy too, which drops pairs as it goes."""
     step()
     rewrites, at = decodes(step), step()
     size = next(iter(rewrites.captured.symbols.places))
