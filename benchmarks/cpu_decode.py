@@ -18,23 +18,24 @@ import copy
 import datetime
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from baselines import QUANTIZED, why_not
-from llama_cpp_decode import LLAMA_CPP, LlamaCpp, why_no_llama_cpp
+from baselines import QUANTIZED, empty_cache, why_not
+from llama_cpp_decode import LLAMA_CPP, LlamaCpp, build_info, why_no_llama_cpp
 from tabulate import tabulate
 from tqdm import tqdm
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
-from specache_compile.checkpoints import gguf_of
+from specache_compile.checkpoints import gguf_of, is_installed
 from specache_compile.evaluation.command import load
 
 SPECACHE: dict[str, dict[str, Any]] = {
@@ -79,15 +80,15 @@ class Method:
 
 def filled(model: Any, ids: torch.Tensor) -> DynamicCache:
     """A cache that the uncompiled `model` has filled with the whole context, in chunks."""
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache()
     for start in range(0, ids.shape[1], CHUNK):
         model(ids[:, start : start + CHUNK], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 
-def quantized(plain: DynamicCache, **how: Any) -> QuantizedCache:
+def quantized(name: str, model: LlamaForCausalLM, plain: DynamicCache) -> Cache:
     """Hugging Face's quantised cache of the same context."""
-    cache = QuantizedCache(**how)
+    cache = empty_cache(name, model.config, 0)
     for number, layer in enumerate(plain.layers):
         cache.update(layer.keys, layer.values, number)
     return cache
@@ -98,39 +99,34 @@ def prepare(name: str, model: LlamaForCausalLM, plain: DynamicCache) -> Method:
     if name == "uncompiled":
         return Method(name, model, copy.deepcopy(plain))
     if name in QUANTIZED:
-        return Method(name, model, quantized(plain, config=model.config, **QUANTIZED[name]))
+        return Method(name, model, quantized(name, model, plain))
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
     if name == "Inductor":
         twin.compile(dynamic=True)
         return Method(name, twin, copy.deepcopy(plain))
     twin.compile(backend="specache", options=SPECACHE[name])
-    return Method(name, twin, sc.hold(copy.deepcopy(plain), twin))
+    return Method(name, twin, sc.hold(plain, twin))
 
 
-def measure(method: Method, steps: int, warm_up: int, bar: tqdm) -> dict[str, Any]:
+def measure(method: Method | LlamaCpp, steps: int, warm_up: int, bar: tqdm) -> dict[str, Any]:
     """The median step of a method, and for specache the share of the steps spent in our Python."""
     for _ in range(warm_up):
         method.step()
     before = statistics_of(method)
-    row = {"method": method.name, **timed(method.step, steps, bar)}
+    times = []
+    for _ in range(steps):
+        times.append(method.step())
+        bar.update()
+    quartiles = [1e3 * edge for edge in statistics.quantiles(times, n=4)]
+    row: dict[str, Any] = {"method": method.name, "ms": quartiles[1], "quartiles": quartiles, "steps": steps}
     if before is not None:
         seconds, python = (now - then for now, then in zip(statistics_of(method), before, strict=True))
         row |= {"python_share": python / seconds, "kv_ratio": sc.stats(method.model).kv_ratio}
     return row
 
 
-def timed(step: Callable[[], float], steps: int, bar: tqdm) -> dict[str, Any]:
-    """The median and the quartiles of so many steps, in milliseconds."""
-    times = []
-    for _ in range(steps):
-        times.append(step())
-        bar.update()
-    quartiles = [1e3 * edge for edge in statistics.quantiles(times, n=4)]
-    return {"ms": quartiles[1], "quartiles": quartiles, "steps": steps}
-
-
-def statistics_of(method: Method) -> Any:
+def statistics_of(method: Method | LlamaCpp) -> Any:
     """Seconds in all and in our Python so far, of this method's own cache; None for a plain one."""
     if method.name not in SPECACHE:
         return None
@@ -149,26 +145,19 @@ def run_context(context: int, model: LlamaForCausalLM, args: argparse.Namespace,
             continue
         torch._dynamo.reset()  # graphs of other methods would cost this one their guards
         bar.set_postfix_str(f"{name} at {context} tokens")
-        if name == LLAMA_CPP:
-            row = measure_llama_cpp(args, ids, bar)
+        if name in LLAMA_CPP:
+            method = LlamaCpp(name, args.gguf, ids[0].tolist(), args.warm_up + args.steps)
         else:
-            row = measure(prepare(name, model, plain), args.steps, args.warm_up, bar)
-        rows.append({"context": context, **row})
+            method = prepare(name, model, plain)
+        rows.append({"context": context, **measure(method, args.steps, args.warm_up, bar)})
     return rows
 
 
 def reason_to_leave_out(name: str, model: LlamaForCausalLM, gguf: Path | None) -> str | None:
     """Why a baseline cannot run here; None where it can."""
-    if name == LLAMA_CPP:
+    if name in LLAMA_CPP:
         return why_no_llama_cpp(gguf)
     return why_not(name, model.config, torch.device("cpu")) if name in QUANTIZED else None
-
-
-def measure_llama_cpp(args: argparse.Namespace, ids: torch.Tensor, bar: tqdm) -> dict[str, Any]:
-    llama = LlamaCpp(args.gguf, ids[0].tolist(), args.warm_up + args.steps)
-    for _ in range(args.warm_up):
-        llama.step()
-    return {"method": LLAMA_CPP, **timed(llama.step, args.steps, bar)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -192,17 +181,23 @@ def provenance(args: argparse.Namespace, parameters: int) -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     processor = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
     return {
-        "command": "python benchmarks/cpu_decode.py " + " ".join(args.command),
+        "command": shlex.join(["python", "benchmarks/cpu_decode.py", *args.command]),
         "date": datetime.date.today().isoformat(), "model": args.model or f"random, {args.layers} layers",
         "parameters": parameters, "dtype": args.dtype,
         "processor": processor or platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "python": platform.python_version(),
+        "transformers": transformers.__version__, "python": platform.python_version(), **libraries(),
     }  # fmt: skip
+
+
+def libraries() -> dict[str, str]:
+    """What is installed of the libraries that other caches come from, and what llama.cpp was built for."""
+    found = {name: version(name) for name in ("optimum-quanto", "hqq", "llama-cpp-python") if is_installed(name)}
+    return found | ({"llama.cpp": build_info()} if "llama-cpp-python" in found else {})
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["uncompiled", "Inductor", *QUANTIZED, LLAMA_CPP, *SPECACHE]
+    names = ["uncompiled", "Inductor", *QUANTIZED, *LLAMA_CPP, *SPECACHE]
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens (1024 4096 8192)")
     parser.add_argument("--model", help="a checkpoint's name or path (default: random weights)")
     parser.add_argument("--layers", type=int, default=12, help="of the random model: 12 are 100 M parameters")
@@ -213,6 +208,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/cpu_decode_MODEL_DTYPE.json")
     args = parser.parse_args(arguments)
     args.command = list(sys.argv[1:] if arguments is None else arguments)
+    if args.warm_up < 1:
+        parser.error("--warm-up: at least one step, in which the graphs are compiled")
     args.gguf = gguf_of(args.model) if args.model else None
     dtype = getattr(torch, args.dtype)
     args.out = args.out or RESULTS / f"cpu_decode_{args.model or 'random'}_{args.dtype}.json"

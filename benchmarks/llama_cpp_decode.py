@@ -1,7 +1,7 @@
-"""llama.cpp as a baseline of a decode step: the same GGUF file, its cache in q4_0 under flash attention.
+"""llama.cpp as a baseline of a decode step: the same GGUF file, under flash attention.
 
-It computes with the file's 4-bit weights, which the other rows have in 16 or 32 bits: less than a third of the bytes
-that they read. Its library is built from source (pip install llama-cpp-python), and where it is missing says so.
+It computes with the file's own weights. SmolLM2's are of 5 and 8 bits: about a third of the bytes that the other rows
+read in bfloat16, a fifth of those in float32. Its library is built from source: pip install llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-LLAMA_CPP = "llama.cpp, 4-bit weights, q4_0 cache"
+# The cache's type, by its name in ggml's enumeration. On a CPU its attention shares the work of one token among threads
+# where the cache is in 16 bits alone.
+LLAMA_CPP = {"llama.cpp, f16 cache": "GGML_TYPE_F16", "llama.cpp, q4_0 cache": "GGML_TYPE_Q4_0"}
 TOKEN = 0  # which token is decoded does not change the time
 
 
@@ -28,13 +30,14 @@ def why_no_llama_cpp(gguf: Path | None) -> str | None:
 class LlamaCpp:
     """A model of llama.cpp's behind a context of token ids, with room for `more` tokens."""
 
-    def __init__(self, gguf: Path, ids: list[int], more: int) -> None:
-        from llama_cpp import GGML_TYPE_Q4_0, Llama
+    def __init__(self, name: str, gguf: Path, ids: list[int], more: int) -> None:
+        import llama_cpp
 
-        threads = torch.get_num_threads()
-        self.llama = Llama(
+        self.name = name
+        cache, threads = getattr(llama_cpp, LLAMA_CPP[name]), torch.get_num_threads()
+        self.llama = llama_cpp.Llama(
             str(gguf), n_ctx=len(ids) + more, n_threads=threads, n_threads_batch=threads, flash_attn=True,
-            type_k=GGML_TYPE_Q4_0, type_v=GGML_TYPE_Q4_0, verbose=False,
+            type_k=cache, type_v=cache, verbose=False,
         )  # fmt: skip
         self.llama.eval(ids)
 
@@ -43,3 +46,10 @@ class LlamaCpp:
         start = time.perf_counter()
         self.llama.eval([TOKEN])
         return time.perf_counter() - start
+
+
+def build_info() -> str:
+    """What its library was built for, which its speed depends on."""
+    import llama_cpp
+
+    return str(llama_cpp.llama_print_system_info().decode())

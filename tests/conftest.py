@@ -31,8 +31,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
 
 
-# Named, since generate(prefill_chunk_size=...) of transformers 5.17 leaves 64 behind for the whole process.
-DYNAMOS_LIMITS = {"recompile_limit": 8, "accumulated_recompile_limit": 256}
+# Put back behind every test: generate(prefill_chunk_size=...) of transformers 5.17 leaves 64 behind for the process.
+LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+DYNAMOS_LIMITS = {name: getattr(torch._dynamo.config, name) for name in LIMITS}
 
 # Of a module (or a class of it) marked `one_process`: its name, its models by how they were made and compiled.
 _shared: dict[str, Any] = {}

@@ -327,7 +327,7 @@ QUALITY = (
     ("keys", "multikey"), ("keys", "shared_context"), ("text", "perplexity"), ("text", "fidelity"),
     ("closeness", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"),
 )  # fmt: skip
-BENCHED = ("smollm2-135m_bfloat16", "smollm2-135m_float32")
+BENCHED = ("smollm2-135m_bfloat16", "smollm2-135m_float32", "smollm2-135m_float32_xeon")
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made

@@ -170,15 +170,15 @@ class Session:
         self.point(tokens)
         self.see(padding, after)
 
-    def start(self) -> None:
-        """From here until `finish` a policy's pairs are dropped layer by layer."""
+    def start_evicting(self) -> None:
+        """From here until `finish` a policy drops pairs, layer by layer."""
         self.half_evicted = bool(self.fields("kept"))
 
     def finish(self, tokens: int, phase: Phase) -> None:
         """After it: `tokens` more are cached, and views of the cache taken before are stale."""
-        self.half_evicted = False
         self.slots_ready = phase.speculates and selects(self.options)
         self.advance(tokens)
+        self.half_evicted = False
 
     def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
         """The phases that a graph captured in this one runs now; `causal`: its masks hide nothing but padding besides.

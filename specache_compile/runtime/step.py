@@ -113,12 +113,12 @@ class CompiledGraph:
         rewritten = self.form(session, phase, arguments)
         guess_is_missing = session.guess is None and rewritten.needs_guess
         choosing = before if guess_is_missing or not session.slots_ready else ()
-        first = [self.form(session, earlier, arguments) for earlier in choosing]
-        session.start()  # only here, where all that it runs is had and checked
+        choosers = [self.form(session, earlier, arguments) for earlier in choosing]
+        session.start_evicting()  # only here, where all that runs is had and checked
         inside = 0.0
-        for chooses in first:
-            _, inside = self.run(session, chooses, arguments)
-            session.statistics.steps[chooses.variant.phase.name] += 1
+        for chooser in choosers:
+            _, inside = self.run(session, chooser, arguments)
+            session.statistics.steps[chooser.variant.phase.name] += 1
         outputs, seconds = self.run(session, rewritten, arguments)
         session.finish(tokens, phase)
         for position, (site, part) in rewritten.held_outputs.items():
