@@ -133,7 +133,7 @@ for batch in (1, 4):
     tokens = [batch * length for batch in (1, 4) for length in (8192, 32768, 131072)]
     by_hand = [(141.1e9 + n * 327680) / (141.1e9 + n * 327680 * 2.5 / 16) for n in tokens]
     assert speeds == pytest.approx(by_hand, rel=0.03)
-    assert seconds < 100  # 37 with a core to itself; two that share one take almost twice as long
+    assert seconds < 300  # 37 with a fast core to itself; on a slow one that is shared, 175 have been seen
     assert peak < 4e9
     assert weights == pytest.approx(141.1e9, rel=0.01)
 
