@@ -17,8 +17,8 @@ import specache_compile as sc
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("passes", "lowering", "kernels")
-# Seconds of one import that are the project's own, where the machine does nothing else.
-QUICK = 0.2
+# What the project may add to the time that importing torch and transformers takes: a share holds on any processor.
+QUICK = 0.06
 
 
 def modules() -> dict[str, Path]:
@@ -62,13 +62,15 @@ def test_there_is_no_circle_of_imports() -> None:
 
 
 def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
-    """Beyond torch and transformers; in seconds of the processor, the best of a few, since other work disturbs it."""
+    """Beyond torch and transformers; as a share of the processor's time for these, the best of a few, since other work
+    disturbs it."""
     code = (
-        "import torch._dynamo, torch._inductor.compile_fx, transformers.generation.utils, sys, time; "
+        "import sys, time; before = time.process_time(); "
+        "import torch._dynamo, torch._inductor.compile_fx, transformers.generation.utils; "
         "print('MARK', file=sys.stderr); start = time.process_time(); import specache_compile.entry; "
-        "print(time.process_time() - start)"
+        "print((time.process_time() - start) / (start - before))"
     )
-    seconds = []
+    shares = []
     for _ in range(5):
         run = subprocess.run(
             [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True
@@ -77,10 +79,10 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
         assert "specache_compile.backend" in names
         others = r"specache_compile\.(explaining|evaluation|serving|cli)|jinja2|matplotlib|fastapi"
         assert [n for n in names if re.match(others, n)] == []
-        seconds.append(float(run.stdout))
-        if seconds[-1] < QUICK:
+        shares.append(float(run.stdout))
+        if shares[-1] < QUICK:
             break
-    assert min(seconds) < QUICK
+    assert min(shares) < QUICK
 
 
 @pytest.mark.parametrize(
