@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import transformers
 from baselines import QUANTIZED, empty_cache, why_not
-from llama_cpp_decode import LLAMA_CPP, LlamaCpp, build_info, why_no_llama_cpp
+from llama_cpp_decode import LIBRARY, LLAMA_CPP, LlamaCpp, build_info, why_no_llama_cpp
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -191,8 +191,8 @@ def provenance(args: argparse.Namespace, parameters: int) -> dict[str, Any]:
 
 def libraries() -> dict[str, str]:
     """What is installed of the libraries that other caches come from, and what llama.cpp was built for."""
-    found = {name: version(name) for name in ("optimum-quanto", "hqq", "llama-cpp-python") if is_installed(name)}
-    return found | ({"llama.cpp": build_info()} if "llama-cpp-python" in found else {})
+    found = {name: version(name) for name in ("optimum-quanto", "hqq", LIBRARY) if is_installed(name)}
+    return found | ({"llama.cpp": build_info()} if LIBRARY in found else {})
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,12 +6,14 @@ read in bfloat16, a fifth of those in float32. Its library is built from source:
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from pathlib import Path
 
 import torch
 
+from specache_compile.checkpoints import is_installed
+
+LIBRARY = "llama-cpp-python"
 # The cache's type, by its name in ggml's enumeration. On a CPU its attention shares the work of one token among threads
 # where the cache is in 16 bits alone.
 LLAMA_CPP = {"llama.cpp, f16 cache": "GGML_TYPE_F16", "llama.cpp, q4_0 cache": "GGML_TYPE_Q4_0"}
@@ -22,9 +24,7 @@ def why_no_llama_cpp(gguf: Path | None) -> str | None:
     """Why it cannot run here; None where it can."""
     if gguf is None:
         return "it reads GGUF files alone"
-    if importlib.util.find_spec("llama_cpp") is None:
-        return "pip install llama-cpp-python"
-    return None
+    return None if is_installed(LIBRARY) else f"pip install {LIBRARY}"
 
 
 class LlamaCpp:

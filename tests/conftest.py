@@ -32,8 +32,10 @@ LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32
 
 
 # Put back behind every test: generate(prefill_chunk_size=...) of transformers 5.17 leaves 64 behind for the process.
-LIMITS = ("recompile_limit", "accumulated_recompile_limit")
-DYNAMOS_LIMITS = {name: getattr(torch._dynamo.config, name) for name in LIMITS}
+DYNAMOS_LIMITS = {
+    "recompile_limit": torch._dynamo.config.recompile_limit,
+    "accumulated_recompile_limit": torch._dynamo.config.accumulated_recompile_limit,
+}
 
 # Of a module (or a class of it) marked `one_process`: its name, its models by how they were made and compiled.
 _shared: dict[str, Any] = {}
