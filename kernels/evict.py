@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .attention import BLOCK, SEEN, grouped_bias, product, softmax_denominator
+from .attention import SEEN, grouped_bias, product
 from .cursor import LENGTH
 from .policies import POLICIES
 from .policies.history import History
@@ -21,6 +21,8 @@ TOTAL, SQUARES, ABOVE, COUNT = range(4)
 HISTORY_SIZE = 4
 # A block: as many tokens as there are.
 WHOLE = 0
+# Queries whose attention is held at once: on a CPU it then stays in the caches.
+ROWS = 256
 
 
 def budget_attention(
@@ -45,18 +47,18 @@ def budget_attention(
     numbers = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
     outputs, start = [], 0
     while start < tokens:
-        room = min(budget - pairs.shape[2], BLOCK)
-        stop = min(tokens, start + (room if room > 0 else block or tokens))
+        stop = min(tokens, start + (budget - pairs.shape[2] or block or tokens))
         pairs = torch.cat([pairs, new[:, :, start:stop]], 2)
         token = torch.cat([token, numbers[:, :, start:stop]], 2)
         past = torch.cat([past, past.new_zeros(*past.shape[:2], stop - start, HISTORY_SIZE)], 2)
-        for first in range(start, stop, BLOCK):
-            rows = slice(first, min(stop, first + BLOCK))
-            attention, seen = attention_over(query[:, :, :, rows], pairs[:, :, :, 0], token, length + first,
-                                             rows_of(bias, rows), sink, softcap)  # fmt: skip
-            outputs.append(attention.flatten(2, 3) @ pairs[:, :, :, 1].float())
+        for first in range(start, stop, ROWS):
+            rows = slice(first, min(stop, first + ROWS))
+            known = pairs.shape[2] - (stop - rows.stop)  # in the order of tokens: no row sees what lies behind
+            attention, seen = attention_over(query[:, :, :, rows], pairs[:, :, :known, 0], token[:, :, :known],
+                                             length + first, rows_of(bias, rows), sink, softcap)  # fmt: skip
+            outputs.append(attention.flatten(2, 3) @ pairs[:, :, :known, 1].float())
             mean = attention.mean(2)  # over the query group (RoCo section 5.3)
-            past = past + received(mean, seen)
+            past[:, :, :known] += received(mean, seen)
         if pairs.shape[2] > budget:
             random = torch.Generator().manual_seed(hash((seed, length + stop)) % 2**63)
             stays = survivors(policy, token, past, mean[:, :, -1], seen[:, :, -1], budget, random)
@@ -84,13 +86,17 @@ def attention_over(
     number = torch.arange(first, first + query.shape[3], device=token.device)
     seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
     if bias is not None:
-        column = token.long().clamp(0)[:, :, None, None].expand(logits.shape)
-        shown = bias.expand(*logits.shape[:4], bias.shape[-1]).gather(-1, column)
-        logits = logits + shown
+        bias = bias.expand(*logits.shape[:2], *bias.shape[2:])
+        column = token.long().clamp(0)[:, :, None, None].expand(*bias.shape[:4], -1)
+        shown = bias.gather(-1, column)
+        logits += shown
         seen = seen & (shown > SEEN).any(2)
-    logits = logits.masked_fill(~seen[:, :, None], -math.inf)
-    peak, share = softmax_denominator([logits], sinks)
-    return (logits - peak).exp() * share, seen
+    hidden = ~seen[:, :, None]
+    logits = logits.masked_fill_(hidden, -math.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:4], 1)], -1)
+    attention = logits.softmax(-1)[..., : keys.shape[2]]
+    return attention.masked_fill_(hidden, 0.0), seen  # a row that sees nothing is no number before
 
 
 def received(attention: Tensor, seen: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def test_decode_keeps_step_by_step_what_the_formula_keeps(policy: str, padding: 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_prompt_is_evicted_block_by_block(policy: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or once, behind all of it: its attention is the full one then."""
-    monkeypatch.setattr(evict, "BLOCK", 30)  # of queries that attend at a time
+    monkeypatch.setattr(evict, "ROWS", 30)  # of queries that attend at a time
     q, k, v = tokens(73, seed=1)
     cache = Cache(26, policy, block)
     out = cache.step(q, k, v)
