@@ -117,7 +117,8 @@ start = time.process_time()
 explained = sc.explain(config, prompt_length=32768, device="H100", options={"setting": "paper", "bits": 1})
 text = str(explained)
 assert len(explained.sites) == 80 and max(map(len, text.splitlines())) <= 100
-print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, explained.weight_bytes)
+took, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(start, took, peak, explained.weight_bytes)
 two_bits = replace(explained, options=replace(explained.options, bits=2), device=find_device("H200"))
 for batch in (1, 4):
     for length in (8192, 32768, 131072):
@@ -128,12 +129,13 @@ for batch in (1, 4):
     theirs = {name: value for name, value in os.environ.items() if name != "TORCH_FAKE_TENSOR_DISPATCH_CACHE"}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=theirs)
     assert ran.returncode == 0, ran.stderr
-    seconds, peak, weights, *speeds = (float(number) for number in ran.stdout.split())
+    imports, seconds, peak, weights, *speeds = (float(number) for number in ran.stdout.split())
     # By hand, on an H200: (W + n·kv) / (W + n·kv·2.5/16), W of 141.1 GB and kv of 327,680 bytes a token.
     tokens = [batch * length for batch in (1, 4) for length in (8192, 32768, 131072)]
     by_hand = [(141.1e9 + n * 327680) / (141.1e9 + n * 327680 * 2.5 / 16) for n in tokens]
     assert speeds == pytest.approx(by_hand, rel=0.03)
-    assert seconds < 300  # 37 with a fast core to itself; on a slow one that is shared, 175 have been seen
+    # A share of what the imports take holds on any processor: 37 s to 4 on a fast core, 80 to 5 on a slow one.
+    assert seconds < 30 * imports, f"{seconds:.0f} s, and {imports:.1f} for the imports"
     assert peak < 4e9
     assert weights == pytest.approx(141.1e9, rel=0.01)
 

@@ -129,7 +129,9 @@ class Cache:
         self.token = torch.full(rows, -1, dtype=torch.int32)
         self.history = torch.zeros(*rows, 4)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None = None) -> Tensor:
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         tokens = k.shape[2]
         cursor = torch.tensor([self.length, 0, 0, 0])
         mask = None
@@ -138,7 +140,7 @@ class Cache:
             hidden = torch.tensor(padding).view(-1, 1, 1, 1)
             mask = (column >= hidden) & (column <= row[:, None])
         out = torch.ops.specache.budget_attention(
-            q, k, v, mask, None, cursor, self.kept, self.token, self.history, self.policy, self.block, self.seed,
+            q, k, v, mask, sinks, cursor, self.kept, self.token, self.history, self.policy, self.block, self.seed,
             DIM**-0.5, None,
         )  # fmt: skip
         self.length += tokens
@@ -181,16 +183,19 @@ def test_decode_keeps_step_by_step_what_the_formula_keeps(policy: str, padding: 
             assert cache.kept_tokens(row, head) == kept[row, head][t], f"token {t}, row {row}, head {head}"
 
 
+@pytest.mark.parametrize("padding", [None, [35, 0]], ids=["unpadded", "left padding"])
 @pytest.mark.parametrize("block", [1, 5, WHOLE])
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-def test_a_prompt_is_evicted_block_by_block(policy: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_evicted_block_by_block(
+    policy: str, block: int, padding: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or once, behind all of it: its attention is the full one then."""
     monkeypatch.setattr(evict, "ROWS", 30)  # of queries that attend at a time
     q, k, v = tokens(73, seed=1)
     cache = Cache(26, policy, block)
-    out = cache.step(q, k, v)
-    expected, kept = plain(policy, *doubles(q, k, v), 26, blocks(73, 26, block or 73), [0, 0])
-    if block == WHOLE:
+    out = cache.step(q, k, v, padding)
+    expected, kept = plain(policy, *doubles(q, k, v), 26, blocks(73, 26, block or 73), padding or [0, 0])
+    if block == WHOLE and padding is None:
         full = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         torch.testing.assert_close(out, full, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
@@ -220,6 +225,18 @@ def test_a_budget_that_is_never_reached_is_the_full_attention(policy: str) -> No
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(torch.cat(parts, 2), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(cache.token, torch.arange(25, dtype=torch.int32).expand(BATCH, HEADS, -1))
+
+
+def test_a_sink_takes_its_share() -> None:
+    """A logit of each head that no pair belongs to (gpt-oss)."""
+    q, k, v = tokens(40, seed=6)
+    sinks = torch.linspace(-2, 6, HEADS * GROUP)
+    out = Cache(10, "h2o", WHOLE).step(q, k, v, sinks=sinks)
+    query, keys, values = q.double(), *(x.double().repeat_interleave(GROUP, 1) for x in (k, v))
+    hidden = torch.ones(40, 40).triu(1).bool()
+    logits = (query @ keys.mT / math.sqrt(DIM)).masked_fill(hidden, -math.inf)
+    total = logits.exp().sum(-1, keepdim=True) + sinks.double().exp().view(-1, 1, 1)
+    torch.testing.assert_close(out.double(), logits.exp() @ values / total, atol=1e-5, rtol=1e-5)
 
 
 def test_random_eviction_follows_its_seed() -> None:
