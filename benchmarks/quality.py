@@ -146,6 +146,19 @@ TABLES = {
         ),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
+    "questions_smollm2": Table(
+        "four questions on one cached context, and named keys in one prompt, on a real checkpoint (SCBench's and RULER's "
+        "manner)",
+        SMOLLM2,
+        ("shared_context", "multikey"),
+        (
+            "uncompiled",
+            *(f"{name}:budget=0.25,eviction_block=prompt" for name in ("streaming_llm", "h2o")),
+            "snapkv:budget=0.25",
+            *KIVI, PAPER, "specache:bits=1", "specache",
+        ),
+        ("--text", *LICENCES, *FAST, *EXACT, "--lengths", "1024", "--samples", "64"),
+    ),
     "beyond": Table(
         "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",
         KEYS,
