@@ -147,7 +147,7 @@ TABLES = {
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "questions_smollm2": Table(
-        "four questions on one cached context, and named keys in one prompt, on a real checkpoint (SCBench's and RULER's "
+        "on a real checkpoint four questions on one cached context, and named keys in a prompt (SCBench's and RULER's "
         "manner)",
         SMOLLM2,
         ("shared_context", "multikey"),

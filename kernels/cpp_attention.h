@@ -123,16 +123,24 @@ struct Attention {
     return logits;
   }
 
+  // The codes of sixteen tokens, so that a vector may be read from any byte of them: the last ones are copied.
+  const uint8_t* codes_at(int64_t head, int64_t t, std::vector<uint8_t>& copy) const {
+    const int64_t row = head * s.capacity + t, behind = pairs * s.capacity - row - kLanes;
+    const uint8_t* codes = static_cast<const uint8_t*>(s.codes) + row * s.row_width;
+    if (behind * s.row_width >= kLanes) return codes;
+    copy.assign(codes, codes + kLanes * s.row_width);
+    copy.resize(copy.size() + kLanes);
+    return copy.data();
+  }
+
   // Logits of one chunk of a head's low-bit tier, into s.logits.
   template <int bits>
   void chunk_logits(int64_t head, int64_t start) const {
     const int64_t d = s.d, stop = std::min(low_bit, start + kChunk), width = bits < 16 ? d * bits / 8 : d;
-    const int64_t row_bytes = s.row_width;
     std::vector<float> tile_memory(d * kLanes), score_memory(rows * kLanes), scaled(rows * d), base(rows);
-    std::vector<uint8_t> bytes(bits < 16 ? width * kLanes : 0);
+    std::vector<uint8_t> copy;
     Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
     Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
-    const Bytes* turned_bytes = reinterpret_cast<const Bytes*>(bytes.data());
     const float* q = turned.data() + head * rows * d;
     if (bits == 16) scaled.assign(q, q + rows * d);
 
@@ -151,12 +159,16 @@ struct Attention {
             base[m] = offset;
           }
         }
-        for (int i = 0; i < kLanes; ++i) {
-          const uint8_t* token = static_cast<const uint8_t*>(s.codes) + (head * s.capacity + t + i) * row_bytes;
-          for (int64_t j = 0; j < width; ++j) bytes[j * kLanes + i] = token[j];
+        const uint8_t* codes = codes_at(head, t, copy);
+        for (int64_t j = 0; j < width; j += kLanes) {
+          Bytes columns[kLanes];
+          transpose(codes + j, s.row_width, columns);
+          const int64_t count = std::min<int64_t>(kLanes, width - j);
+          for (int64_t i = 0; i < count; ++i) {
+            const Ints packed = widened(columns[i]);
+            for (int plane = 0; plane < 8 / bits; ++plane) tile[plane * width + j + i] = decode<bits>(packed, plane);
+          }
         }
-        for (int plane = 0; plane < 8 / bits; ++plane)
-          for (int64_t j = 0; j < width; ++j) tile[plane * width + j] = decode<bits>(turned_bytes[j], plane);
       } else {
         for (int i = 0; i < kLanes; ++i) {
           const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + t + i) * s.row_width;
@@ -179,17 +191,17 @@ struct Attention {
   template <int bits>
   void chunk_mix(int64_t head, int64_t start, Part part) const {
     const int64_t d = s.d, count = std::min(low_bit, start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
-    std::vector<float> weights(rows * kChunk), values(kLanes * d);
-    std::vector<uint8_t> hidden(kChunk);
+    std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes);
+    std::vector<uint8_t> hidden(kChunk), copy;
     const int32_t* index = s.slot_index + head * s.top_k;
     for (int64_t i = 0; i < s.top_k; ++i)
       if (index[i] >= start && index[i] < start + count) hidden[index[i] - start] = 1;
     for (int64_t m = 0; m < rows; ++m) {
       const float* row = logits_of(head) + m * s.capacity + start;
       float* weight = weights.data() + m * kChunk;
-      float top = kNothing, total = 0.0f;
+      float total = 0.0f;
       for (int64_t t = 0; t < count; ++t) weight[t] = hidden[t] ? kNothing : row[t];
-      for (int64_t t = 0; t < count; ++t) top = std::max(top, weight[t]);
+      const float top = largest(weight, count);
       const float base = base_of(top);
       for (int64_t t = 0; t < count; ++t) weight[t] = weight_of(weight[t], base);
       for (int64_t t = 0; t < count; ++t) total += weight[t];
@@ -197,29 +209,23 @@ struct Attention {
       part.total[m] = total;
     }
     for (int64_t t = 0; t < count; t += kLanes) {
-      for (int i = 0; i < kLanes; ++i) {
-        float* value = values.data() + i * d;
-        const int64_t place = head * s.capacity + start + t + i;
+      if constexpr (bits < 16) {
         // A token's values lie behind its keys.
-        if constexpr (bits < 16) {
-          const uint8_t* token = static_cast<const uint8_t*>(s.codes) + (place + 1) * s.row_width - width;
-          for (int plane = 0; plane < 8 / bits; ++plane) {
-            int64_t j = 0;
-            for (; j + kLanes <= width; j += kLanes)
-              *reinterpret_cast<Floats*>(value + plane * width + j) =
-                  decode<bits>(*reinterpret_cast<const Bytes*>(token + j), plane);
-            for (; j < width; ++j)
-              value[plane * width + j] = static_cast<float>((token[j] >> (plane * bits)) & ((1 << bits) - 1));
-          }
-          const int64_t groups = d / s.channels;
-          const T* scale = static_cast<const T*>(s.value_params) + place * 2 * groups;
+        const uint8_t* codes = codes_at(head, start + t, copy) + s.row_width - width;
+        const int64_t groups = d / s.channels;
+        for (int i = 0; i < kLanes; ++i) unpack<bits>(codes + i * s.row_width, width, values.data() + i * d);
+        for (int i = 0; i < kLanes; ++i) {
+          float* value = values.data() + i * d;
+          const T* scale = static_cast<const T*>(s.value_params) + (head * s.capacity + start + t + i) * 2 * groups;
           for (int64_t v = 0; v < groups; ++v) {
             const float by = scale[v], zero = scale[groups + v];
             for (int64_t c = v * s.channels; c < (v + 1) * s.channels; ++c) value[c] = value[c] * by + zero;
           }
-        } else {
-          const T* token = static_cast<const T*>(s.codes) + (place + 1) * s.row_width - width;
-          for (int64_t c = 0; c < d; ++c) value[c] = token[c];
+        }
+      } else {
+        for (int i = 0; i < kLanes; ++i) {
+          const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + start + t + i + 1) * s.row_width - width;
+          for (int64_t c = 0; c < d; ++c) values[i * d + c] = token[c];
         }
       }
       mix_tile(weights.data() + t, kChunk, values.data(), rows, d, part.out);
@@ -232,8 +238,8 @@ struct Attention {
     std::vector<float> logits = exact_logits(head, of, stride), weights(logits.size()), values(kLanes * s.d);
     for (int64_t m = 0; m < rows; ++m) {
       const float* row = logits.data() + m * stride;
-      float top = kNothing, total = 0.0f;
-      for (int64_t t = 0; t < stride; ++t) top = std::max(top, row[t]);
+      float total = 0.0f;
+      const float top = largest(row, stride);
       const float base = base_of(top);
       for (int64_t t = 0; t < stride; ++t) weights[m * stride + t] = weight_of(row[t], base);
       for (int64_t t = 0; t < stride; ++t) total += weights[m * stride + t];

@@ -45,8 +45,8 @@ void score(const Step& step) {
     Part part = parts[job];
     for (int64_t m = 0; m < a.rows; ++m) {
       const float* row = logits + m * stride;
-      float top = kNothing, total = 0.0f;
-      for (int64_t t = 0; t < count; ++t) top = std::max(top, row[t]);
+      float total = 0.0f;
+      const float top = largest(row, count);
       const float base = base_of(top);
       for (int64_t t = 0; t < count; ++t) total += weight_of(row[t], base);
       part.peak[m] = top;

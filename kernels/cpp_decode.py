@@ -32,7 +32,7 @@ def step_of(
         "bias": bias, "sinks": None if sinks is None else sinks.float().contiguous(), **tensors,
     }  # fmt: skip
     key_params, value_params, slots = (tensors.get(name) for name in ("key_params", "value_params", "slots"))
-    if center is not None and key_params is not None:
+    if center is not None and center.shape[2] and key_params is not None:
         query = q.float().unflatten(1, (heads, -1)) * scale
         held["shares"] = center_shares(query, key_params, center, capacity, int(cursor[LOW_BIT]))
     step = Step(

@@ -31,10 +31,71 @@ inline float weight_of(float x, float top) { return x - top < -87.0f ? 0.0f : ex
 
 inline float base_of(float peak) { return peak == kNothing ? 0.0f : peak; }
 
+// In two steps: gcc moves bytes one by one where they become 32 bits in one.
+inline Ints widened(Bytes packed) {
+  return __builtin_convertvector(__builtin_convertvector(packed, Halves), Ints);
+}
+
 template <int bits>
-inline Floats decode(Bytes packed, int plane) {
-  Ints codes = __builtin_convertvector(packed, Ints);
-  return __builtin_convertvector((codes >> (plane * bits)) & ((1 << bits) - 1), Floats);
+inline Floats decode(Ints packed, int plane) {
+  return __builtin_convertvector((packed >> (plane * bits)) & ((1 << bits) - 1), Floats);
+}
+
+// A token's codes, one level in each float: plane p holds the channels p·width + byte. Whole vectors are written: what
+// one has beyond its plane, the next plane writes over, and of the last one, up to fifteen floats behind the token.
+template <int bits>
+inline void unpack(const uint8_t* codes, int64_t width, float* value) {
+  if (bits < 8 && width == kLanes / 2) {  // two planes fill a vector
+    uint64_t all;
+    std::memcpy(&all, codes, sizeof all);
+    typedef uint64_t Twice __attribute__((vector_size(kLanes)));
+    const Ints second = {0, 0, 0, 0, 0, 0, 0, 0, bits, bits, bits, bits, bits, bits, bits, bits};
+    const Ints packed = widened(bits_of<Bytes>(Twice{all, all})) >> second;
+    for (int plane = 0; plane < 8 / bits; plane += 2)
+      *reinterpret_cast<Floats*>(value + plane * width) = decode<bits>(packed, plane);
+    return;
+  }
+  for (int64_t j = (width - 1) / kLanes * kLanes; j >= 0; j -= kLanes) {
+    const Ints packed = widened(*reinterpret_cast<const Bytes*>(codes + j));
+    for (int plane = 0; plane < 8 / bits; ++plane)
+      *reinterpret_cast<Floats*>(value + plane * width + j) = decode<bits>(packed, plane);
+  }
+}
+
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Bytes{__VA_ARGS__})
+#endif
+
+// Sixteen bytes of each of sixteen rows, `stride` apart, to sixteen of each column: each round deals two halves out like
+// a pack of cards.
+inline void transpose(const uint8_t* from, int64_t stride, Bytes* columns) {
+  Bytes rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) columns[i] = *reinterpret_cast<const Bytes*>(from + i * stride);
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < kLanes; ++i) rows[i] = columns[i];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const Bytes a = rows[i], b = rows[i + kLanes / 2];
+      columns[2 * i] = SHUFFLED(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      columns[2 * i + 1] = SHUFFLED(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+  }
+}
+
+// The largest, or `top` where nothing is larger.
+inline float largest(const float* x, int64_t count, float top = kNothing) {
+  int64_t t = 0;
+  if (count >= kLanes) {
+    Floats tops = load(x);
+    for (t = kLanes; t + kLanes <= count; t += kLanes) {
+      const Floats next = load(x + t);
+      tops = next > tops ? next : tops;
+    }
+    for (int i = 0; i < kLanes; ++i) top = std::max(top, tops[i]);
+  }
+  for (; t < count; ++t) top = std::max(top, x[t]);
+  return top;
 }
 
 // The orthonormal Hadamard transform of x[d], in blocks of `block` channels.

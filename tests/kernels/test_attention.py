@@ -5,7 +5,10 @@ The tiers are made of random numbers, not by our quantiser; every place that mus
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -635,3 +638,32 @@ def test_threads_share_the_work(op: str) -> None:
         torch.set_num_threads(threads)
     for a, b in zip(found, step.run(op), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def before_no_mans_land(x: Tensor) -> Tensor:
+    """A copy at the end of a mapping whose next page may not be touched."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    forbidden = 0
+    assert libc.mprotect(ctypes.c_void_p(start + size), ctypes.c_size_t(mmap.PAGESIZE), forbidden) == 0
+    copy = torch.frombuffer(memory, dtype=torch.uint8, offset=size - x.nbytes, count=x.nbytes)
+    return copy.view(x.dtype).view(x.shape).copy_(x)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects a page as Linux does")
+@pytest.mark.parametrize("bits", [1, 2, 16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+def test_nothing_behind_a_full_tier_is_read(op: str, head_dim: int, bits: int) -> None:
+    """The codes are read a vector at a time; a process that reads on behind the last one's ends here."""
+    case = Case(length=128, residual=0, head_dim=head_dim, bits=bits)
+    step = make_step(case)
+    for name, of in (("codes", 1), ("key_params", case.group), ("value_params", 1)):
+        full = step.state[name]
+        kept = full[:, :, : 128 // of] if full.shape[2] else full
+        step.state[name] = before_no_mans_land(kept.contiguous()) if kept.numel() else kept
+    expected, expected_scores = expected_of(make_step(case), op)
+    out, scores = step.run(op)
+    torch.testing.assert_close(out.double(), expected, **CLOSE)
+    torch.testing.assert_close(scores[..., :128].double(), expected_scores[..., :128], **CLOSE)
