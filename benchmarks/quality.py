@@ -147,10 +147,9 @@ TABLES = {
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "questions_smollm2": Table(
-        "on a real checkpoint four questions on one cached context, and named keys in a prompt (SCBench's and RULER's "
-        "manner)",
+        "four questions on one cached context, on a real checkpoint (SCBench's manner)",
         SMOLLM2,
-        ("shared_context", "multikey"),
+        ("shared_context",),
         (
             "uncompiled",
             *(f"{name}:budget=0.25,eviction_block=prompt" for name in ("streaming_llm", "h2o")),

@@ -41,8 +41,9 @@ inline Floats decode(Ints packed, int plane) {
   return __builtin_convertvector((packed >> (plane * bits)) & ((1 << bits) - 1), Floats);
 }
 
-// A token's codes, one level in each float: plane p holds the channels p·width + byte. Whole vectors are written: what
-// one has beyond its plane, the next plane writes over, and of the last one, up to fifteen floats behind the token.
+// A token's codes, one level in each float: plane p holds the channels p·width + byte. Whole vectors are read and written,
+// up to fifteen bytes and floats behind the token; a plane's last one first, so that what it has beyond the plane is
+// written over by the next plane's first one.
 template <int bits>
 inline void unpack(const uint8_t* codes, int64_t width, float* value) {
   if (bits < 8 && width == kLanes / 2) {  // two planes fill a vector
@@ -83,17 +84,16 @@ inline void transpose(const uint8_t* from, int64_t stride, Bytes* columns) {
   }
 }
 
-// The largest, or `top` where nothing is larger.
-inline float largest(const float* x, int64_t count, float top = kNothing) {
+// The largest; what is no number counts as nothing.
+inline float largest(const float* x, int64_t count) {
+  Floats tops = Floats{} + kNothing;
   int64_t t = 0;
-  if (count >= kLanes) {
-    Floats tops = load(x);
-    for (t = kLanes; t + kLanes <= count; t += kLanes) {
-      const Floats next = load(x + t);
-      tops = next > tops ? next : tops;
-    }
-    for (int i = 0; i < kLanes; ++i) top = std::max(top, tops[i]);
+  for (; t + kLanes <= count; t += kLanes) {
+    const Floats next = load(x + t);
+    tops = next > tops ? next : tops;
   }
+  float top = kNothing;
+  for (int i = 0; i < kLanes; ++i) top = std::max(top, tops[i]);
   for (; t < count; ++t) top = std::max(top, x[t]);
   return top;
 }

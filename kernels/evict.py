@@ -91,12 +91,11 @@ def attention_over(
         shown = bias.gather(-1, column)
         logits += shown
         seen = seen & (shown > SEEN).any(2)
-    hidden = ~seen[:, :, None]
-    logits = logits.masked_fill_(hidden, -math.inf)
+    logits.masked_fill_(~seen[:, :, None], -math.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.expand(*logits.shape[:4], 1)], -1)
-    attention = logits.softmax(-1)[..., : keys.shape[2]]
-    return attention.masked_fill_(hidden, 0.0), seen  # a row that sees nothing is no number before
+    blind = logits.amax(-1, keepdim=True) == -math.inf  # softmax would make no numbers of such a row
+    return logits.softmax(-1).masked_fill_(blind, 0.0)[..., : keys.shape[2]], seen
 
 
 def received(attention: Tensor, seen: Tensor) -> Tensor:

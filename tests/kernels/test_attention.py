@@ -653,7 +653,7 @@ def before_no_mans_land(x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects a page as Linux does")
-@pytest.mark.parametrize("bits", [1, 2, 16])
+@pytest.mark.parametrize("bits", [1, 2, 4, 16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 def test_nothing_behind_a_full_tier_is_read(op: str, head_dim: int, bits: int) -> None:
     """The codes are read a vector at a time; a process that reads on behind the last one's ends here."""

@@ -130,11 +130,11 @@ class Cache:
         self.history = torch.zeros(*rows, 4)
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None = None, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None = None, sinks: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         tokens = k.shape[2]
         cursor = torch.tensor([self.length, 0, 0, 0])
-        mask = None
         if padding is not None:
             column, row = torch.arange(self.length + tokens), torch.arange(self.length, self.length + tokens)
             hidden = torch.tensor(padding).view(-1, 1, 1, 1)
@@ -237,6 +237,25 @@ def test_a_sink_takes_its_share() -> None:
     logits = (query @ keys.mT / math.sqrt(DIM)).masked_fill(hidden, -math.inf)
     total = logits.exp().sum(-1, keepdim=True) + sinks.double().exp().view(-1, 1, 1)
     torch.testing.assert_close(out.double(), logits.exp() @ values / total, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_that_sees_nothing_where_its_group_does_gives_zero() -> None:
+    q, k, v = tokens(20, seed=7)
+    seen = torch.ones(20, 20).tril().bool().expand(1, HEADS * GROUP, 20, 20).clone()
+    blind_head, blind_row = 1, 12
+    seen[:, blind_head, blind_row] = False
+    cache = Cache(10, "h2o", WHOLE)
+    out = cache.step(q, k, v, mask=seen)
+    keys, values = (x.double().repeat_interleave(GROUP, 1) for x in (k, v))
+    weights = (q.double() @ keys.mT / math.sqrt(DIM)).masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+    torch.testing.assert_close(out.double(), weights @ values, atol=1e-5, rtol=1e-5)
+    assert not out[:, blind_head, blind_row].any()
+    received = weights.unflatten(1, (HEADS, GROUP)).mean(2).sum(2)
+    for row, head in ((r, h) for r in range(BATCH) for h in range(HEADS)):
+        kept = cache.kept_tokens(row, head)
+        torch.testing.assert_close(
+            cache.history[row, head, :, 0].double(), received[row, head, kept], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_random_eviction_follows_its_seed() -> None:
