@@ -325,9 +325,10 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("keys", "multikey"), ("keys", "shared_context"), ("text", "perplexity"), ("text", "fidelity"),
-    ("closeness", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"),
+    ("closeness", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"), ("needles_blind", "needle"),
+    ("questions_smollm2", "shared_context"),
 )  # fmt: skip
-BENCHED = ("smollm2-135m_bfloat16", "smollm2-135m_float32", "smollm2-135m_float32_xeon")
+BENCHED = tuple(f"smollm2-135m_{case}" for case in ("bfloat16", "float32", "float32_xeon", "float32_xeon_vectors"))
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
