@@ -31,6 +31,9 @@ def eviction(rate: float) -> tuple[str, ...]:
     return tuple(f"{name}:budget={rate},eviction_block=4" for name in POLICIES)
 
 
+# What reads a prompt exactly and then keeps a quarter of it.
+EXACT_EVICTIONS = ("snapkv:budget=0.25", *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES))
+
 # With a quarter of the prompt's pairs they take a little more device memory than specache's 1 bit at 2,048 tokens.
 METHODS = ("uncompiled", *KIVI, *SPECACHE, "kcache:top_n=32", "kcache", *eviction(0.25))
 
@@ -111,8 +114,7 @@ TABLES = {
         ("closeness",),
         (
             "uncompiled",
-            "snapkv:budget=0.25",
-            *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES),
+            *EXACT_EVICTIONS,
             "specache",
         ),
         (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
@@ -151,10 +153,9 @@ TABLES = {
         SMOLLM2,
         ("shared_context",),
         (
-            "uncompiled",
-            *(f"{name}:budget=0.25,eviction_block=prompt" for name in ("streaming_llm", "h2o")),
-            "snapkv:budget=0.25",
-            *KIVI, PAPER, "specache:bits=1", "specache",
+            "uncompiled", "fp8",
+            *EXACT_EVICTIONS,
+            *KIVI, "kivi:bits=4", "kcache", *SPECACHE, "specache:bits=1", "specache",
         ),
         ("--text", *LICENCES, *FAST, *EXACT, "--lengths", "1024", "--samples", "64"),
     ),
