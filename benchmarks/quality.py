@@ -112,12 +112,8 @@ TABLES = {
         "the same of policies that keep a quarter of a prompt, which they read exactly",
         SMOLLM2,
         ("closeness",),
-        (
-            "uncompiled",
-            *EXACT_EVICTIONS,
-            "specache",
-        ),
-        (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
+        ("uncompiled", *EXACT_EVICTIONS, "specache"),
+        (*UNSEEN, *EXACT, "--lengths", "1024", "--samples", "64"),
     ),
     "needles_smollm2": Table(
         "pass keys on a real checkpoint: depth × length (SpeCache, Figure 4)",
