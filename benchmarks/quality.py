@@ -58,7 +58,7 @@ LICENCES = tuple(
     f"/usr/share/common-licenses/{name}" for name in ("GPL-3", "GPL-2", "Apache-2.0", "LGPL-2.1", "MPL-2.0", "GFDL-1.3")
 )
 NEEDLES = ("--chat", "--text", *LICENCES, *FAST, "--samples", "66")
-LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "8")
+LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "32")
 TABLES = {
     "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
     "text": Table(
@@ -114,6 +114,13 @@ TABLES = {
         ("closeness",),
         ("uncompiled", *EXACT_EVICTIONS, "specache"),
         (*UNSEEN, *EXACT, "--lengths", "1024", "--samples", "64"),
+    ),
+    "perplexity_smollm2": Table(
+        "perplexity on a real checkpoint, where it gains from a long context",
+        SMOLLM2,
+        ("perplexity",),
+        ("uncompiled", *KIVI, PAPER, "specache:bits=1", "specache"),
+        (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "needles_smollm2": Table(
         "pass keys on a real checkpoint: depth × length (SpeCache, Figure 4)",

@@ -36,7 +36,7 @@ from specache_compile.evaluation.command import load
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.closeness import interval
-from specache_compile.evaluation.tasks.perplexity import windows
+from specache_compile.evaluation.tasks.fidelity import windows
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.methods import parse_options
 

@@ -15,11 +15,13 @@ from .rows import Row, sources
 from .settings import UNCOMPILED
 from .tasks import FOUND_OR_NOT
 from .tasks.closeness import interval
+from .tasks.perplexity import RECENT
 
 # The share of the right answers below which a cell says nothing of a cache: the model itself cannot do it.
 GATE = 0.8
 MARK = "*"
 FAILED = f"{MARK} the uncompiled model itself is right in less than {GATE:.0%}: in no mean, and evidence of nothing"
+SHORT = f"{MARK} the uncompiled model is not shown to gain from more than its last {RECENT} tokens: evidence of nothing"
 UNITS = ("perplexity",)  # every other metric is a share
 # Of a row's `kinds`: the figure, its column, its format.
 KIND_COLUMNS = (("kl", "KL", ".4f"), ("interval", "±", ".4f"), ("agreement", "top-1", ".1%"))
@@ -78,7 +80,7 @@ def task_table(rows: Sequence[Row]) -> str:
         lines.append(
             [
                 method, *scores, mean_of(counted) if len(cells) > 1 else None,
-                above_full(counted, full) if any("each" in row.detail for row in full.values()) else None,
+                above_full(counted, full) if any(map(paired_scores, full.values())) else None,
                 shown_ratio(max(mine, key=lambda row: row.context)),
                 f"{sum(kl) / len(kl):.4f}" if kl else None,
             ]
@@ -88,31 +90,47 @@ def task_table(rows: Sequence[Row]) -> str:
     headers = [f"{rows[0].task}: {metric}", *shown_cells, "mean", "above uncompiled", "device KV", "KL, nats"]
     kept = [i for i in range(len(headers)) if i == 0 or any(line[i] is not None for line in lines)]
     found = aligned([[line[i] for i in kept] for line in lines], [headers[i] for i in kept])
-    return f"{found}\n{FAILED}" if failed else found
+    return f"{found}\n{SHORT if metric in UNITS else FAILED}" if failed else found
 
 
 def failed_cells(rows: Sequence[Row]) -> set[str]:
     """Of one task's cells those that the uncompiled model itself fails."""
-    full = (row for row in rows if row.method == UNCOMPILED and row.task in FOUND_OR_NOT)
-    return {row.cell for row in full if row.score < GATE}
+    return {row.cell for row in rows if row.method == UNCOMPILED and fails(row)}
+
+
+def fails(row: Row) -> bool:
+    """Whether the uncompiled model's row is evidence of nothing: it finds too little, or its perplexity is not shown,
+    with 95 % confidence, to be below the one that it has behind its last tokens alone."""
+    if "recent" in row.detail:
+        gains = [near - whole for near, whole in zip(row.detail["recent"], row.detail["nats"], strict=True)]
+        return not sum(gains) / len(gains) > interval(gains)
+    return row.task in FOUND_OR_NOT and row.score < GATE
+
+
+def paired_scores(row: Row) -> list[float]:
+    """What can be paired with another method's: each answer's score, or each window's nats a token; [] of old rows."""
+    return row.detail.get("nats") or [one["score"] for one in row.detail.get("each", [])]
 
 
 def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
-    """Mean over cells ± 95 % of the paired differences to the uncompiled model, in points of a hundred, and of how many
-    answers; "" where a cell has no pairs."""
+    """Mean over cells ± 95 % of the paired differences to the uncompiled model: in points of a hundred, and of how many
+    answers; in nats a token, of perplexities. "" where a cell has no pairs."""
     means, squares, count = [], [], 0
     for row in rows:
         other = full.get(row.cell)
-        if other is None or other is row or "each" not in row.detail or row.samples != other.samples:
+        if other is None or other is row or not paired_scores(row) or row.samples != other.samples:
             return ""
-        both = zip(row.detail["each"], other.detail["each"], strict=True)
-        paired = [mine["score"] - theirs["score"] for mine, theirs in both]
+        both = zip(paired_scores(row), paired_scores(other), strict=True)
+        paired = [mine - theirs for mine, theirs in both]
         means.append(sum(paired) / len(paired))
         squares.append(interval(paired) ** 2)
         count += len(paired)
     if not means:
         return ""
-    return f"{100 * sum(means) / len(means):+.1f} ± {100 * math.sqrt(sum(squares)) / len(means):.1f} of {count}"
+    mean, half = sum(means) / len(means), math.sqrt(sum(squares)) / len(means)
+    if rows[0].metric in UNITS:
+        return f"{mean:+.4f} ± {half:.4f} nats"
+    return f"{100 * mean:+.1f} ± {100 * half:.1f} of {count}"
 
 
 def mean_of(rows: Sequence[Row]) -> str:

@@ -19,7 +19,7 @@ from specache_compile.evaluation.reader import ByteReader
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, interval, measure, windows_apart
+from specache_compile.evaluation.tasks.closeness import KINDS, STEPS, Continuations, interval, measure
 from specache_compile.evaluation.tasks.task import Bench
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -110,11 +110,11 @@ def test_the_unseen_text_is_the_release_notes_in_order() -> None:
 def test_windows_do_not_overlap_where_the_text_is_long_enough(samples: int, apart: int) -> None:
     bench = Bench(ByteReader(), (200,), samples, 0, 1 << 20)
     vars(bench)["haystack"] = list(range(1024))
-    rows = windows_apart(bench, 200)
+    rows = bench.windows_apart(200)
     assert all(row == list(range(row[0], row[0] + 200)) for row in rows)
     assert all(after[0] - before[0] >= apart for before, after in itertools.pairwise(rows))
     assert len(rows) == samples
-    assert windows_apart(bench, 200) == rows
+    assert bench.windows_apart(200) == rows
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from conftest import greedy, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.errors import OptionError
 from specache_compile.evaluation import command
-from specache_compile.evaluation.cell_tables import table
+from specache_compile.evaluation.cell_tables import SHORT, fails, table
 from specache_compile.evaluation.rows import Row, append_row, read_rows
 from specache_compile.evaluation.settings import parse_setting, running
 
@@ -209,6 +209,25 @@ def test_the_table_has_a_line_a_method_and_a_column_a_cell() -> None:
         "perplexity: perplexity      256    device KV",
         "------------------------  -----  -----------",
         "uncompiled                3.250        1.000",
+    ]
+
+
+def test_perplexities_are_compared_window_by_window_and_only_where_the_context_is_of_use() -> None:
+    """At 512 tokens the model is better with all of them than with the last 256, at 1,024 in one window of two."""
+    uncompiled = Row("a", "perplexity", "uncompiled", "512", 512, 3.0, "perplexity", 9, 0, 1.0, 0.1)
+    rows = [
+        replace(uncompiled, detail={"nats": [1.0, 1.1], "recent": [1.2, 1.31]}),
+        replace(uncompiled, cell="1024", detail={"nats": [1.0, 1.1], "recent": [1.2, 1.05]}),
+        replace(uncompiled, method="kivi", detail={"nats": [1.5, 1.7], "recent": [1.2, 1.31]}),
+        replace(uncompiled, method="kivi", cell="1024", detail={"nats": [2.0, 2.0], "recent": [1.2, 1.05]}),
+    ]
+    assert [fails(row) for row in rows[:2]] == [False, True]
+    assert table(rows).split("\n") == [
+        "perplexity: perplexity      512    1024 *    mean       above uncompiled    device KV",
+        "------------------------  -----  --------  ------  ---------------------  -----------",
+        "uncompiled                3.000     3.000                                       1.000",
+        "kivi                      3.000     3.000          +0.5500 ± 0.0980 nats        1.000",
+        SHORT,
     ]
 
 

@@ -17,7 +17,7 @@ from specache_compile.checkpoints import limit_of, origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, MODEL, check_inputs, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
-from specache_compile.evaluation.tasks.perplexity import windows
+from specache_compile.evaluation.tasks.fidelity import windows
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.options import LOWERINGS
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor
 from specache_compile.evaluation.runner import Runner, chunks, decode
 
 from .fidelity import divergence
-from .haystack import too_short
 from .task import Bench, Cell, Outcome
 
 KINDS = ("forced", "greedy", "sampled")
@@ -105,23 +103,11 @@ def interval(values: Sequence[float]) -> float:
     return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-def windows_apart(bench: Bench, length: int) -> list[list[int]]:
-    """`samples` windows of `length` tokens, one from each of as many equal parts of the text: none overlaps another
-    where the text is long enough, so that their intervals are of independent windows."""
-    rng, begin = random.Random(f"{bench.seed}/{length}"), bench.reader.begin()
-    size, part = length - len(begin), len(bench.haystack) / bench.samples
-    if size >= len(bench.haystack):
-        raise too_short(len(bench.haystack), size)
-    starts = [number * part + rng.random() * max(0.0, part - size) for number in range(bench.samples)]
-    last = len(bench.haystack) - size
-    return [[*begin, *bench.haystack[(start := min(int(place), last)) : start + size]] for place in starts]
-
-
 def cells(bench: Bench) -> list[Cell]:
     """One cell a length, its continuation included."""
 
     def cell(length: int) -> Cell:
-        known = Continuations(windows_apart(bench, length), bench.seed)
+        known = Continuations(bench.windows_apart(length), bench.seed)
         return Cell(str(length), length, functools.partial(measure, known=known), {"steps": STEPS})
 
     return [cell(length) for length in bench.lengths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 
-from .haystack import library_source
+from .haystack import library_source, too_short
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,17 @@ class Bench:
         if not self.texts:
             return self.reader.encode(library_source(held_out=True).decode(errors="replace"))
         return [token for path in self.texts for token in self.reader.encode(read_text(path))]
+
+    def windows_apart(self, length: int) -> list[list[int]]:
+        """`samples` windows of `length` tokens, one from each of as many equal parts of the text: none overlaps another
+        where the text is long enough, so that their intervals are of independent windows."""
+        rng, begin = random.Random(f"{self.seed}/{length}"), self.reader.begin()
+        size, part = length - len(begin), len(self.haystack) / self.samples
+        if size >= len(self.haystack):
+            raise too_short(len(self.haystack), size)
+        starts = [number * part + rng.random() * max(0.0, part - size) for number in range(self.samples)]
+        last = len(self.haystack) - size
+        return [[*begin, *self.haystack[(start := min(int(place), last)) : start + size]] for place in starts]
 
 
 @dataclass(frozen=True)
