@@ -1,8 +1,8 @@
 """Perplexity by position over text, each token fed through the cache as a decode step.
 
-The last tokens of a window are measured, what is before them is the prefill. A prefill's attention is exact, but under an eviction
-policy whose `eviction_block` is not "prompt". A text whose next token does not hang on what is far back tells nothing
-of a cache: so every row also has what the uncompiled model says of the same tokens when it knows the last 256 alone.
+A window's last tokens are measured, and those before them are the prefill, whose attention is exact but under an
+eviction policy whose `eviction_block` is not "prompt". A text whose next token does not hang on what is far back tells
+nothing of a cache: so every row also has what the uncompiled model says of the same tokens behind the last 256 alone.
 """
 
 from __future__ import annotations
