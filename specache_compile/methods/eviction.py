@@ -112,8 +112,9 @@ def eviction(policy: str) -> Method:
 
     def recipe(options: EvictionOptions, site: int) -> Recipe:
         block = WHOLE if options.eviction_block == PROMPT else options.eviction_block
-        settings = (policy, block, options.seed + SITE_STRIDE * site)
-        attend = Call("budget_attention", tuple(field.name for field in FIELDS), settings)
+        # Layers that draw nothing are given the same, so that they are alike, and one is compiled for all.
+        seed = options.seed + SITE_STRIDE * site if policy == "random" else 0
+        attend = Call("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     return Method(policy, RandomOptions if policy == "random" else EvictionOptions, FIELDS, recipe)

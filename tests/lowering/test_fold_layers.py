@@ -103,6 +103,16 @@ def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: l
     assert counts == [6, 12]
 
 
+@pytest.mark.parametrize(("method", "parts"), [("h2o", 3), ("snapkv", 3), ("kcache", 3), ("random", 1)])
+def test_layers_that_draw_no_numbers_are_alike(method: str, parts: int, compiles: list[GraphModule]) -> None:
+    """Random eviction's are compiled whole: each draws its own."""
+    model = tiny_llama(num_hidden_layers=4)
+    model.compile(backend="specache", options={"method": method, "lowering": "inductor"})
+    with torch.no_grad():
+        model(prompt(70), use_cache=True)
+    assert len(compiles) == parts
+
+
 @pytest.mark.parametrize("layers", [2, 3])
 def test_few_layers_are_compiled_whole(layers: int, compiles: list[GraphModule]) -> None:
     greedy(compiled(tiny_llama(num_hidden_layers=layers)), prompt(70), 3)
