@@ -65,7 +65,7 @@ def difference(row: Row, other: Row) -> str:
 def task_table(rows: Sequence[Row]) -> str:
     """One task: a line a method, a column a cell, the mean where it means something, the paired difference to the
     uncompiled model, the device's KV share at the longest context. Cells that the uncompiled model itself fails are
-    marked, and in no mean."""
+    marked, and in no mean. Of perplexity a line more: the uncompiled model's behind its last tokens alone."""
     cells = list(dict.fromkeys(row.cell for row in rows))
     methods = list(dict.fromkeys(row.method for row in rows))
     at = {(row.method, row.cell): row for row in rows}
@@ -85,6 +85,9 @@ def task_table(rows: Sequence[Row]) -> str:
                 f"{sum(kl) / len(kl):.4f}" if kl else None,
             ]
         )  # fmt: skip
+        recent = [recent_perplexity(full.get(cell)) for cell in cells]
+        if method == UNCOMPILED and any(recent):
+            lines.append([f"{UNCOMPILED}, {RECENT} tokens", *recent, *[None] * 4])
     metric = "/".join(dict.fromkeys(row.metric for row in rows))
     shown_cells = [f"{cell} {MARK}" if cell in failed else cell for cell in cells]
     headers = [f"{rows[0].task}: {metric}", *shown_cells, "mean", "above uncompiled", "device KV", "KL, nats"]
@@ -105,6 +108,12 @@ def fails(row: Row) -> bool:
         gains = [near - whole for near, whole in zip(row.detail["recent"], row.detail["nats"], strict=True)]
         return not sum(gains) / len(gains) > interval(gains)
     return row.task in FOUND_OR_NOT and row.score < GATE
+
+
+def recent_perplexity(row: Row | None) -> str:
+    """The uncompiled model's, where it knows the last tokens alone; "" where that was not measured."""
+    nats = [] if row is None else row.detail.get("recent", [])
+    return f"{math.exp(sum(nats) / len(nats)):.3f}" if nats else ""
 
 
 def paired_scores(row: Row) -> list[float]:

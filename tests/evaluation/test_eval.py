@@ -226,6 +226,7 @@ def test_perplexities_are_compared_window_by_window_and_only_where_the_context_i
         "perplexity: perplexity      512    1024 *    mean       above uncompiled    device KV",
         "------------------------  -----  --------  ------  ---------------------  -----------",
         "uncompiled                3.000     3.000                                       1.000",
+        "uncompiled, 256 tokens    3.508     3.080",
         "kivi                      3.000     3.000          +0.5500 ± 0.0980 nats        1.000",
         SHORT,
     ]
