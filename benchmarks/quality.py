@@ -58,11 +58,11 @@ LICENCES = tuple(
     f"/usr/share/common-licenses/{name}" for name in ("GPL-3", "GPL-2", "Apache-2.0", "LGPL-2.1", "MPL-2.0", "GFDL-1.3")
 )
 NEEDLES = ("--chat", "--text", *LICENCES, *FAST, "--samples", "66")
-LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "32")
+LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "64")
 TABLES = {
     "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
     "text": Table(
-        "method × device KV × perplexity and fidelity; policies keep this share of a prefill of 512, 1,536 tokens",
+        "method × device KV × perplexity and fidelity; policies keep this share of a prefill of 896, 1,920 tokens",
         TEXT, ("perplexity", "fidelity"), (*METHODS, *eviction(0.4)), LONG_TEXT,
     ),
     "k": Table(

@@ -36,7 +36,6 @@ from specache_compile.evaluation.command import load
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.closeness import interval
-from specache_compile.evaluation.tasks.fidelity import windows
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.methods import parse_options
 
@@ -188,7 +187,7 @@ def prompts_of(args: argparse.Namespace, reader: Reader) -> list[Prompt]:
             asked = edits.prompts(reader, kind, context, args.samples, args.seed)
             made.append(({"kind": kind, "context": context}, asked))
         if not args.edits:
-            made.append(({"context": context}, windows(bench, context)))
+            made.append(({"context": context}, bench.windows(context)))
     return [Prompt(ids, number, facts) for facts, rows in made for number, ids in enumerate(rows)]
 
 

@@ -79,7 +79,7 @@ def task_table(rows: Sequence[Row]) -> str:
         kl = [row.detail["kl"] for row in mine if "kl" in row.detail]
         lines.append(
             [
-                method, *scores, mean_of(counted) if len(cells) > 1 else None,
+                method, *scores, mean_of(counted) if len(cells) > 1 and rows[0].metric not in UNITS else None,
                 above_full(counted, full) if any(map(paired_scores, full.values())) else None,
                 shown_ratio(max(mine, key=lambda row: row.context)),
                 f"{sum(kl) / len(kl):.4f}" if kl else None,
@@ -122,8 +122,8 @@ def paired_scores(row: Row) -> list[float]:
 
 
 def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
-    """Mean over cells ± 95 % of the paired differences to the uncompiled model: in points of a hundred, and of how many
-    answers; in nats a token, of perplexities. "" where a cell has no pairs."""
+    """Mean over cells ± 95 % of the paired differences to the uncompiled model, in points of a hundred, or in nats a
+    token where the scores are perplexities; and of how many answers or windows. "" where a cell has no pairs."""
     means, squares, count = [], [], 0
     for row in rows:
         other = full.get(row.cell)
@@ -138,15 +138,13 @@ def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
         return ""
     mean, half = sum(means) / len(means), math.sqrt(sum(squares)) / len(means)
     if rows[0].metric in UNITS:
-        return f"{mean:+.4f} ± {half:.4f} nats"
+        return f"{mean:+.4f} ± {half:.4f} nats of {count}"
     return f"{100 * mean:+.1f} ± {100 * half:.1f} of {count}"
 
 
 def mean_of(rows: Sequence[Row]) -> str:
     """The plain mean over cells; the geometric one has no name a reader would expect, so perplexities have none."""
-    if not rows or any(row.metric in UNITS for row in rows):
-        return ""
-    return f"{sum(row.score for row in rows) / len(rows):.1%}"
+    return f"{sum(row.score for row in rows) / len(rows):.1%}" if rows else ""
 
 
 def table(rows: Sequence[Row]) -> str:

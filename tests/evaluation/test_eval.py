@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -223,13 +224,19 @@ def test_perplexities_are_compared_window_by_window_and_only_where_the_context_i
     ]
     assert [fails(row) for row in rows[:2]] == [False, True]
     assert table(rows).split("\n") == [
-        "perplexity: perplexity      512    1024 *    mean       above uncompiled    device KV",
-        "------------------------  -----  --------  ------  ---------------------  -----------",
-        "uncompiled                3.000     3.000                                       1.000",
+        "perplexity: perplexity      512    1024 *            above uncompiled    device KV",
+        "------------------------  -----  --------  --------------------------  -----------",
+        "uncompiled                3.000     3.000                                    1.000",
         "uncompiled, 256 tokens    3.508     3.080",
-        "kivi                      3.000     3.000          +0.5500 ± 0.0980 nats        1.000",
+        "kivi                      3.000     3.000  +0.5500 ± 0.0980 nats of 2        1.000",
         SHORT,
     ]
+
+
+@pytest.mark.parametrize("nats", [[1.0], [1.0, math.nan], [1.0, math.inf]])
+def test_a_single_window_or_one_without_a_number_shows_no_gain(nats: list[float]) -> None:
+    detail = {"nats": nats, "recent": [9.0] * len(nats)}
+    assert fails(Row("a", "perplexity", "uncompiled", "512", 512, 3.0, "perplexity", 9, 0, 1.0, 0.1, detail=detail))
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,14 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more(task: str) -> None:
         assert runner.longest > cell.context - 8  # a list of words may end a word early
 
 
-@pytest.mark.parametrize("task", LENGTHLY)
+@pytest.mark.parametrize("task", [*LENGTHLY, "diagnose"])
 def test_draws_are_a_function_of_the_seed(task: str) -> None:
     def prompts(seed: int) -> list[Any]:
         rng = random.Random(seed)
+        if task == "diagnose":
+            return bench(seed=seed).windows(400)
         if task in ("perplexity", "fidelity"):
-            return [bench(seed=seed).windows_apart(400), fidelity.windows(bench(seed=seed), 400)]
+            return bench(seed=seed).windows_apart(400)
         if task == "shared_context":
             return [shared_context.shared(bench(), 400, rng)]
         runner = Recorder()
@@ -158,7 +160,7 @@ def test_forced_logits_are_those_of_one_whole_pass(model: Any) -> None:
 
 def test_perplexity_is_the_exponent_of_the_mean_loss(model: Any) -> None:
     rows = bench(samples=3).windows_apart(80)
-    outcome = perplexity.measure(Runner(model, BYTES, batch_size=2), perplexity.Known(rows, begin=0))
+    outcome = perplexity.measure(Runner(model, BYTES, batch_size=2), rows)
     with torch.no_grad():
         logits = model(torch.tensor(rows), use_cache=False).logits
     losses = torch.nn.functional.cross_entropy(logits[:, 40:-1].flatten(0, 1), torch.tensor(rows)[:, 41:].flatten())
@@ -167,27 +169,31 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(model: Any) -> None:
     weights = torch.tensor([math.log(value) for value in outcome.detail["by_position"].values()])
     assert weights.mean().item() == pytest.approx(losses.item(), rel=0.05)  # stretches of nearly equal length
     assert statistics.fmean(outcome.detail["nats"]) == pytest.approx(losses.item(), rel=1e-4)
+    assert outcome.detail["recent"] == pytest.approx(outcome.detail["nats"], rel=1e-4)  # all lies within 256 tokens
 
 
 def test_perplexity_behind_the_last_tokens_alone_is_the_models_on_each_tokens_own_context(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token by token: what begins a text (two tokens), and the last 16, or up to four more within a stride."""
+    """Token by token: what begins a text (two tokens), and the last 16, or up to six more within a stride."""
     monkeypatch.setattr(perplexity, "RECENT", 16)
-    monkeypatch.setattr(perplexity, "STRIDE", 5)
+    monkeypatch.setattr(perplexity, "STRIDE", 7)
     rows = torch.tensor(bench(samples=2).windows_apart(61))
-    measured = range(31, 61)
     losses = []
-    for place, token in enumerate(measured):
-        start = token - place % 5 - 16
+    for place, token in enumerate(range(31, 61)):
+        start = token - place % 7 - 16
         with torch.no_grad():
             logits = model(torch.cat([rows[:, :2], rows[:, start:token]], 1), use_cache=False).logits[:, -1]
         losses.append(torch.nn.functional.cross_entropy(logits, rows[:, token], reduction="none"))
-    known = perplexity.Known(rows.tolist(), begin=2)
-    found = known.recent(Runner(model, BYTES, batch_size=1))
-    torch.testing.assert_close(torch.tensor(found), torch.stack(losses).mean(0), atol=1e-4, rtol=1e-4)
-    whole = perplexity.measure(Runner(model, BYTES), known).detail
-    assert whole["recent"] == found != whole["nats"]
+    found = perplexity.recent_nats(model, rows, begin=2)
+    torch.testing.assert_close(found, torch.stack(losses, 1), atol=1e-4, rtol=1e-4)
+    whole = perplexity.measure(Runner(model, BYTES), rows.tolist(), begin=2).detail
+    assert whole["recent"] == pytest.approx(found.mean(1).tolist(), rel=1e-5) != whole["nats"]
+
+
+def test_only_the_uncompiled_model_is_asked_behind_the_last_tokens_alone(model: Any) -> None:
+    with running(model, parse_setting("kivi:bits=2,group_size=32,residual_length=32"), "eager"):
+        assert "recent" not in perplexity.measure(Runner(model, BYTES), bench(samples=1).windows_apart(80)).detail
 
 
 def test_divergence_is_torchs_kl(model: Any) -> None:
@@ -199,7 +205,7 @@ def test_divergence_is_torchs_kl(model: Any) -> None:
 
 
 def test_fidelity_is_total_where_the_method_loses_nothing_and_not_where_it_does(model: Any) -> None:
-    rows = fidelity.windows(bench(samples=2), 160)
+    rows = bench(samples=2).windows_apart(160)
     lossless = "specache:group_size=32,residual_length=32,top_k=1024,bits=1"
     figures = {}
     for name in ("uncompiled", lossless, "kivi:bits=1,group_size=32,residual_length=1"):

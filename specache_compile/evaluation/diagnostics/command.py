@@ -17,7 +17,6 @@ from specache_compile.checkpoints import limit_of, origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, MODEL, check_inputs, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
-from specache_compile.evaluation.tasks.fidelity import windows
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.options import LOWERINGS
 
@@ -71,7 +70,7 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(args.which))
     with tqdm(total=sum(DIAGNOSTICS[name].runs for name in names), file=sys.stderr, unit="run") as bar:
-        ids = torch.tensor(windows(bench, args.length), device=model.device)
+        ids = torch.tensor(bench.windows(args.length), device=model.device)
         run = Inspected(model, ids, args.steps, args.lowering, bar.update)
         found = list(measure(names, run, key, line, args, bar))
     for name, points in found:

@@ -99,8 +99,11 @@ def measure(runner: Runner, known: Continuations) -> Outcome:
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean, by the normal approximation; NaN of a single value."""
-    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    """Half the width of the 95 % interval of the mean, by the normal approximation; NaN of a single value, or where one
+    is no number."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    return 1.96 * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def cells(bench: Bench) -> list[Cell]:

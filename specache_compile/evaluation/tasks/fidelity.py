@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import torch
 
 from specache_compile.evaluation.runner import Runner, chunks
 
-from .haystack import window
 from .perplexity import MOST_STEPS, bucket_means, prefill_of
 from .task import Bench, Cell, Outcome
-
-
-def windows(bench: Bench, length: int) -> list[list[int]]:
-    """`samples` windows of `length` tokens, from anywhere in the text: they may overlap, and have no interval."""
-    rng, begin = random.Random(f"{bench.seed}/{length}"), bench.reader.begin()
-    return [[*begin, *window(bench.haystack, length - len(begin), rng)] for _ in range(bench.samples)]
 
 
 def measure(runner: Runner, rows: Sequence[Sequence[int]]) -> Outcome:
@@ -47,7 +39,7 @@ def cells(bench: Bench) -> list[Cell]:
     """One cell a length."""
 
     def cell(length: int) -> Cell:
-        rows = windows(bench, length)
+        rows = bench.windows_apart(length)
         return Cell(str(length), length, lambda runner: measure(runner, rows), {"steps": MOST_STEPS})
 
     return [cell(length) for length in bench.lengths]
