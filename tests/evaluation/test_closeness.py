@@ -106,15 +106,27 @@ def test_the_unseen_text_is_the_release_notes_in_order() -> None:
     )
 
 
-@pytest.mark.parametrize(("samples", "apart"), [(5, 200), (10, 1)])
-def test_windows_do_not_overlap_where_the_text_is_long_enough(samples: int, apart: int) -> None:
+@pytest.mark.filterwarnings("error")
+def test_windows_do_not_overlap_where_the_text_is_long_enough() -> None:
+    assert all(after[0] - before[0] >= 200 for before, after in itertools.pairwise(windows(5)))
+
+
+def test_windows_that_must_overlap_are_spread_and_told() -> None:
+    told = "10 windows of 200 tokens overlap in a text of 1,024: .* or --samples 5"
+    with pytest.warns(UserWarning, match=told):
+        rows = windows(10)
+    assert all(after[0] > before[0] for before, after in itertools.pairwise(rows))
+
+
+def windows(samples: int) -> list[list[int]]:
+    """Of 200 tokens from a text of 1,024, the same whenever they are drawn."""
     bench = Bench(ByteReader(), (200,), samples, 0, 1 << 20)
     vars(bench)["haystack"] = list(range(1024))
     rows = bench.windows_apart(200)
     assert all(row == list(range(row[0], row[0] + 200)) for row in rows)
-    assert all(after[0] - before[0] >= apart for before, after in itertools.pairwise(rows))
     assert len(rows) == samples
     assert bench.windows_apart(200) == rows
+    return rows
 
 
 @pytest.mark.parametrize(

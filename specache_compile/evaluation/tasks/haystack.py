@@ -24,6 +24,13 @@ def too_short(tokens: int, asked: int) -> SpecacheError:
     return SpecacheError(f"the text has {tokens:,} tokens, and {asked:,} are asked for: give more --text")
 
 
+def overlapping(tokens: int, samples: int, size: int) -> str:
+    return (
+        f"{samples} windows of {size:,} tokens overlap in a text of {tokens:,}: their intervals are narrower than they "
+        f"should be; give more --text, or --samples {tokens // size}"
+    )
+
+
 def window(haystack: Sequence[int], length: int, rng: random.Random) -> Sequence[int]:
     """`length` neighbouring tokens of the haystack, from a random place."""
     if length >= len(haystack):

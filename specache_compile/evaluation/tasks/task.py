@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 
-from .haystack import library_source, too_short, window
+from .haystack import library_source, overlapping, too_short, window
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class Bench:
         return [[*begin, *window(self.haystack, length - len(begin), rng)] for _ in range(self.samples)]
 
     def windows_apart(self, length: int) -> list[list[int]]:
-        """`samples` windows of `length` tokens, one from each of as many equal parts of the text: none overlaps another
-        where the text is long enough, so that their intervals are of independent windows."""
+        """`samples` windows of `length` tokens, one from each of as many equal parts of the text, so that their
+        intervals are of independent windows: none overlaps another, or a warning says that the text is too short."""
         rng, begin = random.Random(f"{self.seed}/{length}"), self.reader.begin()
         size, part = length - len(begin), len(self.haystack) / self.samples
         if size >= len(self.haystack):
             raise too_short(len(self.haystack), size)
+        if part < size:
+            warnings.warn(overlapping(len(self.haystack), self.samples, size), stacklevel=2)
         starts = [number * part + rng.random() * max(0.0, part - size) for number in range(self.samples)]
         last = len(self.haystack) - size
         return [[*begin, *self.haystack[(start := min(int(place), last)) : start + size]] for place in starts]
