@@ -325,8 +325,8 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("keys", "multikey"), ("keys", "shared_context"), ("text", "perplexity"), ("text", "fidelity"),
-    ("closeness", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"), ("needles_blind", "needle"),
-    ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
+    ("closeness", "closeness"), ("evictions", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"),
+    ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
 )  # fmt: skip
 BENCHED = tuple(f"smollm2-135m_{case}" for case in ("bfloat16", "float32", "float32_xeon", "float32_xeon_vectors"))
 GENERATORS: dict[str, Callable[[], str]] = {
