@@ -31,6 +31,7 @@ from measuring import Results, limits, milliseconds
 from tabulate import tabulate
 
 from specache_compile.kernels import host_memory, triton_copy
+from specache_compile.kernels.segments import segmented, tokens_of
 
 CUDA = torch.device("cuda")
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
@@ -76,6 +77,25 @@ def registration() -> Found:
     return {"holds": tensor.is_pinned() and right, "says": f"{seconds:.2f} s, {4 / seconds:.1f} GiB/s"}
 
 
+def growth() -> Found:
+    """Whether a tier that has grown is read and written behind its first registration, by a kernel and by a copy."""
+    small, large = (segmented(1, 8, tokens, 128) for tokens in (4096, 8192))
+    tensor = host_memory.host_empty(small, torch.bfloat16, CUDA)
+    start = time.perf_counter()
+    grown = host_memory.host_grown(tensor, large, CUDA)
+    seconds = time.perf_counter() - start
+    if grown is None or grown.data_ptr() != tensor.data_ptr():
+        return {"holds": False, "says": "it did not grow where it is"}
+    k, v = torch.randn(2, 1, 8, 1, 128, device=CUDA, dtype=torch.bfloat16)
+    right = []
+    for token in (4095, 4096, 8191):
+        triton_copy.write_through(k, v, torch.tensor([token, 0, 0, 0], device=CUDA), grown)
+        torch.cuda.synchronize()
+        at = tokens_of(grown, token, token + 1)
+        right.append(torch.equal(at, torch.stack([k, v], 3).cpu()) and torch.equal(at.to(CUDA)[:, :, :, 0], k))
+    return {"holds": all(right), "says": f"{right}; {grown.nbytes / 2 / seconds / GIB:.1f} GiB/s pinned"}
+
+
 def copy_between_registrations() -> Found:
     """Whether one copy may cross from one registration into the next. Nothing here needs it: it is to be known."""
     memory = host_memory.PinnedMap(-1, 2 << 20, **host_memory.MAP_FLAGS)
@@ -95,9 +115,9 @@ def copy_between_registrations() -> Found:
 def gather_rates() -> Found:
     """GB/s of a gather of 512-byte pairs, beside a pinned copy's, by the number of its programs."""
     device = CUDA if torch.cuda.is_available() else torch.device("cpu")
-    heads, tokens, top_k, d = (176, 8192, 64, 128) if device == CUDA else (4, 64, 8, 16)
+    heads, tokens, top_k, d = (176, 8192, 64, 128) if device == CUDA else (4, 256, 8, 16)
     dtype = torch.bfloat16 if device == CUDA else torch.half
-    host = host_memory.host_empty((1, heads, tokens, 2, d), dtype, device).fill_(1)
+    host = host_memory.host_empty(segmented(1, heads, tokens, d), dtype, device).fill_(1)
     slots = torch.zeros(1, heads, top_k, 2, d, dtype=dtype, device=device)
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
     wanted = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
@@ -119,6 +139,7 @@ PROBES: dict[str, Callable[[], Found]] = {
     "subnormal products": subnormal_products,
     "same address": same_address,
     "registration of 4 GiB": registration,
+    "growth of a tier": growth,
     "copy between registrations": copy_between_registrations,
     "gather by programs": gather_rates,
 }

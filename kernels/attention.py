@@ -17,6 +17,7 @@ from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .fp8 import decoded
 from .layout import Layout, rotated
 from .quantize import dequantize_keys, dequantize_values
+from .segments import tokens_of
 
 # Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.
 BLOCK = 1024
@@ -408,8 +409,8 @@ def extend_attention(
     """Exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
 
     q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T, ≥ n + T], or one row for all T, of padding, beside which the
-    new tokens are causal, as they are without a mask; sinks [Hq]; host [B, H, C, 2, d], exact or as e4m3 codes (uint8).
-    Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
+    new tokens are causal, as they are without a mask; sinks [Hq]; host: all pairs (`segments.py`), exact or as e4m3
+    codes (uint8). Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
     """
     wait_for_offloads(cursor)
     length = int(cursor[LENGTH])
@@ -427,7 +428,7 @@ def extend_attention(
             stop, keys, values = length + tokens, k, v
         else:
             stop = min(start + BLOCK, length)
-            keys, values = decoded(host[:, :, start:stop].to(q.device), q.dtype).unbind(3)
+            keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype).unbind(3)
         logits = product(query, keys, softcap)
         if bias is not None:
             logits = logits + bias[..., start:stop]

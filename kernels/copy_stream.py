@@ -23,6 +23,7 @@ from torch import Tensor
 from . import deferred, kcache, tiers
 from . import measure as hit_rate
 from .cursor import length_of
+from .segments import aligned, put, runs, span_of, tokens_of
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
@@ -107,8 +108,12 @@ def correct(
         tiers.refill(wanted, host, slots, slot_index, corrected)
 
 
-def copy_rows(source: Tensor, target: Tensor) -> None:
-    """Copy [B, H, n, 2, d] to the same shape across PCIe: each row and head is contiguous, the whole is not."""
+def copy_across(source: Tensor, target: Tensor) -> None:
+    """Copy pairs [B, H, n, 2, d] to the same shape across PCIe: in one piece where both are, as a whole segment is;
+    else by rows and heads, each of which is contiguous."""
+    if source.is_contiguous() and target.is_contiguous():
+        target.copy_(source, non_blocking=True)
+        return
     for row in range(source.shape[0]):
         for head in range(source.shape[1]):
             target[row, head].copy_(source[row, head], non_blocking=True)
@@ -127,18 +132,18 @@ class Staging:
         self.next = 0
 
     def send(self, k: Tensor, v: Tensor, start: int, host: Tensor) -> None:
-        """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on."""
+        """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on, staged as they will lie in
+        its segments."""
         main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
         number, self.next = self.next, 1 - self.next
         copied = self.copied[number]
         if copied is not None:
             main.wait_event(copied)
-        pairs = self.buffer(number, 2 * k.nbytes).view(k.dtype).view(*k.shape[:3], 2, k.shape[3])
-        torch.stack([k, v], dim=3, out=pairs)
+        staged = stage(k, v, start, host, self.buffer(number, 2 * k.nbytes).view(k.dtype))
         copy.wait_stream(main)
-        stop = start + k.shape[2]
         with torch.cuda.stream(copy):
-            copy_rows(pairs, host[:, :, start:stop])
+            for pairs, (target, _, _) in zip(staged, runs(host, start, start + k.shape[2]), strict=True):
+                copy_across(pairs, target)
         self.copied[number] = copy.record_event()
 
     def buffer(self, number: int, size: int) -> Tensor:
@@ -146,6 +151,20 @@ class Staging:
             self.buffers[number] = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.buffers[number].record_stream(stream_of(self.device))
         return self.buffers[number][:size]
+
+
+def stage(k: Tensor, v: Tensor, start: int, host: Tensor, buffer: Tensor) -> list[Tensor]:
+    """Put the new pairs k, v [B, H, T, d] into `buffer` [2·B·H·T·d], a contiguous piece for each of the `runs` of the
+    host tier's tokens from `start` on; returns the pieces [B, H, n, 2, d]. Whole segments are put there at once."""
+    stop, staged, used = start + k.shape[2], list[Tensor](), 0
+    for begin, end in aligned(host, start, stop):
+        size = min(end - begin, span_of(host))
+        keys, values = (x[:, :, begin - start : end - start].unflatten(2, (-1, size)).movedim(2, 0) for x in (k, v))
+        pieces = buffer[used : used + 2 * keys.numel()].view(*keys.shape[:4], 2, keys.shape[4])
+        torch.stack([keys, values], dim=4, out=pieces)
+        staged += pieces.unbind()
+        used += pieces.numel()
+    return staged
 
 
 @functools.cache
@@ -164,7 +183,7 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
 
     if not host.is_pinned():
         start = length_of(cursor)
-        host[:, :, start : start + k.shape[2]] = torch.stack([k, v], dim=3).to(host.device)
+        put(host, start, torch.stack([k, v], dim=3).to(host.device))
     elif k.shape[2] <= WRITE_THROUGH:
         write_through(k, v, cursor, host)
     else:
@@ -179,29 +198,31 @@ def host_blocks(host: Tensor, length: int, size: int, device: torch.device) -> I
     starts = range(0, length, size)
     if device.type != "cuda" or not host.is_pinned():
         for first in starts:
-            yield first, host[:, :, first : min(first + size, length)].to(device)
+            yield first, tokens_of(host, first, min(first + size, length)).to(device)
         return
     main, copy = torch.cuda.current_stream(device), stream_of(device)
-    shape = (*host.shape[:2], min(size, length), *host.shape[3:])
-    buffers = [torch.empty(shape, dtype=host.dtype, device=device) for _ in range(2)]
+    pair = tokens_of(host, 0, 1).numel()
+    buffers = [torch.empty(min(size, length) * pair, dtype=host.dtype, device=device) for _ in range(2)]
     for buffer in buffers:
         buffer.record_stream(copy)
 
-    def load(number: int) -> tuple[Tensor, Any]:
-        source = host[:, :, starts[number] : min(starts[number] + size, length)]
-        block = buffers[number % 2][:, :, : source.shape[2]]
+    def load(number: int) -> tuple[list[Tensor], Any]:
+        pieces, used = list[Tensor](), 0
         copy.wait_stream(main)  # whoever attended to the buffer's last block has been launched
         with torch.cuda.stream(copy):
-            copy_rows(source, block)
-        return block, copy.record_event()
+            for source, _, _ in runs(host, starts[number], min(starts[number] + size, length)):
+                pieces.append(buffers[number % 2][used : used + source.numel()].view(source.shape))
+                copy_across(source, pieces[-1])
+                used += source.numel()
+        return pieces, copy.record_event()
 
     following = load(0) if len(starts) else None
     for number, first in enumerate(starts):
         assert following is not None
-        block, loaded = following
+        pieces, loaded = following
         following = load(number + 1) if number + 1 < len(starts) else None
         main.wait_event(loaded)
-        yield first, block
+        yield first, torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
 
 
 def measure(q: Tensor, *rest: Any) -> None:

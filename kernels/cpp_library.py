@@ -90,7 +90,7 @@ def tiers_library() -> CDLL:
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 4, *[number] * 4, pointer],
         "correct": [*[pointer] * 5, *[number] * 7, pointer],
-        "write_pairs": [*[pointer] * 3, *[number] * 5],
+        "write_pairs": [*[pointer] * 3, *[number] * 6],
     })  # fmt: skip
 
 

@@ -47,8 +47,17 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
   std::fill(wanted + chosen + left, wanted + k, -1);
 }
 
+// A tier in runs of `span` contiguous tokens of each of `heads`: `segments.py`.
+struct Tier {
+  char* pairs;
+  int64_t heads, span, pair;
+  char* at(int64_t head, int64_t token) const {
+    return pairs + ((token / span * heads + head) * span + token % span) * pair;
+  }
+};
+
 // Bring one head's wanted pairs into its slots, those that are not there yet; returns how many travelled.
-int64_t refill_head(const int32_t* wanted, const char* host, char* slots, int32_t* index, int64_t k, int64_t pair) {
+int64_t refill_head(const int32_t* wanted, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
   std::vector<int32_t> missing;
   std::vector<uint8_t> stays(k);
   for (int64_t i = 0; i < k; ++i) {
@@ -65,9 +74,20 @@ int64_t refill_head(const int32_t* wanted, const char* host, char* slots, int32_
     index[j] = -1;
     if (next == missing.size()) continue;
     index[j] = missing[next++];
-    std::memcpy(slots + j * pair, host + index[j] * pair, pair);
+    std::memcpy(slots + j * host.pair, host.at(head, index[j]), host.pair);
   }
   return missing.size();
+}
+
+// The same of the heads `first` to `stop`: wanted, slots and index are the first one's. Returns the bytes that travelled.
+int64_t refill_heads(const int32_t* wanted, const Tier& host, int64_t first, int64_t stop, char* slots, int32_t* index,
+                     int64_t k) {
+  int64_t moved = 0;
+  for (int64_t head = first; head < stop; ++head) {
+    const int64_t at = (head - first) * k;
+    moved += host.pair * refill_head(wanted + at, host, head, slots + at * host.pair, index + at, k);
+  }
+  return moved;
 }
 
 }  // namespace
@@ -77,35 +97,34 @@ extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, 
   for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, wanted + head * k);
 }
 
-// wanted [heads, k], host [heads, capacity] and slots [heads, k] of pairs, slot_index [heads, k]; fetched: bytes, added to.
-extern "C" void refill(const int32_t* wanted, const char* host, char* slots, int32_t* slot_index, int64_t heads,
-                       int64_t capacity, int64_t k, int64_t pair, int64_t* fetched) {
-  for (int64_t head = 0; head < heads; ++head)
-    *fetched += pair * refill_head(wanted + head * k, host + head * capacity * pair, slots + head * k * pair,
-                                   slot_index + head * k, k, pair);
+// wanted and slot_index [heads, k], slots [heads, k] of pairs, host a tier of pairs; fetched: bytes, added to.
+extern "C" void refill(const int32_t* wanted, char* host, char* slots, int32_t* slot_index, int64_t heads, int64_t span,
+                       int64_t k, int64_t pair, int64_t* fetched) {
+  *fetched += refill_heads(wanted, {host, heads, span, pair}, 0, heads, slots, slot_index, k);
 }
 
 // Lane 0's own choice among the first `n` tokens, in the rows that missed (null: all): scores [lanes, rows·heads, stride].
-extern "C" void correct(const float* scores, const uint8_t* missed, const char* host, char* slots, int32_t* slot_index,
-                        int64_t rows, int64_t heads, int64_t stride, int64_t capacity, int64_t n, int64_t k,
+extern "C" void correct(const float* scores, const uint8_t* missed, char* host, char* slots, int32_t* slot_index,
+                        int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t n, int64_t k,
                         int64_t pair, int64_t* corrected) {
   std::vector<int32_t> wanted(heads * k);
   for (int64_t row = 0; row < rows; ++row) {
     if (missed && !missed[row]) continue;
     const int64_t first = row * heads;
     select_topk(scores + first * stride, heads, stride, n, k, wanted.data());
-    refill(wanted.data(), host + first * capacity * pair, slots + first * k * pair, slot_index + first * k, heads,
-           capacity, k, pair, corrected);
+    *corrected += refill_heads(wanted.data(), {host, rows * heads, span, pair}, first, first + heads,
+                               slots + first * k * pair, slot_index + first * k, k);
   }
 }
 
 // The pairs of `count` new tokens, keys and values [heads, count] of `half` bytes each, become the pairs first, first + 1,
-// ... of target [heads, places]; token t lies at t mod places.
+// ... of target, a tier of `places` tokens a head; token t lies at t mod places.
 extern "C" void write_pairs(const char* keys, const char* values, char* target, int64_t heads, int64_t count,
-                            int64_t places, int64_t first, int64_t half) {
+                            int64_t places, int64_t span, int64_t first, int64_t half) {
+  const Tier tier = {target, heads, span, 2 * half};
   for (int64_t head = 0; head < heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
-      char* pair = target + (head * places + (first + t) % places) * 2 * half;
+      char* pair = tier.at(head, (first + t) % places);
       std::memcpy(pair, keys + (head * count + t) * half, half);
       std::memcpy(pair + half, values + (head * count + t) * half, half);
     }

@@ -16,6 +16,7 @@ from . import tiers
 from .copy_queue import queue_of
 from .cpp_library import address, tiers_library
 from .cursor import LENGTH, LOW_BIT
+from .segments import places_of, span_of
 
 # New tokens whose pairs are written at once; more are the worker's.
 WRITE_THROUGH = 16
@@ -41,7 +42,7 @@ def prefetch_fused(
     places, library = [address(tensor) for tensor in (wanted, host, slots, slot_index)], tiers_library()
 
     def job() -> None:
-        library.refill(*places, heads, host.shape[2], k, pair, address(fetched))
+        library.refill(*places, heads, span_of(host), k, pair, address(fetched))
 
     queue = queue_of(cursor)
     if queue is None:
@@ -58,7 +59,7 @@ def correct_fused(
     """`tiers.correct`, in C++; the same arguments and results."""
     scores, low_bit = scores.contiguous(), int(cursor[LOW_BIT])
     missed = None if missed is None else missed.contiguous()
-    sizes = (*slots.shape[:2], scores.shape[-1], host.shape[2], low_bit, slots.shape[2], pair_bytes(slots))
+    sizes = (*slots.shape[:2], scores.shape[-1], span_of(host), low_bit, slots.shape[2], pair_bytes(slots))
     places, library = [address(tensor) for tensor in (scores, missed, host, slots, slot_index)], tiers_library()
 
     def job() -> None:
@@ -97,13 +98,13 @@ def append_fused(
 
 
 def write_pairs(k: Tensor, v: Tensor, target: Tensor, first: int) -> Callable[[], None]:
-    """What puts k, v [B, H, T, d] into target [B, H, places, 2, d] as the tokens from `first` on, at t mod places."""
+    """What puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from `first` on, at t mod its places."""
     k, v = k.contiguous(), v.contiguous()
     heads, count, half = k.shape[0] * k.shape[1], k.shape[2], k.shape[3] * k.element_size()
-    library = tiers_library()
+    places, span, library = places_of(target), span_of(target), tiers_library()
 
     def job() -> None:
-        library.write_pairs(address(k), address(v), address(target), heads, count, target.shape[2], first, half)
+        library.write_pairs(address(k), address(v), address(target), heads, count, places, span, first, half)
 
     return job
 

@@ -1,4 +1,8 @@
-"""Memory of the host tier: pinned where a GPU reads it, within a budget, and lent to the next cache when one dies."""
+"""Memory of the host tier: pinned where a GPU reads it, within a budget, and lent to the next cache when one dies.
+
+A pinned tier begins a stretch of addresses that is larger than it. Addresses cost nothing until they are touched: when
+the tier grows, what comes behind it is pinned, and what is there stays where it is.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
 
 import psutil
 import torch
@@ -16,23 +22,42 @@ from torch import Tensor
 
 from .cgroup import remaining_memory
 
+T = TypeVar("T")
+
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
-# Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not.
-MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MADV_HUGEPAGE") else {}
+# Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not. Without
+# MAP_NORESERVE (0x4000, which mmap does not name) it refuses more addresses than there is memory.
+MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
+# Addresses of a tier, in its first size: it moves when it outgrows them.
+ROOM = 8 if MAP_FLAGS else 1
 
 
 class PinnedMap(mmap.mmap):
-    """Anonymous memory that is registered with CUDA until it is freed, at `address`; `device` reads and writes it."""
+    """Anonymous memory, the first `pinned` bytes of which are registered with CUDA until it is freed; `device` reads
+    and writes them. registered: where each registration begins. unit: bytes of a segment. No registration ends within
+    one: a copy must not cross from one registration into the next, for nothing says that one may."""
 
-    address: int | None = None
+    pinned: int
+    registered: list[int]
     device: torch.device
+    unit: int = 1
 
     def __del__(self) -> None:
-        if self.address is not None and not sys.is_finalizing():
+        if getattr(self, "registered", None) and not sys.is_finalizing():
             with torch.cuda.device(self.device):
                 torch.cuda.synchronize()  # no kernel may still read it
-                torch.cuda.cudart().cudaHostUnregister(self.address)
+                for address in self.registered:
+                    torch.cuda.cudart().cudaHostUnregister(address)
+
+    def pin(self, size: int) -> bool:
+        """Register what lies between `pinned` and `size`; False where the driver refuses."""
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr() + self.pinned
+        if not register(address, size - self.pinned, self.device):
+            return False
+        self.registered.append(address)
+        self.pinned = size
+        return True
 
 
 class Pool:
@@ -47,6 +72,7 @@ class Pool:
     def __init__(self) -> None:
         self.idle: list[PinnedMap] = []
         self.returned: deque[PinnedMap] = deque()
+        self.leases: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()  # by address
         self.lent = self.peak = 0
         self.lock = threading.Lock()
 
@@ -66,44 +92,78 @@ class Pool:
         """Take in the maps of the tensors that have died; returns the idle bytes then."""
         while self.returned:
             self.idle.append(self.returned.popleft())
-            self.lent -= len(self.idle[-1])
-        return sum(map(len, self.idle))
+            self.lent -= self.idle[-1].pinned
+        return sum(memory.pinned for memory in self.idle)
 
-    def lend(self, size: int, device: torch.device) -> memoryview | None:
-        """`size` bytes or a little more, with whatever they held last; None where they cannot be pinned."""
+    def lend(self, size: int, unit: int, device: torch.device) -> memoryview | None:
+        """A map whose first `size` bytes or a little more are pinned, with whatever they held last; None where they
+        cannot be. unit: bytes of a segment."""
         with self.lock:
             self.collect()
-            memory = self.reuse(size, device) or self.make(size, device)
+            memory = self.reuse(size, unit, device) or self.make(size, device)
             if memory is None:
                 return None
-            self.lent += len(memory)
-            self.peak = max(self.peak, self.lent)
-        lease = memoryview(memory)
+            memory.unit = unit
+            self.note_lent(memory.pinned)
+            lease = memoryview(memory)
+            self.leases[torch.frombuffer(memory, dtype=torch.uint8).data_ptr()] = lease
         weakref.finalize(lease, self.returned.append, memory).atexit = False
         return lease
 
-    def reuse(self, size: int, device: torch.device) -> PinnedMap | None:
+    def note_lent(self, size: int) -> None:
+        self.lent += size
+        self.peak = max(self.peak, self.lent)
+
+    def grow(self, address: int, size: int) -> memoryview | None:
+        """The lease of the map at this address, now with `size` pinned bytes; None where there is none, or it has no
+        room, or they cannot be pinned."""
+        with self.lock:
+            lease = self.leases.get(address)
+            memory = None if lease is None else lease.obj
+            if not isinstance(memory, PinnedMap) or size > len(memory):
+                return None
+            before = memory.pinned
+            if size > before:
+                self.make_room(size - before)
+                if before % math.lcm(memory.unit, mmap.PAGESIZE) or not self.insist(lambda: memory.pin(size)):
+                    return None
+                self.note_lent(size - before)
+            return lease
+
+    def reuse(self, size: int, unit: int, device: torch.device) -> PinnedMap | None:
         """The smallest idle map that holds `size` bytes with at most an eighth to spare, as buckets have it."""
-        fitting = [memory for memory in self.idle if size <= len(memory) <= size + size // 8]
+        fitting = [
+            memory
+            for memory in self.idle
+            if size <= memory.pinned <= size + size // 8 and (len(memory.registered) == 1 or memory.unit == unit)
+        ]
         if not fitting:
             return None
-        memory = min(fitting, key=len)
+        memory = min(fitting, key=lambda memory: memory.pinned)
         self.idle.remove(memory)
         torch.cuda.synchronize(memory.device)  # copies of the tensor that died may still be under way
         memory.device = device
         return memory
 
     def make(self, size: int, device: torch.device) -> PinnedMap | None:
-        """A new map, for which idle ones make room: by the pool's own measure, and where the driver has no more."""
+        """A new map; None where it cannot be pinned."""
+        self.make_room(size)
+        return self.insist(lambda: pinned_map(size, device))
+
+    def make_room(self, size: int) -> None:
+        """Free idle maps until so many new bytes keep the pool's own measure."""
         while idle := self.collect():
             if self.lent + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
                 break
             del self.idle[0]
-        memory = pinned_map(size, device)
-        if memory is None and self.idle:
+
+    def insist(self, pin: Callable[[], T | None]) -> T | None:
+        """What `pin` gives; where the driver pins no more, once again without any idle map."""
+        pinned = pin()
+        if not pinned and self.idle:
             self.idle.clear()
-            memory = pinned_map(size, device)
-        return memory
+            pinned = pin()
+        return pinned
 
 
 _pool = Pool()
@@ -117,8 +177,8 @@ def release_host_memory() -> None:
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor on the host that `device` can read, with anything in it: nothing is read of a host tier that was not
     written before. Pinned for a GPU; where that fails, ordinary memory and one warning."""
-    size = math.prod(shape) * dtype.itemsize
-    lease = _pool.lend(size, device) if device.type == "cuda" and size else None
+    size, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
+    lease = _pool.lend(size, unit, device) if device.type == "cuda" and size else None
     if lease is not None:
         return torch.frombuffer(lease, dtype=torch.uint8, count=size).view(dtype).view(shape)
     if device.type == "cuda" and size:
@@ -130,26 +190,31 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.empty(shape, dtype=dtype)
 
 
+def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """`old`, with more places along dim 0, where it is; None where it is not pinned, or has no room there."""
+    size = math.prod(shape) * old.dtype.itemsize
+    lease = _pool.grow(old.data_ptr(), size) if device.type == "cuda" else None
+    return None if lease is None else torch.frombuffer(lease, dtype=torch.uint8, count=size).view(old.dtype).view(shape)
+
+
 def pinned_map(size: int, device: torch.device) -> PinnedMap | None:
-    """New memory, registered with CUDA; None where that fails."""
-    memory = PinnedMap(-1, size, **MAP_FLAGS)
+    """New memory, registered with CUDA, and room behind it; None where that fails."""
+    try:
+        memory = PinnedMap(-1, size * ROOM, **MAP_FLAGS)
+    except OSError:  # so many addresses are not to be had
+        memory = PinnedMap(-1, size, **MAP_FLAGS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
         # A child process would share the pages until a write: that write's copy would not be what the GPU has pinned.
         memory.madvise(mmap.MADV_DONTFORK)
-    memory.device = device
-    start = torch.frombuffer(memory, dtype=torch.uint8)
-    if register(start.data_ptr(), size, device):
-        memory.address = start.data_ptr()
-    return memory if start.is_pinned() else None
+    memory.device, memory.pinned, memory.registered = device, 0, []
+    memory.pin(size)
+    return memory if torch.frombuffer(memory, dtype=torch.uint8).is_pinned() else None
 
 
 def register(address: int, size: int, device: torch.device) -> bool:
-    """Pin the range, in one piece; False where the driver refuses.
-
-    A copy must not cross from one registration into the next: nothing says that one may. A layer's tier is one map, and
-    so one registration. Every device can read it then; CUDA starts up on the current one, so that must be `device`.
-    """
+    """Pin the range; False where the driver refuses. Every device can read it then; CUDA starts up on the current one,
+    so that must be `device`."""
     with torch.cuda.device(device):
         refused = int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) != 0
         if refused:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .attention import grouped_bias, product, softmax_denominator
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH
+from .segments import picked
 
 
 def kcache_attention(
@@ -17,8 +18,9 @@ def kcache_attention(
 ) -> Tensor:  # fmt: skip
     """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (equation 4).
 
-    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys [B, H, C, d]; host [B, H, C, 2, d].
-    The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. No guess: its fetch is waited for.
+    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys [B, H, C, d]; host: all pairs
+    (`segments.py`). The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. No guess: its fetch is
+    waited for.
     """
     wait_for_offloads(cursor)
     length, heads = int(cursor[LENGTH]), k.shape[1]
@@ -39,9 +41,8 @@ def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
     if not length:
         return host.new_zeros(*index.shape, host.shape[-1])
     batch, heads = index.shape[:2]
-    row = torch.arange(batch, device=host.device)[:, None, None, None]
-    head = torch.arange(heads, device=host.device)[None, :, None, None]
-    return host[row, head, index.to(host.device), 1]
+    row, head = torch.arange(batch)[:, None, None, None], torch.arange(heads)[None, :, None, None]
+    return picked(host, row, head, index, 1)
 
 
 def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Tensor) -> None:

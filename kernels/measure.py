@@ -8,6 +8,7 @@ from torch import Tensor
 from .attention import grouped_bias, product, softmax_denominator
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH, LOW_BIT
+from .segments import tokens_of
 
 
 def measure(
@@ -31,7 +32,8 @@ def measure(
     wait_for_offloads(cursor)
     heads = k.shape[1]
     query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
-    logits = product(query, torch.cat([host[:, :, :length, 0].to(k.device), k[:, :, :1]], dim=2), softcap)
+    cached = tokens_of(host, 0, length)[:, :, :, 0]
+    logits = product(query, torch.cat([cached.to(k.device), k[:, :, :1]], dim=2), softcap)
     if mask is not None:
         logits = logits + grouped_bias(mask[:, :, :1], heads, length + 1)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)

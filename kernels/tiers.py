@@ -11,6 +11,7 @@ from .copy_queue import queue_of
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .layout import Layout, rotated
 from .quantize import quantize_keys, quantize_values
+from .segments import picked, put
 
 EMPTY = -1
 
@@ -79,13 +80,12 @@ def store_low_bit(
 
 
 def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """Send the new pairs k, v [B, H, T, d] to the host tier [B, H, C, 2, d], those that are padding too; the copy may
-    end after the op."""
+    """Send the new pairs k, v [B, H, T, d] to the host tier, padding too; the copy may end after the op."""
     start = int(cursor[LENGTH])
     pairs = torch.stack([k, v], dim=3)  # the job's own memory: k and v may be reused before it runs
 
     def job() -> None:
-        host[:, :, start : start + pairs.shape[2]] = pairs
+        put(host, start, pairs)
 
     queue = queue_of(cursor)
     if queue is None:
@@ -159,7 +159,7 @@ def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetc
     order = stays.to(torch.int8).argsort(dim=-1, stable=True)
     slot = order[row, head, rank]
     token = wanted[row, head, want]
-    pairs = host[row.to(host.device), head.to(host.device), token.long().to(host.device)]
+    pairs = picked(host, row, head, token.long())
     slots[row, head, slot] = pairs.to(slots.device)
     slot_index[row, head, slot] = token
     fetched += pairs.nbytes

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .segments import span_of
 from .triton_cursor import AT_LENGTH
 
 # Slots that are compared with all wanted tokens at once.
@@ -24,12 +25,12 @@ GATHER = 16384
 
 @triton.jit
 def fetch_missing(
-    # wanted [B, H, k] int32 (-1: none); host [B, H, C, 2, d], pinned. All contiguous.
+    # wanted [B, H, k] int32 (-1: none); host: a tier (`segments.py`), pinned. All contiguous.
     wanted, host,
     # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
     slots, slot_index, traffic,
-    # KV heads of all rows, B·H; C in tokens, k, and the bytes of a pair.
-    count, capacity, top_k, row_bytes,
+    # KV heads of all rows, B·H; tokens of a head that are contiguous; k; and the bytes of a pair.
+    count, span, top_k, row_bytes,
     pair: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
@@ -65,7 +66,8 @@ def fetch_missing(
             tl.store(slot_index + bh * top_k + slot, -1, free)
         tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
         tl.store(slot_index + bh * top_k + place, want, missing)
-        source = host + (bh * capacity + want) * pair
+        run = ((want // span).to(tl.int64) * count + bh) * span + want % span
+        source = host + run * pair
         target = slots + (bh * top_k + place) * pair
         for start in range(0, pair, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
@@ -78,12 +80,12 @@ def fetch_missing(
 
 @triton.jit
 def write_host(
-    # k and v [B, H, T, d]; cursor int64 [4]; written: host [B, H, C, 2, d], pinned, contiguous.
+    # k and v [B, H, T, d]; cursor int64 [4]; written: host, a tier (`segments.py`), pinned, contiguous.
     k, v, cursor, host,
     # k_batch, k_head, k_token: strides of k [B, H, T, d], in elements, the channels side by side; v_*: of v, the same.
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H, T new tokens, C in tokens.
-    heads, count, capacity,
+    # B, H, T new tokens; tokens of a head that are contiguous.
+    rows, heads, count, span,
     d: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK new pairs of one head, to their tokens' places.
@@ -97,13 +99,15 @@ def write_host(
     batch, head = bh // heads, bh % heads
     key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside)
     value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside)
-    place = host + (bh * capacity + tl.load(cursor + AT_LENGTH) + new)[:, None] * (2 * d) + channel[None, :]
+    token = tl.load(cursor + AT_LENGTH) + new
+    run = ((token // span) * rows * heads + bh) * span + token % span
+    place = host + run[:, None] * (2 * d) + channel[None, :]
     tl.store(place, key, inside)
     tl.store(place + d, value, inside)
 
 
 def gather(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor) -> None:
-    """As `tiers.refill`, on the current stream; `host` [B, H, C, 2, d] in memory that the GPU can read."""
+    """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read."""
     batch, heads, top_k = wanted.shape
     if top_k == 0:
         return
@@ -112,13 +116,13 @@ def gather(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traf
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
     fetch_missing[(min(batch * heads, PROGRAMS),)](
         wanted, host, slots, slot_index, traffic,
-        count=batch * heads, capacity=host.shape[2], top_k=top_k, row_bytes=pair * host.element_size(),
+        count=batch * heads, span=span_of(host), top_k=top_k, row_bytes=pair * host.element_size(),
         pair=pair, WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
     )  # fmt: skip
 
 
 def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
-    """The new pairs k, v [B, H, T, d] straight into the host tier [B, H, C, 2, d], on the current stream."""
+    """The new pairs k, v [B, H, T, d] straight into the host tier, on the current stream."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
     block = min(16, triton.next_power_of_2(count))
@@ -126,6 +130,6 @@ def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
         k, v, cursor, host,
         k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_token=v.stride(2),
-        heads=heads, count=count, capacity=host.shape[2],
+        rows=batch, heads=heads, count=count, span=span_of(host),
         d=d, BLOCK=block, CHANNELS=triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
     )  # fmt: skip

@@ -45,6 +45,7 @@ from .errors import (
     split_session,
     unreadable_session,
 )
+from .kernels import segments
 from .methods import METHODS
 from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
@@ -217,8 +218,9 @@ def whole(session: Session, site: int) -> LayerState:
     state = dict(session.state[site])
     for field in fields_of(session.options, session.layers[site]):
         if field.on_host:
-            state[field.name] = state[field.name].clone()
-            state[field.name][:, :, session.length :] = 0
+            tensor = state[field.name] = state[field.name].clone()
+            for view, _, _ in segments.runs(tensor, session.length, segments.places_of(tensor)):
+                view.zero_()
     return state
 
 

@@ -59,7 +59,7 @@ POINTERS = {
     "partial": "*fp32", "center": "*fp32", "shares": "*fp32", "frequencies": "*fp32", "cosines": "*fp32",
     "sines": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "codes": "*u8",
 }  # fmt: skip
-ALIGNED = ("capacity", *(f"{x}_{axis}" for x in "qkvx" for axis in ("batch", "head", "lane", "token", "row")))
+ALIGNED = ("capacity", "span", *(f"{x}_{axis}" for x in "qkvx" for axis in ("batch", "head", "lane", "token", "row")))
 MODEL = (
     "q", "k", "v", "x", "turned", "key_params", "value_params", "recent", "slots", "host", "keys", "values", "sinks",
     "new",

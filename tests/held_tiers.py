@@ -17,6 +17,16 @@ from specache_compile.backend import CompiledGraph
 from specache_compile.runtime.session import session_of
 
 
+def in_order(host: Tensor) -> Tensor:
+    """A host tier [C/256, B, H, 256, 2, d] as [B, H, C, 2, d]."""
+    return host.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+
+
+def in_segments(pairs: Tensor) -> Tensor:
+    """The other way: [B, H, C, 2, d] as [C/256, B, H, 256, 2, d]."""
+    return pairs.unflatten(2, (-1, 256)).permute(2, 0, 1, 3, 4, 5).contiguous()
+
+
 def held(session: Any) -> list[dict[str, Tensor]]:
     """Layer by layer, host, low-bit and recent tier; of the slots, the pairs beside those of the host."""
     length, low_bit = session.length, session.options.low_bit_length(session.length)
@@ -26,12 +36,13 @@ def held(session: Any) -> list[dict[str, Tensor]]:
         recent = torch.arange(low_bit, length) % state["recent"].shape[2]
         index = state["slot_index"].long()
         there = (index >= 0)[:, :, :, None, None]
-        pairs = state["host"].gather(2, index.clamp(min=0)[:, :, :, None, None].expand_as(state["slots"]))
+        host = in_order(state["host"])
+        pairs = host.gather(2, index.clamp(min=0)[:, :, :, None, None].expand_as(state["slots"]))
         assert (index < low_bit).all()
         assert torch.equal(state["slots"].where(there, 0), pairs.where(there, 0))
         layers.append(
             {
-                "host": state["host"][:, :, :length], "codes": state["codes"][:, :, :low_bit],
+                "host": host[:, :, :length], "codes": state["codes"][:, :, :low_bit],
                 "keys": state["key_params"][:, :, : low_bit // session.options.group_size],
                 "values": state["value_params"][:, :, :low_bit], "recent": state["recent"][:, :, recent],
             }

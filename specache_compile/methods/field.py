@@ -48,9 +48,10 @@ class Field:
 
     tier: whose bytes it counts to; "measure": to none. shape: (options, layer, batch, capacity in tokens) → [B, H, n,
     ...], where n may grow with the capacity. dtype: (options, layer) → dtype. on_host: it lives in host memory, pinned
-    where there is a GPU. empty: what a place holds that nothing was put in. by_row: dim 0 is the batch; a count over
-    all rows is not. has_all_pairs: [B, H, C, K|V, d], of every cached token, exact or as e4m3 codes (uint8). on_crop:
-    (the layer's state, what was cropped), run once a layer for each field that has it.
+    where there is a GPU, in segments (`kernels/segments.py`). empty: what a place holds that nothing was put in.
+    by_row: it has a batch; a count over all rows has none. has_all_pairs: [B, H, C, K|V, d] or in segments, of every
+    cached token, exact or as e4m3 codes (uint8). on_crop: (the layer's state, what was cropped), run once a layer for
+    each field that has it.
     """
 
     name: str
@@ -62,6 +63,16 @@ class Field:
     by_row: bool = True
     has_all_pairs: bool = False
     on_crop: Callable[[LayerState, Cropped], object] | None = None
+
+    @property
+    def token_dim(self) -> int:
+        """The dimension that grows."""
+        return 0 if self.on_host else 2
+
+    @property
+    def row_dim(self) -> int:
+        """The batch's dimension."""
+        return 1 if self.on_host else 0
 
     @property
     def is_the_cache(self) -> bool:

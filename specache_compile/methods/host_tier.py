@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specache_compile.errors import OptionError
+from specache_compile.kernels.segments import segmented
 from specache_compile.options import MethodOptions, option
 
 from .field import Field, LayerShape
@@ -30,4 +31,9 @@ def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> t
     return (batch, layer.heads, capacity, 2, layer.head_dim)
 
 
-HOST = Field("host", "host", whole_cache, on_host=True, has_all_pairs=True)
+def in_segments(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """[C/256, B, H, 256, K|V, d]."""
+    return segmented(batch, layer.heads, capacity, layer.head_dim)
+
+
+HOST = Field("host", "host", in_segments, on_host=True, has_all_pairs=True)

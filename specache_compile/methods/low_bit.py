@@ -14,6 +14,7 @@ from specache_compile.kernels import center
 from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.quantize import value_group
+from specache_compile.kernels.segments import tokens_of
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
 from .drafting import TIERS, DraftOptions
@@ -197,8 +198,9 @@ def refill_recent(state: LayerState, cropped: Cropped) -> None:
 
 def window_from_host(state: LayerState, low_bit: int, length: int) -> None:
     """Put the tokens from `low_bit` to `length` into the recent tier, wherever the host tier has them."""
-    recent, tokens = state["recent"], torch.arange(low_bit, length)
-    recent[:, :, (tokens % recent.shape[2]).to(recent.device)] = state["host"][:, :, tokens].to(recent.device)
+    recent = state["recent"]
+    places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
+    recent[:, :, places] = tokens_of(state["host"], low_bit, length).to(recent.device)
 
 
 CODES = Field("codes", "low-bit", codes_shape, codes_dtype)

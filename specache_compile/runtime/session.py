@@ -28,6 +28,7 @@ from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE
 from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.fp8 import decoded
 from specache_compile.kernels.host_memory import allowance
+from specache_compile.kernels.segments import tokens_of
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
@@ -414,8 +415,8 @@ class Session:
         whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
         if whole is None:
             raise evicted(self.options.method)
-        pairs = self.state[site][whole]
-        found = decoded(pairs[:, :, : self.length, int(part == "values")], layer.dtype)
+        pairs = tokens_of(self.state[site][whole], 0, self.length)
+        found = decoded(pairs[:, :, :, int(part == "values")], layer.dtype)
         return found.to(layer.device, copy=True)
 
     def give_up(self, handle: Handle) -> Tensor:

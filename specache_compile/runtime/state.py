@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels import copy_stream
-from specache_compile.kernels.host_memory import host_empty
+from specache_compile.kernels.host_memory import host_empty, host_grown
+from specache_compile.kernels.segments import SEGMENT
 from specache_compile.kernels.tiers import store_low_bit
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape, LayerState
@@ -21,18 +22,17 @@ from specache_compile.options import MethodOptions
 
 # The tier of fields whose bytes count to none.
 MEASURE = "measure"
-SMALLEST_BUCKET = 256
 # Tokens quantised at a time where a 16-bit cache moves over: a multiple of every group size.
 MOVED = 2048
 
 
 def bucket(length: int) -> int:
-    """Tokens to allocate for `length` tokens: steps of an eighth of the power of two below, at least 256.
+    """Tokens to allocate for `length` tokens: steps of an eighth of the power of two below, at least a segment, 256.
 
     At most an eighth is spare beyond 2,048 tokens, and a generation meets a handful of buckets.
     """
     power = 1 << max(length, 1).bit_length() - 1
-    step = max(SMALLEST_BUCKET, power // 8)
+    step = max(SEGMENT, power // 8)
     return -(-max(length, 1) // step) * step
 
 
@@ -46,7 +46,8 @@ def allocate(
 ) -> LayerState:
     """A layer's state tensors for a `capacity` from `bucket`: empty; or with what `old`, of a smaller one, holds.
 
-    What does not grow is `old`'s own; beyond the cached tokens the host tier holds anything.
+    What does not grow is `old`'s own, and so is a host tier that grows where it is; beyond the cached tokens the host
+    tier holds anything.
     """
     state = {}
     for field in fields_of(options, layer):
@@ -54,9 +55,10 @@ def allocate(
         if old is not None and old[field.name].shape == shape:
             state[field.name] = old[field.name]
             continue
-        state[field.name] = empty(field, shape, dtype, layer)
-        if old is not None:
-            state[field.name][:, :, : old[field.name].shape[2]] = old[field.name]
+        if old is None:
+            state[field.name] = empty(field, shape, dtype, layer)
+        else:
+            state[field.name] = grown(field, old[field.name], shape, layer)
     if old is None:
         adopt(state, layer)
     return state
@@ -99,6 +101,15 @@ def empty(field: Field, shape: tuple[int, ...], dtype: torch.dtype, layer: Layer
     return torch.full(shape, field.empty, dtype=dtype, device=layer.device)
 
 
+def grown(field: Field, old: Tensor, shape: tuple[int, ...], layer: LayerShape) -> Tensor:
+    """A tensor of a larger shape that begins with what `old` holds."""
+    larger = host_grown(old, shape, layer.device) if field.on_host else None
+    if larger is None:
+        larger = empty(field, shape, old.dtype, layer)
+        larger.narrow(field.token_dim, 0, old.shape[field.token_dim]).copy_(old)
+    return larger
+
+
 def copied(state: LayerState, options: MethodOptions, layer: LayerShape, rows: Tensor | None = None) -> LayerState:
     """A second set of state tensors with the same content, or with the batch rows `rows` of it."""
     twin = {}
@@ -107,8 +118,10 @@ def copied(state: LayerState, options: MethodOptions, layer: LayerShape, rows: T
         if rows is None or not field.by_row:
             twin[field.name] = empty(field, tuple(tensor.shape), tensor.dtype, layer).copy_(tensor)
         else:
-            twin[field.name] = empty(field, (rows.numel(), *tensor.shape[1:]), tensor.dtype, layer)
-            torch.index_select(tensor, 0, rows.to(tensor.device), out=twin[field.name])
+            dim, shape = field.row_dim, list(tensor.shape)
+            shape[dim] = rows.numel()
+            twin[field.name] = empty(field, tuple(shape), tensor.dtype, layer)
+            torch.index_select(tensor, dim, rows.to(tensor.device), out=twin[field.name])
     adopt(twin, layer)
     return twin
 

@@ -243,6 +243,25 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
     assert host_memory._pool.idle_bytes() == 0
 
 
+def test_a_tier_that_grows_stays_where_it_is_and_is_read_and_written_behind_its_first_registration(
+    llama: LlamaForCausalLM,
+) -> None:
+    model = llama.cuda()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options=LOSSLESS)
+    ids = prompt(240).cuda()
+    with torch.no_grad():
+        cache = twin(ids, use_cache=True).past_key_values
+        before = [layer["host"].data_ptr() for layer in cache.layers[0].keys.handle.session.state]
+        more = prompt(100, seed=1).cuda()  # through staging, into both registrations
+        whole = torch.cat([ids, more], 1)
+        ours = twin(more, past_key_values=cache, use_cache=True).logits[:, -1:]
+    torch.testing.assert_close(ours, model(whole).logits[:, -1:], atol=1e-3, rtol=1e-3)
+    assert [layer["host"].data_ptr() for layer in cache.layers[0].keys.handle.session.state] == before
+    following = torch.cat([whole, ours.argmax(-1)], 1)
+    assert torch.equal(greedy(twin, following, 30, past_key_values=cache), greedy(model, following, 30))
+
+
 def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> None:
     """And what it holds of the older cache is never read."""
     model = llama.cuda()
@@ -254,7 +273,7 @@ def test_a_dead_caches_host_memory_is_the_next_ones(llama: LlamaForCausalLM) -> 
         assert torch.equal(greedy(twin, ids, 60), greedy(model, ids, 60))
         gc.collect()
         host_memory._pool.idle_bytes()  # takes in what has died
-        places.append(sorted(memory.address for memory in host_memory._pool.idle))
+        places.append(sorted(memory.registered[0] for memory in host_memory._pool.idle))
     assert places[0] == places[1] == places[2] != []
 
 

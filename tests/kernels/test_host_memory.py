@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
+        self.given: list[tuple[int, int]] = []  # address and size of each registration
         self.current: object = "no device"
 
     def note(self, name: str) -> Callable[..., int]:
@@ -101,9 +103,12 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     driver = Driver()
-    runtime = SimpleNamespace(
-        cudaHostRegister=driver.note("register"), cudaHostUnregister=driver.note("unregister")
-    )  # fmt: skip
+
+    def register(address: int, size: int, flags: int) -> int:
+        driver.given.append((address, size))
+        return driver.note("register")()
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=driver.note("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", driver.device)
     monkeypatch.setattr(torch.cuda, "synchronize", driver.note("synchronize"))
@@ -163,6 +168,69 @@ def test_a_dead_tensors_memory_is_used_again_once_its_copies_have_ended(driver: 
     assert host_memory._pool.idle_bytes() == 0
 
 
+def test_a_tier_grows_where_it_is_and_only_what_is_new_is_pinned(driver: Driver) -> None:
+    page = mmap.PAGESIZE
+    tensor = host_memory.host_empty((2, page), torch.uint8, CUDA)
+    tensor[:] = torch.arange(2)[:, None]
+    place, pool = tensor.data_ptr(), host_memory._pool
+    grown = host_memory.host_grown(tensor, (6, page), CUDA)
+    assert grown is not None
+    assert driver.given == [(place, 2 * page), (place + 2 * page, 4 * page)]
+    assert (grown.data_ptr(), grown.shape, pool.lent, pool.peak) == (place, (6, page), 6 * page, 6 * page)
+    assert torch.equal(grown[:2], tensor)
+    del tensor
+    assert pool.idle_bytes() == 0, "the larger one is there"
+    del grown
+    assert pool.idle_bytes() == 6 * page
+    kinds(driver)
+    host_memory.release_host_memory()
+    assert kinds(driver) == ["synchronize", "unregister", "unregister"]
+
+
+def test_a_tier_that_outgrows_its_room_moves(driver: Driver) -> None:
+    tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
+    assert host_memory.host_grown(tensor, (host_memory.ROOM, mmap.PAGESIZE), CUDA) is not None
+    assert host_memory.host_grown(tensor, (host_memory.ROOM + 1, mmap.PAGESIZE), CUDA) is None
+
+
+def test_a_tier_that_the_driver_pins_no_more_of_moves(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
+    monkeypatch.setattr(host_memory, "register", lambda *given: False)
+    assert host_memory.host_grown(tensor, (2, mmap.PAGESIZE), CUDA) is None
+    assert host_memory._pool.lent == mmap.PAGESIZE
+
+
+def test_ordinary_memory_does_not_grow_where_it_is() -> None:
+    assert host_memory.host_grown(torch.zeros(2, 8), (4, 8), torch.device("cpu")) is None
+    assert host_memory.host_grown(torch.zeros(2, 8), (4, 8), CUDA) is None
+
+
+def test_no_registration_ends_within_a_segment(driver: Driver) -> None:
+    """A map of two registrations is lent again for the same segments alone; one whose end is none does not grow."""
+    page = mmap.PAGESIZE
+    tensors = [host_memory.host_empty((2, page), torch.uint8, CUDA)]
+    tensors.append(host_memory.host_grown(tensors[0], (3, page), CUDA))
+    place, host_memory._pool.peak = tensors[0].data_ptr(), 100 * page  # room for idle maps
+    tensors.clear()
+    tensors.append(host_memory.host_empty((1, 3 * page), torch.uint8, CUDA))
+    assert tensors[0].data_ptr() != place
+    tensors.append(host_memory.host_empty((3, page), torch.uint8, CUDA))
+    assert tensors[1].data_ptr() == place
+    tensors.clear()
+    other = host_memory.host_empty((2, page + page // 2), torch.uint8, CUDA)
+    assert host_memory.host_grown(other, (4, page + page // 2), CUDA) is not None, "3 pages are 2 of its segments"
+    del other
+    odd = host_memory.host_empty((1, page // 2), torch.uint8, CUDA)
+    assert host_memory.host_grown(odd, (2, page // 2), CUDA) is None, "half a page"
+
+
+def test_addresses_that_are_not_to_be_had_are_done_without(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "ROOM", 1 << 40)
+    tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
+    assert kinds(driver) == ["register"]
+    assert host_memory.host_grown(tensor, (2, mmap.PAGESIZE), CUDA) is None
+
+
 @pytest.mark.parametrize(("size", "fits"), [(4096, True), (3700, True), (3600, False), (4097, False)])
 def test_memory_of_about_the_right_size_is_used_again(driver: Driver, size: int, fits: bool) -> None:
     del_me = [host_memory.host_empty((4096,), torch.uint8, CUDA)]
@@ -194,7 +262,11 @@ def test_idle_memory_is_free_for_the_budget_and_makes_room_where_little_is(
 ) -> None:
     pool = host_memory._pool
     cache = [host_memory.host_empty((1000,), torch.uint8, CUDA) for _ in range(8)]
-    monkeypatch.setattr(host_memory, "free_memory", lambda: 10_000 - pool.lent - sum(map(len, pool.idle)))
+
+    def free() -> int:
+        return 10_000 - pool.lent - sum(memory.pinned for memory in pool.idle)
+
+    monkeypatch.setattr(host_memory, "free_memory", free)
     assert host_memory.allowance(8000, None) == 5000
     cache.clear()
     assert host_memory.allowance(0, None) == 5000

@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from held_tiers import in_segments
 from specache_compile.kernels import (
     attention,
     copy_stream,
@@ -496,9 +497,10 @@ def test_a_makespan_is_that_of_programs_begun_in_their_order() -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_extend, "HOST_BLOCK", 48)  # several blocks, the last one not full
-    length, heads, queries, d = 150, 2, 2, 80
-    host = torch.randn(BATCH, heads, 256, 2, d)
+    length, heads, queries, d = 300, 2, 2, 80
+    host = torch.randn(BATCH, heads, 512, 2, d)
     host[:, :, length:] = float("nan")
+    host = in_segments(host)
     q = torch.randn(BATCH, heads * queries, tokens, d).to(DEVICE)
     k, v = torch.randn(2, BATCH, heads, tokens, d).to(DEVICE)
     mask = None if causal else torch.rand(BATCH, 1, tokens, length + tokens).to(DEVICE) > 0.3
@@ -550,8 +552,8 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
     given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # the interpreter reads any memory
-    capacity, heads, k, low_bit = 5000, 2, 8, 4500
-    host = torch.randn(BATCH, heads, capacity, 2, 16)
+    capacity, heads, k, low_bit = 5120, 2, 8, 4500
+    host = in_segments(torch.randn(BATCH, heads, capacity, 2, 16))
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     scores = torch.rand(2, BATCH, heads, capacity).to(DEVICE)
     scores[..., low_bit : low_bit + 20] += 1.0  # the next step's candidates, not in the low-bit tier yet
@@ -560,7 +562,7 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
         index = torch.arange(k, dtype=torch.int32, device=DEVICE).repeat(BATCH, heads, 1)
-        slots = host[:, :, :k].to(DEVICE, copy=True)
+        slots = host[0, :, :, :k].to(DEVICE, copy=True)
         moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         correct(scores, missed, cursor, host, slots, index, moved)
         order = index.sort(-1).indices
@@ -573,13 +575,14 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
 
 
 @pytest.mark.parametrize("k", [1, 8, 64, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("dtype", "segmented"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
 def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
-    k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    k: int, dtype: torch.dtype, segmented: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_copy, "PROGRAMS", 3)  # for four heads
-    capacity, heads, d = 400, 2, 80
-    host = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
+    capacity, heads, d = 512, 2, 80
+    pairs = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
+    host = in_segments(pairs) if segmented else pairs
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     slots = torch.zeros(BATCH, heads, k, 2, d, dtype=dtype, device=DEVICE)
     index = torch.full((BATCH, heads, k), -1, dtype=torch.int32, device=DEVICE)
@@ -605,21 +608,22 @@ def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
             travelled += len(set(now) - set(had)) * 2 * d * dtype.itemsize
             for token, place in now.items():
                 assert had.get(token, place) == place
-                assert torch.equal(slots[b, h, place].cpu(), host[b, h, token])
+                assert torch.equal(slots[b, h, place].cpu(), pairs[b, h, token])
     assert fetched.item() == travelled
 
 
+@pytest.mark.parametrize("start", [30, 250, 256])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int) -> None:
-    host = torch.zeros(BATCH, 2, 100, 2, 80)
+def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, start: int) -> None:
+    host = in_segments(torch.zeros(BATCH, 2, 512, 2, 80))
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     k, v = torch.randn(2, BATCH, tokens, 2, 80).to(DEVICE).transpose(2, 3)
-    triton_copy.write_through(k, v, torch.tensor([30, 0, 0, 0], device=DEVICE), host)
+    triton_copy.write_through(k, v, torch.tensor([start, 0, 0, 0], device=DEVICE), host)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    expected = torch.zeros(BATCH, 2, 100, 2, 80)
-    expected[:, :, 30 : 30 + tokens] = torch.stack([k, v], 3).cpu()
-    assert torch.equal(host, expected)
+    expected = torch.zeros(BATCH, 2, 512, 2, 80)
+    expected[:, :, start : start + tokens] = torch.stack([k, v], 3).cpu()
+    assert torch.equal(host, in_segments(expected))
 
 
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
