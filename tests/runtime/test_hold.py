@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from held_tiers import in_order
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
 
@@ -55,8 +56,10 @@ def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
 
 
 def cut(tensor: torch.Tensor, name: str, length: int) -> torch.Tensor:
-    """The host tier's memory beyond the cached tokens was never written."""
-    return tensor[:, :, :length] if name in ("host", "full_cache") else tensor
+    """The memory of a whole cache beyond the cached tokens was never written."""
+    if name == "host":
+        return in_order(tensor)[:, :, :length]
+    return tensor[:, :, :length] if name == "full_cache" else tensor
 
 
 def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:

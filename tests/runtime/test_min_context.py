@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
+from held_tiers import in_order
 from specache_compile.runtime import session
 from specache_compile.runtime.session import Session
 
@@ -59,9 +60,10 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
         states.append(session_of(cache).state)
         session_of(cache).queue.drain()
     for one, other in zip(*states, strict=True):
-        for name in ("host", "codes", "key_params", "value_params", "recent"):
+        torch.testing.assert_close(*(in_order(x["host"])[:, :, :333] for x in (one, other)), atol=1e-5, rtol=1e-5)
+        for name in ("codes", "key_params", "value_params", "recent"):
             low_bit = 288  # of 333 tokens at R 32, g 32
-            end = {"key_params": low_bit // 32, "recent": 64, "host": 333}.get(name, low_bit)
+            end = {"key_params": low_bit // 32, "recent": 64}.get(name, low_bit)
             torch.testing.assert_close(one[name][:, :, :end], other[name][:, :, :end], atol=1e-5, rtol=1e-5)
 
 
