@@ -37,6 +37,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.kernels.segments import SEGMENT
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -190,7 +191,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
             if tensor.dtype == torch.uint8:
                 tensor.random_(0, 256)
             elif field == "host":  # what is fetched must be numbers; of these there are too many to draw
-                tensor.fill_(0.5)
+                tensor[: session.room // SEGMENT].fill_(0.5)
             elif field in ("codes", "key_params", "value_params", "recent"):
                 tensor.normal_()
     session.length = context

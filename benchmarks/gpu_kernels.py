@@ -93,7 +93,8 @@ class Inputs:
         self.setting = setting
         generator = torch.Generator(device).manual_seed(seed)
         shape = LayerShape(HEADS, HEAD_DIM, setting.dtype, device)
-        self.state = allocate(setting.options, shape, setting.batch, -(-(setting.context + 1) // 256) * 256)
+        capacity = -(-(setting.context + 1) // 256) * 256
+        self.state = allocate(setting.options, shape, setting.batch, capacity, capacity)
         fill(self.state, setting, generator)
         self.cursor = new_cursor(device)
         self.point(setting.context, 1)

@@ -1,7 +1,7 @@
 """Memory of the host tier: pinned where a GPU reads it, within a budget, and lent to the next cache when one dies.
 
-A pinned tier begins a stretch of addresses that is larger than it. Addresses cost nothing until they are touched: when
-the tier grows, what comes behind it is pinned, and what is there stays where it is.
+A pinned tier has more addresses than memory: those of its bucket, and more behind them. Addresses cost nothing until
+they are touched: the segments that new tokens need are pinned when they come, and what is there stays where it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REGISTER_FLAGS = 3
 # Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not. Without
 # MAP_NORESERVE (0x4000, which mmap does not name) it refuses more addresses than there is memory.
 MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
-# Addresses of a tier, in its first size: it moves when it outgrows them.
+# Addresses of a tier, in its first bucket's: it moves when it outgrows them.
 ROOM = 8 if MAP_FLAGS else 1
 
 
@@ -95,12 +95,12 @@ class Pool:
             self.lent -= self.idle[-1].pinned
         return sum(memory.pinned for memory in self.idle)
 
-    def lend(self, size: int, unit: int, device: torch.device) -> memoryview | None:
-        """A map whose first `size` bytes or a little more are pinned, with whatever they held last; None where they
-        cannot be. unit: bytes of a segment."""
+    def lend(self, size: int, addresses: int, unit: int, device: torch.device) -> memoryview | None:
+        """A map with so many `addresses`, or more, whose first `size` bytes or a little more are pinned, with whatever
+        they held last; None where they cannot be. unit: bytes of a segment."""
         with self.lock:
             self.collect()
-            memory = self.reuse(size, unit, device) or self.make(size, device)
+            memory = self.reuse(size, addresses, unit, device) or self.make(size, addresses, device)
             if memory is None:
                 return None
             memory.unit = unit
@@ -114,13 +114,18 @@ class Pool:
         self.lent += size
         self.peak = max(self.peak, self.lent)
 
-    def grow(self, address: int, size: int) -> memoryview | None:
-        """The lease of the map at this address, now with `size` pinned bytes; None where there is none, or it has no
-        room, or they cannot be pinned."""
+    def lent_at(self, address: int) -> bool:
+        """Whether a map of this pool begins there, that a tensor has."""
+        with self.lock:
+            return address in self.leases
+
+    def grow(self, address: int, size: int, addresses: int) -> memoryview | None:
+        """The lease of the map at this address, now with `size` pinned bytes of so many `addresses`; None where there
+        is none, or it has fewer, or they cannot be pinned."""
         with self.lock:
             lease = self.leases.get(address)
             memory = None if lease is None else lease.obj
-            if not isinstance(memory, PinnedMap) or size > len(memory):
+            if not isinstance(memory, PinnedMap) or addresses > len(memory):
                 return None
             before = memory.pinned
             if size > before:
@@ -130,12 +135,14 @@ class Pool:
                 self.note_lent(size - before)
             return lease
 
-    def reuse(self, size: int, unit: int, device: torch.device) -> PinnedMap | None:
-        """The smallest idle map that holds `size` bytes with at most an eighth to spare, as buckets have it."""
+    def reuse(self, size: int, addresses: int, unit: int, device: torch.device) -> PinnedMap | None:
+        """The smallest idle map with these addresses that holds `size` bytes with at most an eighth to spare."""
         fitting = [
             memory
             for memory in self.idle
-            if size <= memory.pinned <= size + size // 8 and (len(memory.registered) == 1 or memory.unit == unit)
+            if size <= memory.pinned <= size + size // 8
+            and addresses <= len(memory)
+            and (len(memory.registered) == 1 or memory.unit == unit)
         ]
         if not fitting:
             return None
@@ -145,10 +152,10 @@ class Pool:
         memory.device = device
         return memory
 
-    def make(self, size: int, device: torch.device) -> PinnedMap | None:
+    def make(self, size: int, addresses: int, device: torch.device) -> PinnedMap | None:
         """A new map; None where it cannot be pinned."""
         self.make_room(size)
-        return self.insist(lambda: pinned_map(size, device))
+        return self.insist(lambda: pinned_map(size, addresses, device))
 
     def make_room(self, size: int) -> None:
         """Free idle maps until so many new bytes keep the pool's own measure."""
@@ -174,13 +181,15 @@ def release_host_memory() -> None:
     _pool.release()
 
 
-def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on the host that `device` can read, with anything in it: nothing is read of a host tier that was not
-    written before. Pinned for a GPU; where that fails, ordinary memory and one warning."""
-    size, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
-    lease = _pool.lend(size, unit, device) if device.type == "cuda" and size else None
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backed: int | None = None) -> Tensor:
+    """A tensor on the host, of which `device` can read the first `backed` places of dim 0 (all, if not given), with
+    anything in it: nothing is read of a host tier that was not written before. Pinned for a GPU; where that fails,
+    ordinary memory and one warning."""
+    addresses, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
+    size = addresses if backed is None else backed * unit
+    lease = _pool.lend(size, addresses, unit, device) if device.type == "cuda" and size else None
     if lease is not None:
-        return torch.frombuffer(lease, dtype=torch.uint8, count=size).view(dtype).view(shape)
+        return viewed(lease, shape, dtype)
     if device.type == "cuda" and size:
         warnings.warn(
             f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops "
@@ -190,19 +199,30 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return torch.empty(shape, dtype=dtype)
 
 
-def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """`old`, with more places along dim 0, where it is; None where it is not pinned, or has no room there."""
-    size = math.prod(shape) * old.dtype.itemsize
-    lease = _pool.grow(old.data_ptr(), size) if device.type == "cuda" else None
-    return None if lease is None else torch.frombuffer(lease, dtype=torch.uint8, count=size).view(old.dtype).view(shape)
+def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed: int | None = None) -> Tensor | None:
+    """`old` where it is, with the places along dim 0 of `shape`, of which `device` can read the first `backed` (all, if
+    not given); None where it must move for that. Ordinary memory of that shape already stays: there all can be read."""
+    unit = math.prod(shape[1:]) * old.dtype.itemsize
+    if device.type != "cuda" or not _pool.lent_at(old.data_ptr()):
+        return old if old.shape == shape else None
+    lease = _pool.grow(old.data_ptr(), unit * (shape[0] if backed is None else backed), unit * shape[0])
+    if lease is None:
+        return None
+    return old if old.shape == shape else viewed(lease, shape, old.dtype)
 
 
-def pinned_map(size: int, device: torch.device) -> PinnedMap | None:
-    """New memory, registered with CUDA, and room behind it; None where that fails."""
+def viewed(lease: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The map's first addresses as a tensor, which keeps the lease."""
+    count = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer(lease, dtype=torch.uint8, count=count).view(dtype).view(shape)
+
+
+def pinned_map(size: int, addresses: int, device: torch.device) -> PinnedMap | None:
+    """So many `addresses` and more, the first `size` bytes of them registered with CUDA; None where that fails."""
     try:
-        memory = PinnedMap(-1, size * ROOM, **MAP_FLAGS)
+        memory = PinnedMap(-1, addresses * ROOM, **MAP_FLAGS)
     except OSError:  # so many addresses are not to be had
-        memory = PinnedMap(-1, size, **MAP_FLAGS)
+        memory = PinnedMap(-1, addresses, **MAP_FLAGS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
         # A child process would share the pages until a write: that write's copy would not be what the GPU has pinned.

@@ -52,7 +52,7 @@ from .options import MethodOptions, own_options
 from .passes.context import PARTS
 from .runtime.ranks import ranks_of
 from .runtime.session import Session
-from .runtime.state import MEASURE, adopt, empty, fields_of
+from .runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
 from .runtime.step import differences, session_behind
 
 FORMAT = 1
@@ -155,8 +155,9 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     session.options, session.pending_options = options, pending
     for name in NUMBERS:
         setattr(session, name, numbers[name])
+    session.room = room(session.length)
     session.check_host_memory(session.length)
-    session.allocated = session.capacity
+    session.allocated = (session.capacity, session.room)
     return filled(session, model, header, files)
 
 
@@ -233,10 +234,13 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
         tensor = found.get(field.name)
         if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
             raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
-        stays = field.on_host and shape.device.type == "cpu"
-        state[field.name] = tensor if stays else empty(field, tuple(wanted), tensor.dtype, shape).copy_(tensor)
+        if field.on_host and shape.device.type == "cpu":
+            state[field.name] = tensor
+            continue
+        new = state[field.name] = empty(field, tuple(wanted), tensor.dtype, shape, session.room)
+        with_memory(field, new, session.room).copy_(with_memory(field, tensor, session.room))
         if field.tier == MEASURE:
-            state[field.name].zero_()
+            new.zero_()
     adopt(state, shape)
     return state
 

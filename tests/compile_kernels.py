@@ -153,7 +153,7 @@ def print_launches() -> None:
     with mock.patch.object(JITFunction, "run", lambda kernel, *given, **named: made.append(kernel.__name__)):
         for label, options in (("setting paper, 2 bits", paper), ("setting best", SpecacheOptions())):
             made.clear()
-            at, cursor = allocate(options, shape, 1, 8192), torch.tensor([8000, 7936, 7936, 0])
+            at, cursor = allocate(options, shape, 1, 8192, 8192), torch.tensor([8000, 7936, 7936, 0])
             fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
             low_bit = [at[name] for name in ("codes", "key_params", "value_params", "center")]
             settings = (*options.layout, 0.1, None)

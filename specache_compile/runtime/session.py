@@ -28,7 +28,7 @@ from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE
 from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
 from specache_compile.kernels.fp8 import decoded
 from specache_compile.kernels.host_memory import allowance
-from specache_compile.kernels.segments import tokens_of
+from specache_compile.kernels.segments import SEGMENT, tokens_of
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
@@ -54,6 +54,7 @@ from .state import (
     full_cache_bytes,
     host_bytes,
     moved_over,
+    room,
 )
 from .variant import Variant, phases, selects
 
@@ -136,8 +137,10 @@ class Session:
         self.told_uncompiled = False
         # And that its steps are not captured.
         self.told_uncaptured = False
-        self.capacity = 0
-        self.allocated = 0
+        # Tokens that there are places for, and of those the ones that the host tier has memory for; and what of both
+        # the state's tensors have.
+        self.capacity = self.room = 0
+        self.allocated = (0, 0)
         self.state: list[LayerState] = []
         self.queue = self.new_queue()
         self.recorded = RecordedSteps()
@@ -213,38 +216,42 @@ class Session:
         self.note_memory()
 
     def capacity_for(self, tokens: int) -> None:
-        """Raise the capacity to the bucket of `tokens`; `reserve` makes the tensors follow."""
+        """Raise the capacity to the bucket of `tokens`, and the room to theirs; `reserve` makes the tensors follow."""
         self.capacity = max(self.capacity, bucket(tokens))
+        self.room = max(self.room, room(tokens))
 
     @torch.inference_mode(False)
     def reserve(self) -> None:
-        """Make the growing tensors as large as the capacity says; what they hold stays.
+        """Make the growing tensors as large as capacity and room say; what they hold stays.
 
         Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
         where the host tier would outgrow its budget.
         """
-        before = self.allocated
-        if before == self.capacity:
+        if self.allocated == (self.capacity, self.room):
             return
         try:
-            self.check_host_memory(self.capacity)
+            self.check_host_memory(self.room)
         except SpecacheError:
-            self.capacity = before
+            self.capacity, self.room = self.allocated
             raise
         self.drain()
+        size, moved = (self.batch, self.capacity, self.room), False
         for number, layer in enumerate(self.layers):
-            if not before:
-                self.state.append(allocate(self.options, layer, self.batch, self.capacity))
+            old = self.state[number] if self.allocated[0] else None
+            new = allocate(self.options, layer, *size, old)
+            if old is None:
+                self.state.append(new)
             else:
-                self.state[number] = allocate(self.options, layer, self.batch, self.capacity, self.state[number])
-        self.allocated = self.capacity
-        self.note_memory()
+                self.state[number] = new
+                moved = moved or any(new[name] is not old[name] for name in new)
+        self.allocated = (self.capacity, self.room)
+        self.note_memory(moved)
 
     def check_host_memory(self, tokens: int) -> None:
-        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this capacity,
-        here or on another rank."""
-        held = sum(host.nbytes for host in self.fields("host"))
-        needed = host_bytes(self.options, self.layers, self.batch, self.capacity)
+        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this room, here or
+        on another rank."""
+        held = sum(host[: self.allocated[1] // SEGMENT].nbytes for host in self.fields("host"))
+        needed = host_bytes(self.options, self.layers, self.batch, self.room)
         asked = self.options.host_memory
         here = ranks_here(self.ranks)
         every = everyones(self.ranks, (needed, allowance(held, asked, here), here))
@@ -256,10 +263,11 @@ class Session:
         """One state tensor of each layer that has it."""
         return [layer[name] for layer in self.state if name in layer]
 
-    def note_memory(self) -> None:
-        """After the state's tensors have changed: drop what was recorded over the old ones, and let the statistics know
-        the tiers' sizes, which may be asked for when the session is gone."""
-        self.recorded.clear()
+    def note_memory(self, moved: bool = True) -> None:
+        """After the state's tensors have changed: let the statistics know the tiers' sizes, which may be asked for when
+        the session is gone; and where tensors have `moved`, drop what was recorded over the old ones."""
+        if moved:
+            self.recorded.clear()
         # Copies from and to memory that could not be pinned are the host's work, of which a graph holds nothing.
         self.capturable = not self.cursor.is_cuda or all(host.is_pinned() for host in self.fields("host"))
         self.statistics.tallies = self.fields("tally")
@@ -267,7 +275,7 @@ class Session:
         self.statistics.corrected = self.fields("corrected")
         self.statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in self.fields("slots")]
         self.statistics.ranks = 1 if self.ranks is None else self.ranks.size()
-        self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state)
+        self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state, self.room)
 
     def drain(self) -> None:
         """Wait for all copies, those that a recorded step has left to the next one among them; SpecacheError where one
@@ -367,7 +375,7 @@ class Session:
         if indices.numel() == self.batch and torch.equal(indices.cpu(), torch.arange(self.batch)):
             return
         for number, layer in enumerate(self.layers):
-            self.state[number] = copied(self.state[number], self.options, layer, indices)
+            self.state[number] = copied(self.state[number], self.options, layer, self.room, indices)
         for name in ("guess", "guessed", "padding"):
             rows = getattr(self, name)
             if rows is not None:
@@ -382,7 +390,8 @@ class Session:
             raise stale_cache()
         self.drain()
         other = copy.copy(self)
-        other.state = [copied(s, self.options, layer) for s, layer in zip(self.state, self.layers, strict=True)]
+        pairs = zip(self.state, self.layers, strict=True)
+        other.state = [copied(state, self.options, layer, self.room) for state, layer in pairs]
         for layer, state in zip(other.layers, other.state, strict=True):
             for field in fields_of(other.options, layer):
                 if field.tier == MEASURE:

@@ -31,8 +31,19 @@ def bucket(length: int) -> int:
 
     At most an eighth is spare beyond 2,048 tokens, and a generation meets a handful of buckets.
     """
+    return rounded_up(length, 8)
+
+
+def room(length: int) -> int:
+    """Tokens of the bucket that the host tier has memory for, at `length` tokens: in finer steps, since its memory
+    comes without a tensor that moves, or a graph that is compiled again. At most 1/64 is spare beyond 16,384."""
+    return rounded_up(length, 64)
+
+
+def rounded_up(length: int, parts: int) -> int:
+    """To a multiple of a segment and of so many parts of the power of two below."""
     power = 1 << max(length, 1).bit_length() - 1
-    step = max(SEGMENT, power // 8)
+    step = max(SEGMENT, power // parts)
     return -(-max(length, 1) // step) * step
 
 
@@ -42,9 +53,10 @@ def fields_of(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
 
 
 def allocate(
-    options: MethodOptions, layer: LayerShape, batch: int, capacity: int, old: LayerState | None = None
+    options: MethodOptions, layer: LayerShape, batch: int, capacity: int, backed: int, old: LayerState | None = None
 ) -> LayerState:
-    """A layer's state tensors for a `capacity` from `bucket`: empty; or with what `old`, of a smaller one, holds.
+    """A layer's state tensors for a `capacity` from `bucket`, `backed` tokens of which the host tier has memory for,
+    from `room`: empty; or with what `old`, of smaller ones, holds.
 
     What does not grow is `old`'s own, and so is a host tier that grows where it is; beyond the cached tokens the host
     tier holds anything.
@@ -52,13 +64,10 @@ def allocate(
     state = {}
     for field in fields_of(options, layer):
         shape, dtype = field.shape(options, layer, batch, capacity), field.dtype(options, layer)
-        if old is not None and old[field.name].shape == shape:
-            state[field.name] = old[field.name]
-            continue
         if old is None:
-            state[field.name] = empty(field, shape, dtype, layer)
+            state[field.name] = empty(field, shape, dtype, layer, backed)
         else:
-            state[field.name] = grown(field, old[field.name], shape, layer)
+            state[field.name] = grown(field, old[field.name], shape, layer, backed)
     if old is None:
         adopt(state, layer)
     return state
@@ -80,7 +89,7 @@ def moved_over(
     new = {
         field.name: state[field.name]
         if state[field.name].shape == shape and field.tier != "low-bit"
-        else empty(field, shape, field.dtype(options, layer), layer)
+        else empty(field, shape, field.dtype(options, layer), layer, codes.shape[2])
         for field, shape in shapes.items()
     }
     low_bit = options.low_bit_length(length)
@@ -94,36 +103,49 @@ def moved_over(
     return new
 
 
-def empty(field: Field, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape) -> Tensor:
-    """A tensor where a field lives, with nothing in its places; on the host, with anything."""
+def empty(field: Field, shape: tuple[int, ...], dtype: torch.dtype, layer: LayerShape, backed: int) -> Tensor:
+    """A tensor where a field lives, with nothing in its places; on the host with anything, and memory for the first
+    `backed` tokens."""
     if field.on_host:
-        return host_empty(shape, dtype, layer.device)
+        return host_empty(shape, dtype, layer.device, backed // SEGMENT)
     return torch.full(shape, field.empty, dtype=dtype, device=layer.device)
 
 
-def grown(field: Field, old: Tensor, shape: tuple[int, ...], layer: LayerShape) -> Tensor:
-    """A tensor of a larger shape that begins with what `old` holds."""
-    larger = host_grown(old, shape, layer.device) if field.on_host else None
+def grown(field: Field, old: Tensor, shape: tuple[int, ...], layer: LayerShape, backed: int) -> Tensor:
+    """`old` where it has that shape, and memory; else a tensor of a larger shape that begins with what `old` holds."""
+    if not field.on_host and old.shape == shape:
+        return old
+    larger = host_grown(old, shape, layer.device, backed // SEGMENT) if field.on_host else None
     if larger is None:
-        larger = empty(field, shape, old.dtype, layer)
-        larger.narrow(field.token_dim, 0, old.shape[field.token_dim]).copy_(old)
+        larger = empty(field, shape, old.dtype, layer, backed)
+        held = with_memory(field, old, backed)
+        larger.narrow(field.token_dim, 0, held.shape[field.token_dim]).copy_(held)
     return larger
 
 
-def copied(state: LayerState, options: MethodOptions, layer: LayerShape, rows: Tensor | None = None) -> LayerState:
+def copied(
+    state: LayerState, options: MethodOptions, layer: LayerShape, backed: int, rows: Tensor | None = None
+) -> LayerState:
     """A second set of state tensors with the same content, or with the batch rows `rows` of it."""
     twin = {}
     for field in fields_of(options, layer):
         tensor = state[field.name]
+        shape = list(tensor.shape)
+        if rows is not None and field.by_row:
+            shape[field.row_dim] = rows.numel()
+        new = twin[field.name] = empty(field, tuple(shape), tensor.dtype, layer, backed)
+        source, target = (with_memory(field, x, backed) for x in (tensor, new))
         if rows is None or not field.by_row:
-            twin[field.name] = empty(field, tuple(tensor.shape), tensor.dtype, layer).copy_(tensor)
+            target.copy_(source)
         else:
-            dim, shape = field.row_dim, list(tensor.shape)
-            shape[dim] = rows.numel()
-            twin[field.name] = empty(field, tuple(shape), tensor.dtype, layer)
-            torch.index_select(tensor, dim, rows.to(tensor.device), out=twin[field.name])
+            torch.index_select(source, field.row_dim, rows.to(source.device), out=target)
     adopt(twin, layer)
     return twin
+
+
+def with_memory(field: Field, tensor: Tensor, backed: int) -> Tensor:
+    """Of a field's tensor what there is memory for: of the host tier the first `backed` tokens."""
+    return tensor[: backed // SEGMENT] if field.on_host else tensor
 
 
 def adopt(state: LayerState, layer: LayerShape) -> None:
@@ -132,10 +154,10 @@ def adopt(state: LayerState, layer: LayerShape) -> None:
         copy_stream.adopt(state)
 
 
-def host_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, capacity: int) -> int:
-    """Bytes of the host tier."""
+def host_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, backed: int) -> int:
+    """Bytes of a host tier with memory for so many tokens."""
     return sum(
-        field.nbytes(options, layer, batch, capacity)
+        field.nbytes(options, layer, batch, backed)
         for layer in layers
         for field in fields_of(options, layer)
         if field.on_host
@@ -156,10 +178,12 @@ def device_total(tiers: Mapping[str, int]) -> int:
     return sum(size for tier, size in tiers.items() if tier != "host")
 
 
-def bytes_by_tier(options: MethodOptions, layers: Sequence[LayerShape], state: Sequence[LayerState]) -> dict[str, int]:
-    """Bytes of each tier, summed over layers, from the tensors themselves."""
+def bytes_by_tier(
+    options: MethodOptions, layers: Sequence[LayerShape], state: Sequence[LayerState], backed: int
+) -> dict[str, int]:
+    """Bytes of each tier, summed over layers, from the tensors themselves; of the host's, those with memory."""
     return tier_totals(
-        (field, tensors[field.name].nbytes)
+        (field, with_memory(field, tensors[field.name], backed).nbytes)
         for layer, tensors in zip(layers, state, strict=True)
         for field in fields_of(options, layer)
     )
@@ -169,7 +193,7 @@ def predicted_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch:
     """Bytes of each tier for `length` tokens, without allocating anything."""
     options = options.for_prompt(length)
     return tier_totals(
-        (field, field.nbytes(options, layer, batch, bucket(length)))
+        (field, field.nbytes(options, layer, batch, (room if field.on_host else bucket)(length)))
         for layer in layers
         for field in fields_of(options, layer)
     )

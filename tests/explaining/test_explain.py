@@ -22,7 +22,7 @@ from specache_compile.explaining.explanation import Explanation
 from specache_compile.passes.fingerprint import graph_hash
 from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.state import bucket, paper_kv_ratio
+from specache_compile.runtime.state import bucket, paper_kv_ratio, room
 
 
 @functools.cache
@@ -271,3 +271,6 @@ def test_a_bucket_holds_the_tokens_and_wastes_little(length: int) -> None:
     assert size >= length
     assert size - length < max(256, length / 8 + 1)
     assert size % 128 == 0
+    assert size >= room(length) >= length, "the host tier's memory"
+    assert room(length) - length < max(256, length / 64 + 1)
+    assert room(length) % 256 == 0

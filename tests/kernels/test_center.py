@@ -31,7 +31,7 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     """Root mean square error [B] of 2-bit keys [B, H, n, d] of the tokens that are there."""
     options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
     batch, _, tokens, _ = keys.shape
-    state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512)
+    state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512, 512)
     tier = [state[name] for name in ("codes", "key_params", "value_params", "center")]
     low_bit, cursor = options.low_bit_length(tokens), new_cursor(torch.device("cpu"))
     cursor[2] = low_bit

@@ -243,13 +243,14 @@ def test_a_hundred_generations_leak_nothing(llama: LlamaForCausalLM) -> None:
     assert host_memory._pool.idle_bytes() == 0
 
 
+@pytest.mark.parametrize("tokens", [240, 4330])  # past a bucket of 256; past the room for 4,352 of one for 4,608
 def test_a_tier_that_grows_stays_where_it_is_and_is_read_and_written_behind_its_first_registration(
-    llama: LlamaForCausalLM,
+    llama: LlamaForCausalLM, tokens: int
 ) -> None:
     model = llama.cuda()
     twin = copy.deepcopy(model)
     twin.compile(backend="specache", options=LOSSLESS)
-    ids = prompt(240).cuda()
+    ids = prompt(tokens).cuda()
     with torch.no_grad():
         cache = twin(ids, use_cache=True).past_key_values
         before = [layer["host"].data_ptr() for layer in cache.layers[0].keys.handle.session.state]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from transformers import LlamaForCausalLM
 
 from conftest import prompt
 from specache_compile.kernels import cgroup, host_memory
+from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
 from specache_compile.runtime import state as tiers
 
 MANY = 1 << 62
@@ -187,6 +190,57 @@ def test_a_tier_grows_where_it_is_and_only_what_is_new_is_pinned(driver: Driver)
     assert kinds(driver) == ["synchronize", "unregister", "unregister"]
 
 
+def test_what_has_no_token_yet_is_addresses_alone(driver: Driver) -> None:
+    page, pool = mmap.PAGESIZE, host_memory._pool
+    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
+    place = tensor.data_ptr()
+    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
+    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
+    larger = host_memory.host_grown(tensor, (10, page), CUDA, 5)
+    assert larger is not None
+    assert (larger.data_ptr(), larger.shape) == (place, (10, page))
+    assert driver.given == [(place, 2 * page), (place + 2 * page, page), (place + 3 * page, 2 * page)]
+    assert pool.lent == 5 * page
+
+
+def test_a_map_with_too_few_addresses_is_not_lent_again(driver: Driver) -> None:
+    page = mmap.PAGESIZE
+    kept = [host_memory.host_empty((2, page), torch.uint8, CUDA)]
+    place, host_memory._pool.peak = kept.pop().data_ptr(), 100 * page  # room for idle maps
+    assert host_memory.host_empty((2 * host_memory.ROOM + 1, page), torch.uint8, CUDA, 2).data_ptr() != place
+    assert host_memory.host_empty((2 * host_memory.ROOM, page), torch.uint8, CUDA, 2).data_ptr() == place
+
+
+LAYER = LayerShape(2, 4, torch.float32, CUDA)
+SEGMENT_BYTES = 2 * 256 * 2 * 4 * 4  # of one row of that layer
+
+
+def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_bucket(driver: Driver) -> None:
+    """`offload` has nothing but the host tier, so that no device is needed."""
+    options = parse_options({"method": "offload"})
+    state = tiers.allocate(options, LAYER, 1, 2048, 512)
+    assert state["host"].shape == (8, 1, 2, 256, 2, 4)
+    assert tiers.allocate(options, LAYER, 1, 2048, 768, state)["host"] is state["host"]
+    assert [size for _, size in driver.given] == [2 * SEGMENT_BYTES, SEGMENT_BYTES]
+    assert tiers.bytes_by_tier(options, [LAYER], [state], 768) == {"host": 3 * SEGMENT_BYTES}
+    state["host"][:3] = torch.arange(3)[:, None, None, None, None, None]
+    twin = tiers.copied(state, options, LAYER, 768, torch.tensor([0, 0]))
+    assert driver.given[-1] == (twin["host"].data_ptr(), 2 * 3 * SEGMENT_BYTES)
+    assert torch.equal(twin["host"][:3], state["host"][:3].repeat(1, 2, 1, 1, 1, 1))
+
+
+def test_a_layers_host_tier_that_cannot_grow_where_it_is_moves_with_what_it_holds(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = parse_options({"method": "offload"})
+    state = tiers.allocate(options, LAYER, 1, 2048, 512)
+    state["host"][:2] = torch.randn(2, 1, 2, 256, 2, 4)
+    monkeypatch.setattr(host_memory.PinnedMap, "pin", lambda memory, size: memory.registered == [])
+    moved = tiers.allocate(options, LAYER, 1, 2048, 768, state)
+    assert moved["host"].data_ptr() != state["host"].data_ptr()
+    assert torch.equal(moved["host"][:2], state["host"][:2])
+
+
 def test_a_tier_that_outgrows_its_room_moves(driver: Driver) -> None:
     tensor = host_memory.host_empty((1, mmap.PAGESIZE), torch.uint8, CUDA)
     assert host_memory.host_grown(tensor, (host_memory.ROOM, mmap.PAGESIZE), CUDA) is not None
@@ -280,9 +334,9 @@ def test_idle_memory_makes_room_where_the_driver_pins_no_more(driver: Driver, mo
     cache.clear()
     made, pinned_map = [], host_memory.pinned_map
 
-    def refusing(size: int, device: torch.device) -> host_memory.PinnedMap | None:
+    def refusing(*given: Any) -> host_memory.PinnedMap | None:
         made.append(len(pool.idle))
-        return None if pool.idle else pinned_map(size, device)
+        return None if pool.idle else pinned_map(*given)
 
     monkeypatch.setattr(host_memory, "pinned_map", refusing)
     cache.append(host_memory.host_empty((2000,), torch.uint8, CUDA))
@@ -314,7 +368,7 @@ def test_nothing_is_read_of_the_host_tier_that_was_not_written(
     twin.compile(backend="specache", options=options)
 
     def run(filling: float) -> torch.Tensor:
-        monkeypatch.setattr(tiers, "host_empty", lambda shape, dtype, device: torch.full(shape, filling, dtype=dtype))
+        monkeypatch.setattr(tiers, "host_empty", lambda shape, dtype, *rest: torch.full(shape, filling, dtype=dtype))
         with torch.no_grad():
             cache = twin(prompt(90, 2), use_cache=True).past_key_values
             logits = []

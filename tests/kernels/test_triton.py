@@ -154,7 +154,8 @@ class Layer:
         self.case = case
         generator = torch.Generator().manual_seed(0)
         shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
-        self.state = allocate(case.options, shape, BATCH, 256 if case.length < 250 else 512)
+        capacity = 256 if case.length < 250 else 512
+        self.state = allocate(case.options, shape, BATCH, capacity, capacity)
         self.cursor = new_cursor(DEVICE)
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator)
         if case.options.layout.is_rotated and case.has_exact_rotation:

@@ -28,7 +28,7 @@ from specache_compile.passes.lane_rules import own_rules
 from specache_compile.passes.local_shards import local_shards
 from specache_compile.runtime.ranks import check_heads, ranks_of
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.state import bucket, host_bytes
+from specache_compile.runtime.state import host_bytes, room
 
 PROGRAM = Path(__file__).parents[1] / "ranks.py"
 RANKS = 2
@@ -169,7 +169,7 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     layers = [LayerShape(2, 8, torch.float32, torch.device("cpu"))]
     session = Session(parse_options({}), layers, 1, 70)
-    needed = host_bytes(session.options, layers, 1, bucket(70))
+    needed = host_bytes(session.options, layers, 1, room(70))
     assert needed > 0
     session = Session(parse_options({"host_memory": needed}), layers, 1, 70)
     session.capacity_for(70)

@@ -509,6 +509,27 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
     assert host_memory.allowance(0, None) == 500
 
 
+def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_recorded_meanwhile() -> None:
+    """4,100 tokens: a bucket of 4,608, and memory for 4,352, until there are more."""
+    model = tiny_llama(num_hidden_layers=1)
+    settings, token = {"top_k": 8, "lowering": "eager"}, 2 * 2 * 16 * 4
+    twin = compile_copy(model, **settings, host_memory=4608 * token)
+    ids = prompt(5000)
+    cache = step(twin, ids[:, :4100]).past_key_values
+    session = session_of(cache)
+    explained = sc.explain(model, 4100, options=settings)
+    assert sc.stats(twin).bytes_by_tier["host"] == explained.bytes_by_tier["host"] == 4352 * token
+    host = session.state[0]["host"]
+    recorded = session.recorded.steps[None] = None
+    cache = step(twin, ids[:, 4100:4353], cache).past_key_values
+    assert sc.stats(twin).bytes_by_tier["host"] == 4608 * token
+    assert session.state[0]["host"] is host
+    assert session.recorded.steps == {None: recorded}
+    with pytest.raises(sc.SpecacheError, match=r"the host tier would need .* 4,864 tokens"):
+        step(twin, ids[:, 4353:4609], cache)
+    assert (session.capacity, session.room) == session.allocated == (4608, 4608)
+
+
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "allowance", lambda held, asked, ranks: asked or 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
