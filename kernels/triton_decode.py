@@ -323,10 +323,12 @@ def decode_attention(
     layout = Layout(key_bits, value_bits, rotate)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
-    # Half precision ranks as well as the model's own dtype does, at half the bytes of float32.
+    # Half precision ranks as well as the model's own dtype does, at half the bytes of float32; but not where a share of
+    # the center, of thousands, is the same in all of them.
+    exact = q.dtype == torch.float32 or center.shape[2] > 0
     logits = torch.empty(
         (batch, query_heads, 1 if slots.shape[2] else 0, codes.shape[2]),
-        dtype=torch.float32 if q.dtype == torch.float32 else torch.half, device=q.device,
+        dtype=torch.float32 if exact else torch.half, device=q.device,
     )  # fmt: skip
     sums = attend(
         q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, logits, layout,

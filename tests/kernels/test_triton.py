@@ -366,6 +366,16 @@ def test_logits_are_unbiased() -> None:
     torch.testing.assert_close(scores, expected_scores, atol=5e-6, rtol=5e-6)
 
 
+def test_a_center_of_thousands_leaves_tokens_their_order() -> None:
+    """Where all low-bit tokens' logits have 3,000 in common, scores are told apart by what they differ in."""
+    step = step_of(Case(center=True, dtype=torch.float16))
+    step.layer.state["center"][:, :, 0, -1] += 6000.0  # a channel that RoPE does not turn
+    step.q[..., -1] = 4.0
+    (_, scores), (_, expected) = (step.whole(at.decode_attention) for at in (triton_decode, attention))
+    assert expected.max() < 0.9
+    torch.testing.assert_close(scores, expected, atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
 def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: float) -> None:
     """What the low-bit kernel unpacks codes to, in the dtype that the interpreter cannot show as well."""
