@@ -1,10 +1,11 @@
-"""What the GPU benchmarks share: a clock, the device's limits, and where a figure comes from."""
+"""What benchmarks share: a clock, the device's limits, and where a figure comes from."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -65,7 +66,7 @@ def provenance(device: torch.device, script: str) -> dict[str, Any]:
     """The command, the day, the device and the versions behind a file of results."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     return {
-        "command": " ".join(["python", script, *sys.argv[1:]]),
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(), "device": name, "torch": torch.__version__,
         "cuda": torch.version.cuda, "triton": triton.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -5,26 +5,27 @@ what do they cost over PCIe? SmolLM2 goes on from windows of a text, greedily, i
     python benchmarks/verify.py --edits                      verify=tiers: functions of a library, to copy and to edit
     python benchmarks/verify.py --contexts 512 --samples 2 --tokens 32 --settings specache:verify=16
 
-The intervals are 95 %, over the windows' means. On a CPU nothing travels over PCIe: the bytes are counted. Finished
-windows are kept in --out, and the same command goes on from there; the results go into --results.
+The intervals are 95 %, over the means of windows of which none overlaps another. On a CPU nothing travels over PCIe:
+the bytes are counted. Finished windows are kept in --out, and the same command goes on from there; the results go into
+--results.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import hashlib
 import json
 import math
-import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from measuring import provenance
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
@@ -33,6 +34,7 @@ import edits
 import specache_compile as sc
 from edits import ASKED
 from specache_compile.evaluation.command import load
+from specache_compile.evaluation.provenance import model_hash
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.closeness import interval
@@ -88,26 +90,35 @@ class Prompt:
     facts: dict[str, Any]
 
 
-def measure(model: Any, prompts: list[Prompt], settings: list[Setting], args: argparse.Namespace, bar: tqdm) -> None:
-    """Every prompt under every setting; the first one's tokens are those expected of the others."""
-    done = finished(args.out)
+def key_of(setting: Setting, prompt: Prompt, fingerprint: str, args: argparse.Namespace) -> str:
+    """Everything that a row's figures depend on."""
+    ids = hashlib.sha256(json.dumps(prompt.ids).encode()).hexdigest()[:12]
+    return f"{setting}/{fingerprint}/{ids}/{args.tokens}/{args.lowering}"
+
+
+def measure(
+    model: Any, prompts: list[Prompt], settings: list[Setting], args: argparse.Namespace, bar: tqdm
+) -> Iterator[dict[str, Any]]:
+    """A row for every prompt under every setting, measured or found; the first setting's tokens are those expected of
+    the others. A row's `tokens` is their number."""
+    done, fingerprint = finished(args.out), model_hash(model)
     for setting in settings:
         with running(model, setting, args.lowering):
             for prompt in prompts:
-                place = "/".join(map(str, [*prompt.facts.values(), prompt.number]))
-                bar.set_postfix_str(f"{setting}, {place}")
-                key, first = (f"{name}/{place}/{args.tokens}/{args.seed}" for name in (setting, settings[0]))
+                bar.set_postfix_str("/".join(map(str, [setting, *prompt.facts.values(), prompt.number])))
+                key, first = (key_of(name, prompt, fingerprint, args) for name in (setting, settings[0]))
                 if key not in done:
                     expected = None if setting is settings[0] else done[first]["tokens"]
                     row = measured(model, torch.tensor([prompt.ids]), expected, args.tokens)
                     done[key] = {"key": key, "setting": str(setting), **prompt.facts, **row}
                     with args.out.open("a") as file:
                         file.write(json.dumps(done[key]) + "\n")
+                yield {**done[key], "tokens": len(done[key]["tokens"])}
                 bar.update()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each setting and context; a row's `tokens` is their number."""
+    """A line for each setting and context."""
     lines = []
     for context, setting in dict.fromkeys((row["context"], row["setting"]) for row in rows):
         same = [row for row in rows if (row["context"], row["setting"]) == (context, setting)]
@@ -162,14 +173,6 @@ def one_by_one(setting: Setting) -> Setting:
     return Setting(setting.name, tuple(sorted({**given, **chosen}.items())))
 
 
-def provenance(args: argparse.Namespace) -> str:
-    command = " ".join(["python benchmarks/verify.py", *args.command])
-    return (
-        f"{command}; {datetime.date.today().isoformat()}, {platform.machine()} CPU, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-
-
 def compared(args: argparse.Namespace) -> list[list[Setting]]:
     """Settings that are compared, in each list with its first."""
     settings = [parse_setting(text) for text in args.settings or (LOOK_UPS if args.edits else SETTINGS)]
@@ -187,11 +190,11 @@ def prompts_of(args: argparse.Namespace, reader: Reader) -> list[Prompt]:
             asked = edits.prompts(reader, kind, context, args.samples, args.seed)
             made.append(({"kind": kind, "context": context}, asked))
         if not args.edits:
-            made.append(({"context": context}, bench.windows(context)))
+            made.append(({"context": context}, bench.windows_apart(context)))
     return [Prompt(ids, number, facts) for facts, rows in made for number, ids in enumerate(rows)]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a checkpoint's name or path (smollm2-135m)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096], help="tokens of prompt (4096)")
@@ -204,23 +207,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lowering", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--out", type=Path, default=Path("build/verify.jsonl"), help="finished windows (%(default)s)")
     parser.add_argument("--results", type=Path, help="default: benchmarks/results/verify.json, or verify_edits.json")
-    args = parser.parse_args(arguments)
-    args.command = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     model, reader = load(args.model, "cpu", torch.float32)
     sets, prompts = compared(args), prompts_of(args, reader)
     with tqdm(total=len(prompts) * sum(map(len, sets)), file=sys.stderr, unit="prompt") as bar:
-        for settings in sets:
-            measure(model, prompts, settings, args, bar)
-    wanted = {str(setting) for settings in sets for setting in settings}
-    rows = [
-        {**row, "tokens": len(row["tokens"])}
-        for row in finished(args.out).values()
-        if row["setting"] in wanted and row["context"] in args.contexts and ("kind" in row) == args.edits
-    ]
-    print(edits_table(rows) if args.edits else table(rows), "", provenance(args), sep="\n")
+        rows = [row for settings in sets for row in measure(model, prompts, settings, args, bar)]
+    print(edits_table(rows) if args.edits else table(rows))
     results = args.results or Path(__file__).parent / "results" / ("verify_edits.json" if args.edits else "verify.json")
-    results.write_text(json.dumps({"provenance": provenance(args), "rows": rows}, indent=1) + "\n")
+    origin = provenance(torch.device("cpu"), "benchmarks/verify.py")
+    results.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -335,6 +336,39 @@ def test_a_soak_stops_at_a_planted_fault_and_tells_how_to_see_it_again(
     again = "python benchmarks/soak.py --seed 7 --calls {} --lowering eager --recompile-limit 100\n"
     assert number
     assert out.endswith(again.format(number[1]))
+
+
+NEEDLE_LLAMA = str(Path(__file__).parent.parent / "examples" / "needle-llama")
+
+
+def verified(text: Path, out: Path) -> list[dict[str, Any]]:
+    """The rows of two windows of a text, a few tokens each; finished ones are kept in the folder `out`."""
+    small = ("--model", NEEDLE_LLAMA, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
+    files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))
+    run("verify", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
+    rows: list[dict[str, Any]] = json.loads((out / "results.json").read_text())["rows"]
+    return rows
+
+
+def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path, word in zip(texts, ("one two three ", "four five six "), strict=True):
+        path.write_text(word * 100)
+    first, again, other = (verified(texts[i], tmp_path) for i in (0, 0, 1))
+    assert [(row["setting"], row["tokens"]) for row in first] == [
+        (setting, 6) for setting in ("uncompiled", "specache:verify=3") for _ in range(2)
+    ]
+    assert all(row["equal"] == 6 for row in first if "equal" in row)
+    assert again == first  # the seconds too: nothing was measured again
+    assert not {row["key"] for row in other} & {row["key"] for row in first}
+
+
+def test_windows_that_overlap_are_told_where_they_are_verified(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("one two three " * 20)
+    asked = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text], edits=False)
+    with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
+        importlib.import_module("verify").prompts_of(asked, ByteReader())
 
 
 class Bytes(ByteReader):

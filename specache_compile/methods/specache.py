@@ -81,6 +81,11 @@ class SpecacheOptions(LowBitOptions):
                     f"option verify='tiers' with {name}={getattr(self, name)!r}: a draft's tokens choose their pairs "
                     f"themselves, together; take {name}={value!r}"
                 )
+        if self.top_k and "correct" in self.disable_passes:
+            raise OptionError(
+                "option disable_passes with verify='tiers': the pass 'correct' chooses a draft's pairs; take 'correct' "
+                "out of it, or top_k=0"
+            )
 
     @property
     def in_16_bits(self) -> SpecacheOptions:

@@ -252,6 +252,7 @@ def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: Ll
         ({"correct": "miss"}, "take correct='always'"),
         ({"selector": "pages"}, "take selector='topk'"),
         ({"unbiased": True}, "take unbiased=False"),
+        ({"disable_passes": ("correct",)}, "take 'correct' out of it"),
         ({"method": "kcache"}, "fetch values one by one"),
         ({"method": "full"}, "exact by itself"),
         ({"method": "h2o"}, "no exact copy of all pairs"),
@@ -262,7 +263,17 @@ def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: st
         sc.Options(verify="tiers", **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"setting": "paper"}, {"top_k": 0}, {"method": "kivi"}, {"bits": 16}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"setting": "paper"},
+        {"top_k": 0},
+        {"top_k": 0, "disable_passes": ("correct",)},
+        {"method": "kivi"},
+        {"bits": 16},
+    ],
+)
 def test_what_is_not_said_is_chosen_to_fit(options: dict[str, Any]) -> None:
     chosen = sc.Options(verify="tiers", **options)
     assert not chosen.speculate
