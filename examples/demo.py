@@ -5,7 +5,7 @@ time it is the same unmodified model, compiled with other options. First one que
 then pass keys at several depths of texts of several lengths: an answer counts when all five digits are in it. The
 claim to see: plain 1-bit quantisation loses the keys, and fetching the few pairs that matter brings them back.
 
-    python examples/demo.py               the whole table, some four minutes on two cores
+    python examples/demo.py               the whole table: four minutes on two cores that multiply bfloat16, else ten
     python examples/demo.py --quick       two methods, one length, two depths
 """
 
