@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = measure(args)
     print(table(rows))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    origin = {**provenance(torch.device("cpu"), "benchmarks/cold_start.py"), "threads": torch.get_num_threads()}
+    origin = provenance(torch.device("cpu"), "benchmarks/cold_start.py")
     args.out.write_text(json.dumps({"provenance": origin, "layers": args.layers, "rows": rows}, indent=2) + "\n")
     print(f"\n{args.layers} layers, a prompt of {PROMPT} tokens and {NEW} new ones; data: {args.out}")
 

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import json
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -27,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from baselines import QUANTIZED, empty_cache, why_not
 from llama_cpp_decode import LIBRARY, LLAMA_CPP, LlamaCpp, build_info, why_no_llama_cpp
+from measuring import provenance
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -177,25 +174,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return tabulate(lines, headers, colalign=("right", "left", *["right"] * 5), disable_numparse=True)
 
 
-def provenance(args: argparse.Namespace, parameters: int) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    processor = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
-    return {
-        "command": shlex.join(["python", "benchmarks/cpu_decode.py", *args.command]),
-        "date": datetime.date.today().isoformat(), "model": args.model or f"random, {args.layers} layers",
-        "parameters": parameters, "dtype": args.dtype,
-        "processor": processor or platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "python": platform.python_version(), **libraries(),
-    }  # fmt: skip
-
-
 def libraries() -> dict[str, str]:
     """What is installed of the libraries that other caches come from, and what llama.cpp was built for."""
     found = {name: version(name) for name in ("optimum-quanto", "hqq", LIBRARY) if is_installed(name)}
     return found | ({"llama.cpp": build_info()} if LIBRARY in found else {})
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["uncompiled", "Inductor", *QUANTIZED, *LLAMA_CPP, *SPECACHE]
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens (1024 4096 8192)")
@@ -206,8 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warm-up", type=int, default=6, help="steps before them (default: 6)")
     parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/cpu_decode_MODEL_DTYPE.json")
-    args = parser.parse_args(arguments)
-    args.command = list(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args()
     if args.warm_up < 1:
         parser.error("--warm-up: at least one step, in which the graphs are compiled")
     args.gguf = gguf_of(args.model) if args.model else None
@@ -225,7 +209,12 @@ def main(arguments: list[str] | None = None) -> None:
         parameters = sum(p.numel() for p in model.parameters())
         print(table(rows))
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {"provenance": provenance(args, parameters), "rows": rows}
+        origin = {
+            **provenance(torch.device("cpu"), "benchmarks/cpu_decode.py"),
+            "model": args.model or f"random, {args.layers} layers", "parameters": parameters, "dtype": args.dtype,
+            **libraries(),
+        }  # fmt: skip
+        report = {"provenance": origin, "rows": rows}
         args.out.write_text(json.dumps(report, indent=2) + "\n")
         print(f"\n{parameters / 1e6:.0f} M parameters, {args.dtype}; data: {args.out}")
 

@@ -63,14 +63,22 @@ def limits(device: torch.device, size: int, repeats: int) -> dict[str, float]:
 
 
 def provenance(device: torch.device, script: str) -> dict[str, Any]:
-    """The command, the day, the device and the versions behind a file of results."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    """The command, the day, the device, the host's threads and the versions behind a file of results."""
     return {
         "command": shlex.join(["python", script, *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(), "device": name, "torch": torch.__version__,
-        "cuda": torch.version.cuda, "triton": triton.__version__, "transformers": transformers.__version__,
-        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "triton": triton.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
+
+
+def processor() -> str:
+    """Its model, as Linux tells it; elsewhere its kind."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or f"{platform.machine()} CPU"
 
 
 class Results:

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 # tokens leave the window early.
 LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
 
+# A trained model of bytes, which finds the needles of a long text.
+NEEDLE_LLAMA = Path(__file__).parent.parent / "examples" / "needle-llama"
 
 # Put back behind every test: generate(prefill_chunk_size=...) of transformers 5.17 leaves 64 behind for the process.
 DYNAMOS_LIMITS = {

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 
-from conftest import prompt, tiny_llama
+from conftest import NEEDLE_LLAMA, prompt, tiny_llama
 from specache_compile.evaluation.reader import ByteReader
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
@@ -338,12 +338,10 @@ def test_a_soak_stops_at_a_planted_fault_and_tells_how_to_see_it_again(
     assert out.endswith(again.format(number[1]))
 
 
-NEEDLE_LLAMA = str(Path(__file__).parent.parent / "examples" / "needle-llama")
-
-
 def verified(text: Path, out: Path) -> list[dict[str, Any]]:
     """The rows of two windows of a text, a few tokens each; finished ones are kept in the folder `out`."""
-    small = ("--model", NEEDLE_LLAMA, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
+    model = str(NEEDLE_LLAMA)
+    small = ("--model", model, "--contexts", "200", "--samples", "2", "--tokens", "6", "--lowering", "eager")
     files = ("--out", str(out / "rows.jsonl"), "--results", str(out / "results.json"))
     run("verify", *small, "--settings", "specache:verify=3", "--text", str(text), *files)
     rows: list[dict[str, Any]] = json.loads((out / "results.json").read_text())["rows"]

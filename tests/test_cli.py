@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from conftest import NEEDLE_LLAMA
 from specache_compile.cli import main
 from specache_compile.explaining import explain as explaining
 from specache_compile.serving import command as serving
 
-MODEL = str(Path(__file__).parent.parent / "examples" / "needle-llama")
+MODEL = str(NEEDLE_LLAMA)
 
 
 _explained: dict[str, Any] = {}

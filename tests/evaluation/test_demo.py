@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conftest import NEEDLE_LLAMA
+
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
@@ -31,7 +33,7 @@ from training import Stage  # noqa: E402
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "needle-llama", dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(NEEDLE_LLAMA, dtype=torch.bfloat16).eval()
 
 
 def compiled(model: Any, **options: Any) -> Any:

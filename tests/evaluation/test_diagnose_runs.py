@@ -10,14 +10,14 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import specache_compile as sc
-from conftest import prompt, tiny_llama
+from conftest import NEEDLE_LLAMA, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.evaluation.diagnostics import agreement, jaccard
 from specache_compile.evaluation.diagnostics.inspected import Inspected
 from specache_compile.evaluation.diagnostics.speculation import Greedy
 from specache_compile.runtime.stats import HitRate
 
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "needle-llama")
+EXAMPLE = str(NEEDLE_LLAMA)
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 256,

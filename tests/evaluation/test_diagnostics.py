@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import greedy, prompt, tiny_llama
+from conftest import NEEDLE_LLAMA, greedy, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.evaluation.diagnostics import (
     DIAGNOSTICS,
@@ -26,7 +26,7 @@ from specache_compile.evaluation.diagnostics import (
 from specache_compile.evaluation.diagnostics.inspected import Inspected
 from specache_compile.evaluation.diagnostics.point import Point
 
-MODEL = str(Path(__file__).parents[2] / "examples" / "needle-llama")
+MODEL = str(NEEDLE_LLAMA)
 QUICK = ("--length", "48", "--steps", "6", "--windows", "1")
 
 

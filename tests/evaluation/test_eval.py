@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import specache_compile as sc
-from conftest import greedy, prompt, tiny_llama
+from conftest import NEEDLE_LLAMA, greedy, prompt, tiny_llama
 from specache_compile.cli import main
 from specache_compile.errors import OptionError
 from specache_compile.evaluation import command
@@ -22,7 +22,7 @@ from specache_compile.evaluation.cell_tables import SHORT, fails, table
 from specache_compile.evaluation.rows import Row, append_row, read_rows
 from specache_compile.evaluation.settings import parse_setting, running
 
-MODEL = str(Path(__file__).parents[2] / "examples" / "needle-llama")
+MODEL = str(NEEDLE_LLAMA)
 QUICK = ("--lengths", "200", "--samples", "2", "--no-plots")
 
 

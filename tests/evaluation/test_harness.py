@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import specache_compile as sc
+from conftest import NEEDLE_LLAMA
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -19,7 +20,7 @@ pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 
 
 from harness import byte_tokenizer, evaluate, harnessed, pass_keys  # noqa: E402
 
-MODEL = str(ROOT / "examples" / "needle-llama")
+MODEL = str(NEEDLE_LLAMA)
 LOSSLESS = {"bits": 1, "top_k": 64, "lowering": "eager"}
 # Finds some keys, not all: a figure that a question left out or asked twice would change.
 LOSSY = {"bits": 1, "setting": "paper", "top_k": 0, "lowering": "eager"}

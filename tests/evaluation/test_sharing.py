@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from conftest import NEEDLE_LLAMA
 from specache_compile.evaluation import sharing
 from specache_compile.evaluation.rows import Row, append_row, read_rows
 from specache_compile.evaluation.sharing import own_device, shared_rows
 
-MODEL = str(Path(__file__).parents[2] / "examples" / "needle-llama")
+MODEL = str(NEEDLE_LLAMA)
 
 
 def row(key: str) -> Row:

@@ -22,12 +22,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM
 
+from conftest import NEEDLE_LLAMA
 from served import TEMPLATE, Served, serving, write_checkpoint
 from specache_compile.cli import main
 
 pytestmark = pytest.mark.one_process
-
-NEEDLE = Path(__file__).parent.parent.parent / "examples" / "needle-llama"
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +348,7 @@ def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Pat
 def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
     filler = "def nothing():\n    return None\n" * 6
     prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
-    with serving(NEEDLE) as served:
+    with serving(NEEDLE_LLAMA) as served:
         ask: dict[str, Any] = {"model": served.name, "temperature": 0, "max_tokens": 5}
         assert served.client.completions.create(**ask, prompt=prompt).choices[0].text == "40712"
         with pytest.raises(openai.BadRequestError, match="has no chat template: ask /v1/completions"):
