@@ -56,7 +56,7 @@ def test_a_model_without_groups_of_query_heads_is_its_own_average() -> None:
 def test_a_model_that_is_rewritten_in_part_is_refused() -> None:
     run = Inspected(tiny_llama(), prompt(24), 4)
     with pytest.warns(sc.SpecacheWarning), pytest.raises(sc.SpecacheError, match="1 of this model's 2 attentions stay"):
-        list(run.forced("h2o", {"budget": 8, "exact_layers": (0,)}))
+        list(run.forced("h2o", 8, exact_layers=(0,)))
 
 
 def test_counts_are_of_what_was_compared() -> None:

@@ -135,10 +135,26 @@ def test_before_anything_was_evicted_a_policy_keeps_what_it_would_choose(policy:
     """One token past the budget, block by block: the first eviction saw all that the full cache saw."""
     run = Inspected(tiny_llama(num_hidden_layers=1), prompt(41), 3)
     budget = run.prefill - 1
-    token, session = next(iter(run.forced(policy, {"budget": budget})))
-    history = jaccard.full_history(next(iter(run.grouped_attention)), run.prefill)[token]
-    expected = jaccard.chosen(policy, history, budget).sort(-1).values
-    assert torch.equal(session.state[0]["kept_token"].long(), expected)
+    assert torch.equal(kept_first(run, policy, budget), chosen_first(run, policy, budget))
+
+
+@pytest.mark.parametrize("policy", jaccard.CHOSEN)
+def test_a_policy_that_read_the_prompt_exactly_keeps_what_it_would_choose_of_it(policy: str) -> None:
+    """Whatever the budget; block by block, the first evictions have seen less than the last query has."""
+    run = Inspected(tiny_llama(num_hidden_layers=1), prompt(41), 3, eviction_block="prompt")
+    assert torch.equal(kept_first(run, policy, 12), chosen_first(run, policy, 12))
+
+
+def kept_first(run: Inspected, policy: str, budget: int) -> Tensor:
+    """Behind the prefill, of the first layer: [windows, H, budget]."""
+    _, session = next(iter(run.forced(policy, budget)))
+    return session.state[0]["kept_token"].long()
+
+
+def chosen_first(run: Inspected, policy: str, budget: int) -> Tensor:
+    """The same, had nothing gone."""
+    history = jaccard.full_history(run.grouped_attention[0], run.prefill)[run.prefill]
+    return jaccard.chosen(policy, history, budget).sort(-1).values
 
 
 def test_the_running_deviation_is_that_of_the_first_queries() -> None:
@@ -195,6 +211,7 @@ def test_what_is_on_disk_is_not_measured_again_unless_something_changed(
         (("--which", "entropy"), "unknown diagnostic 'entropy': known are coverage, hits"),
         (("--steps", "0"), "--steps 0: give a whole number, 1 or more"),
         (("--steps", "48"), "--steps 48: give more than 2, and fewer than --length"),
+        (("--eviction-block", "all"), "eviction_block='all': give a number of tokens, 1 or more, or 'prompt'"),
         (("--length", "99999"), "--length 99,999: the model's context is"),
         (("--text", "no/such/file"), "no text file no/such/file"),
     ],

@@ -18,15 +18,18 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, MODEL, check_inputs, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
 from specache_compile.evaluation.tasks.task import Bench
+from specache_compile.methods.eviction import check_block, tokens_or_prompt
 from specache_compile.options import LOWERINGS
 
 from . import DIAGNOSTICS
 from .files import draw, read, write
-from .inspected import Inspected
+from .inspected import EVICTION_BLOCK, Inspected
 from .point import Point
 
 # Points of a curve that the table shows.
 SHOWN = 8
+# What a diagnostic's points depend on, beside the model and the text.
+MEASURED = ("length", "steps", "windows", "seed", "eviction_block", "device", "dtype", "lowering")
 
 
 def add_diagnose(command: argparse.ArgumentParser) -> None:
@@ -39,6 +42,11 @@ def add_diagnose(command: argparse.ArgumentParser) -> None:
     command.add_argument("--steps", type=int, default=128, help="of which the last are fed one by one (default: 128)")
     command.add_argument("--windows", type=int, default=4, help="of text (default: 4)")
     command.add_argument("--seed", type=int, default=0, help="of the windows (default: 0)")
+    command.add_argument(
+        "--eviction-block", type=tokens_or_prompt, default=EVICTION_BLOCK, metavar="TOKENS",
+        help="tokens before the steps that policies encode between evictions; prompt: all are read exactly, and "
+        "evicted from once (default: %(default)s)",
+    )  # fmt: skip
     command.add_argument(
         "--text", nargs="+", type=Path, default=[], metavar="FILE",
         help="the text (default: library source held out of training)",
@@ -60,8 +68,7 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
     bench = Bench(reader, (args.length,), args.windows, args.seed, limit_of(model), tuple(args.text))
     fingerprint = model_hash(model)
     key = json.dumps(
-        {name: getattr(args, name) for name in ("length", "steps", "windows", "seed", "device", "dtype", "lowering")}
-        | {"model": fingerprint, "texts": text_identity(args.text)},
+        {name: getattr(args, name) for name in MEASURED} | {"model": fingerprint, "texts": text_identity(args.text)},
         sort_keys=True,
     )
     line = provenance(
@@ -70,8 +77,8 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(args.which))
     with tqdm(total=sum(DIAGNOSTICS[name].runs for name in names), file=sys.stderr, unit="run") as bar:
-        ids = torch.tensor(bench.windows(args.length), device=model.device)
-        run = Inspected(model, ids, args.steps, args.lowering, bar.update)
+        ids = torch.tensor(bench.windows_apart(args.length), device=model.device)
+        run = Inspected(model, ids, args.steps, args.lowering, args.eviction_block, bar.update)
         found = list(measure(names, run, key, line, args, bar))
     for name, points in found:
         print(f"\n{name}: {DIAGNOSTICS[name].what}\n{table(points, DIAGNOSTICS[name].x)}")
@@ -112,6 +119,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise SpecacheError(f"--{name} {getattr(args, name)}: give a whole number, 1 or more")
     if not 2 < args.steps < args.length - 1:
         raise SpecacheError(f"--steps {args.steps}: give more than 2, and fewer than --length ({args.length}) less one")
+    check_block("eviction_block", args.eviction_block)
     check_inputs(args)
 
 

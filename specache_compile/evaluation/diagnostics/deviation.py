@@ -10,16 +10,21 @@ from .point import Point
 
 
 def points(run: Inspected) -> list[Point]:
-    """A curve a layer: the mean over tokens that `steps` later queries see, each over its own largest value."""
-    found = []
-    for number, layer in enumerate(run.grouped_attention):
+    """A curve a layer, and their mean: over tokens that `steps` later queries see, each over its own largest value."""
+    means = []
+    for layer in run.grouped_attention:
         curves = running_deviation(layer, run.steps)  # [windows, H, tokens, steps]
         curves = curves / curves.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        mean = curves.mean((0, 1, 2)).tolist()
-        count = curves[..., 0].numel()
-        found += [Point(f"layer {number}", lag + 1, value, count) for lag, value in enumerate(mean)]
+        means.append(curves.mean((0, 1, 2)))
     run.tick()
-    return found
+    count = curves[..., 0].numel()
+    found = [(f"layer {number}", mean, count) for number, mean in enumerate(means)]
+    found.append(("all layers", torch.stack(means).mean(0), count * len(means)))
+    return [
+        Point(curve, lag, value, count)
+        for curve, mean, count in found
+        for lag, value in enumerate(mean.tolist(), start=1)
+    ]
 
 
 def running_deviation(attention: Tensor, steps: int) -> Tensor:

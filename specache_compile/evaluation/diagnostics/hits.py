@@ -13,8 +13,6 @@ from .point import Point
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 POLICIES = ("h2o", "scissorhands", "tova", "roco", "streaming_llm", "random")
-# Tokens of the prefill that are encoded between evictions: RoCo's Table 6 finds no loss up to 4.
-BLOCK = 4
 
 
 def points(run: Inspected) -> list[Point]:
@@ -37,10 +35,9 @@ def own_top_k(run: Inspected, pairs: int) -> float:
 
 def kept_mass(run: Inspected, policy: str, pairs: int) -> float:
     """What the kept pairs of a policy with one less, and the step's own, hold of the full cache's attention."""
-    options = {"budget": max(1, pairs - 1), "eviction_block": BLOCK}
     sums = [
         mass_of(session.state[number]["kept_token"].cpu(), layer[:, :, token, : token + 1])
-        for token, session in run.forced(policy, options)
+        for token, session in run.forced(policy, max(1, pairs - 1))
         for number, layer in enumerate(run.grouped_attention)
     ]
     return float(torch.stack(sums).mean())

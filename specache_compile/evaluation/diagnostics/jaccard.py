@@ -29,7 +29,7 @@ def similarity(run: Inspected, policy: str, rate: float) -> Point:
     histories = full_histories(run)
     found = [
         jaccard(session.state[number]["kept_token"].cpu(), chosen(policy, history[token], budget))
-        for token, session in run.forced(policy, {"budget": budget})
+        for token, session in run.forced(policy, budget)
         if token > budget
         for number, history in enumerate(histories)
     ]
