@@ -18,7 +18,7 @@ from specache_compile.cli import main as specache
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")
-NEEDLE, TEXT, KEYS = "examples/needle-llama", "examples/text-llama", "examples/keys-llama"
+NEEDLE, KEYS = "examples/needle-llama", "examples/keys-llama"
 
 PAPER = "specache:bits=1,setting=paper"
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
@@ -58,13 +58,8 @@ LICENCES = tuple(
     f"/usr/share/common-licenses/{name}" for name in ("GPL-3", "GPL-2", "Apache-2.0", "LGPL-2.1", "MPL-2.0", "GFDL-1.3")
 )
 NEEDLES = ("--chat", "--text", *LICENCES, *FAST, "--samples", "66")
-LONG_TEXT = ("--lengths", "1024", "2048", "--samples", "64")
 TABLES = {
     "needles": Table("method × device KV × keys found (SpeCache, Figure 4)", NEEDLE, ("needle",), METHODS),
-    "text": Table(
-        "method × device KV × perplexity and fidelity; policies keep this share of a prefill of 896, 1,920 tokens",
-        TEXT, ("perplexity", "fidelity"), (*METHODS, *eviction(0.4)), LONG_TEXT,
-    ),
     "k": Table(
         "pairs fetched (SpeCache, Figure 5)",
         NEEDLE,
