@@ -47,7 +47,7 @@ MARKER = re.compile(r"<!-- (?:table|end): \S+ -->")
 SHAPE = [LayerShape(8, 128, torch.bfloat16, torch.device("meta"), number) for number in range(32)]
 TOKENS = 32_768
 # Of a diagnostic's curves, and of their x, those that its table shows; the others are in its CSV.
-CURVES = {"coverage": ("all layers",)}
+CURVES = {"coverage": ("all layers",), "deviation": ("all layers",)}
 MOST_COLUMNS = 10
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from . import Diagnostic
 from .point import Point
 
+# More layers than matplotlib has colours are gray, behind their mean.
+COLOURS = 10
+
 
 def read(path: Path, key: str) -> tuple[list[Point], str] | None:
     """The points that a finished run with the same key left, and its provenance; None where there is none."""
@@ -35,17 +38,27 @@ def write(path: Path, what: str, key: str, points: Sequence[Point], provenance: 
 
 
 def draw(path: Path, diagnostic: Diagnostic, points: Sequence[Point], provenance: str) -> None:
-    """One line a curve. Needs matplotlib."""
+    """One line a curve, each with a colour; of more layers than there are colours the mean stands out. Needs
+    matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 4))
-    for curve in dict.fromkeys(point.curve for point in points):
+    curves = list(dict.fromkeys(point.curve for point in points))
+    layers = [curve for curve in curves if curve.startswith("layer ")]
+    gray = layers if len(layers) > COLOURS else []
+    for curve in curves:
         mine = [point for point in points if point.curve == curve]
         marker = "." if len(mine) < 20 else None
-        axis.plot([p.x for p in mine], [p.y for p in mine], marker=marker, label=curve)
+        axis.plot(
+            [p.x for p in mine],
+            [p.y for p in mine],
+            marker=marker,
+            label=curve,
+            color="silver" if curve in gray else None,
+        )
     if diagnostic.log:
         ticks = sorted({point.x for point in points})
         axis.set_xscale("log")
@@ -55,7 +68,9 @@ def draw(path: Path, diagnostic: Diagnostic, points: Sequence[Point], provenance
     axis.set_ylabel(diagnostic.y, fontsize=9)
     axis.set_title(diagnostic.what, fontsize=9)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    lines = [line for line in axis.lines if line.get_label() not in gray[1:]]
+    names = ["a layer" if line.get_label() in gray else line.get_label() for line in lines]
+    axis.legend(lines, names, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.text(0.005, -0.01, textwrap.fill(provenance, 165), fontsize=5, va="top", color="gray")
     figure.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(figure)
