@@ -49,16 +49,11 @@ def draw(path: Path, diagnostic: Diagnostic, points: Sequence[Point], provenance
     curves = list(dict.fromkeys(point.curve for point in points))
     layers = [curve for curve in curves if curve.startswith("layer ")]
     gray = layers if len(layers) > COLOURS else []
+    labels = {curve: "a layer" if curve == layers[0] else None for curve in gray}
     for curve in curves:
         mine = [point for point in points if point.curve == curve]
-        marker = "." if len(mine) < 20 else None
-        axis.plot(
-            [p.x for p in mine],
-            [p.y for p in mine],
-            marker=marker,
-            label=curve,
-            color="silver" if curve in gray else None,
-        )
+        marker, color = "." if len(mine) < 20 else None, "silver" if curve in gray else None
+        axis.plot([p.x for p in mine], [p.y for p in mine], marker=marker, color=color, label=labels.get(curve, curve))
     if diagnostic.log:
         ticks = sorted({point.x for point in points})
         axis.set_xscale("log")
@@ -68,9 +63,7 @@ def draw(path: Path, diagnostic: Diagnostic, points: Sequence[Point], provenance
     axis.set_ylabel(diagnostic.y, fontsize=9)
     axis.set_title(diagnostic.what, fontsize=9)
     axis.grid(alpha=0.3)
-    lines = [line for line in axis.lines if line.get_label() not in gray[1:]]
-    names = ["a layer" if line.get_label() in gray else line.get_label() for line in lines]
-    axis.legend(lines, names, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.text(0.005, -0.01, textwrap.fill(provenance, 165), fontsize=5, va="top", color="gray")
     figure.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(figure)
