@@ -97,11 +97,11 @@ def key_of(setting: Setting, prompt: Prompt, fingerprint: str, args: argparse.Na
 
 
 def measure(
-    model: Any, prompts: list[Prompt], settings: list[Setting], args: argparse.Namespace, bar: tqdm
+    model: Any, fingerprint: str, prompts: list[Prompt], settings: list[Setting], args: argparse.Namespace, bar: tqdm
 ) -> Iterator[dict[str, Any]]:
     """A row for every prompt under every setting, measured or found; the first setting's tokens are those expected of
     the others. A row's `tokens` is their number."""
-    done, fingerprint = finished(args.out), model_hash(model)
+    done = finished(args.out)
     for setting in settings:
         with running(model, setting, args.lowering):
             for prompt in prompts:
@@ -210,9 +210,9 @@ def main() -> None:
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     model, reader = load(args.model, "cpu", torch.float32)
-    sets, prompts = compared(args), prompts_of(args, reader)
+    fingerprint, sets, prompts = model_hash(model), compared(args), prompts_of(args, reader)
     with tqdm(total=len(prompts) * sum(map(len, sets)), file=sys.stderr, unit="prompt") as bar:
-        rows = [row for settings in sets for row in measure(model, prompts, settings, args, bar)]
+        rows = [row for settings in sets for row in measure(model, fingerprint, prompts, settings, args, bar)]
     print(edits_table(rows) if args.edits else table(rows))
     results = args.results or Path(__file__).parent / "results" / ("verify_edits.json" if args.edits else "verify.json")
     origin = provenance(torch.device("cpu"), "benchmarks/verify.py")

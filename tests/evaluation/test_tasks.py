@@ -80,9 +80,7 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more(task: str) -> None:
 def test_draws_are_a_function_of_the_seed(task: str) -> None:
     def prompts(seed: int) -> list[Any]:
         rng = random.Random(seed)
-        if task == "diagnose":
-            return bench(seed=seed).windows(400)
-        if task in ("perplexity", "fidelity"):
+        if task in ("perplexity", "fidelity", "diagnose"):
             return bench(seed=seed).windows_apart(400)
         if task == "shared_context":
             return [shared_context.shared(bench(), 400, rng)]

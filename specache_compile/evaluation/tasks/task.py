@@ -14,7 +14,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 
-from .haystack import library_source, overlapping, too_short, window
+from .haystack import library_source, overlapping, too_short
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,6 @@ class Bench:
         if not self.texts:
             return self.reader.encode(library_source(held_out=True).decode(errors="replace"))
         return [token for path in self.texts for token in self.reader.encode(read_text(path))]
-
-    def windows(self, length: int) -> list[list[int]]:
-        """`samples` windows of `length` tokens, from anywhere in the text: they may overlap, and have no interval."""
-        rng, begin = random.Random(f"{self.seed}/{length}"), self.reader.begin()
-        return [[*begin, *window(self.haystack, length - len(begin), rng)] for _ in range(self.samples)]
 
     def windows_apart(self, length: int) -> list[list[int]]:
         """`samples` windows of `length` tokens, one from each of as many equal parts of the text, so that their
