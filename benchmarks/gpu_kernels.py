@@ -31,6 +31,7 @@ from specache_compile.kernels import (
     attention,
     tiers,
     triton_append,
+    triton_center,
     triton_copy,
     triton_decode,
     triton_scored,
@@ -126,13 +127,13 @@ class Inputs:
         *bits, scale, softcap = self.settings
         return attend(self.q, self.k, self.v, None, None, self.cursor, *given, *bits, False, scale, softcap)
 
-    def score(self, score: Any) -> tuple[Tensor, Tensor]:
+    def score(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = self.of_state("codes", "key_params", "center", "recent")
         return score(self.q, self.k, None, None, self.cursor, *given, *self.settings)
 
-    def attend_scored(self, attend: Any, logits: Tensor) -> Tensor:
+    def attend_scored(self, attend: Any, *logits: Tensor) -> Tensor:
         given = self.of_state("codes", "value_params", "recent", "slots", "slot_index")
-        return attend(self.q, self.k, self.v, None, None, self.cursor, logits, *given, *self.settings)
+        return attend(self.q, self.k, self.v, None, None, self.cursor, *logits, *given, *self.settings)
 
 
 def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> None:
@@ -164,12 +165,12 @@ def check(setting: Setting, device: torch.device) -> None:
     got, got_scores = ours.attend(triton_decode.decode_attention)
     torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got_scores, scores.float(), atol=2e-2, rtol=2e-2)
-    logits, by_lane = ours.score(triton_scored.score_low_bit)
-    expected_logits, expected_by_lane = theirs.score(attention.score_low_bit)
+    *logits, by_lane = ours.score(triton_scored.score_low_bit)
+    *expected_logits, expected_by_lane = theirs.score(attention.score_low_bit)
     torch.testing.assert_close(by_lane, expected_by_lane, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(
-        ours.attend_scored(triton_scored.attend_scored, logits),
-        theirs.attend_scored(attention.attend_scored, expected_logits),
+        ours.attend_scored(triton_scored.attend_scored, *logits),
+        theirs.attend_scored(attention.attend_scored, *expected_logits),
         atol=2e-2, rtol=2e-2,
     )  # fmt: skip
     triton_select.select_topk(ours.scores, ours.state["wanted"])
@@ -237,17 +238,17 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
     }
     if not setting.top_k:
         return
-    logits = [x.score(triton_scored.score_low_bit)[0] for x in sets]
+    logits = [x.score(triton_scored.score_low_bit)[:2] for x in sets]
     window = exact * (setting.context - setting.low_bit)
     lanes = 4 * LANES * setting.pairs
-    made = lanes * QUERY_HEADS // HEADS  # bytes of logits
+    made = sum(kept.nbytes for kept in logits[0]) * setting.pairs // tokens_of(state)
     yield row(
         "scores alone", "copy", low_keys + window // 2 + 2 * made + lanes,
         lambda i: turn(i).score(triton_scored.score_low_bit),
     )  # fmt: skip
     yield row(
         "attention from scores", "copy", made + low_values + kept,
-        lambda i: turn(i).attend_scored(triton_scored.attend_scored, logits[i % len(sets)]),
+        lambda i: turn(i).attend_scored(triton_scored.attend_scored, *logits[i % len(sets)]),
     )  # fmt: skip
     if setting.rotate:  # what follows knows nothing of the layout
         return
@@ -293,6 +294,21 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
     return {
         "kernel": "quantise", **setting.names, "ms": ms, "bytes": size, "GB/s": size / ms / 1e6, "limit": "copy",
+        "share": size / ms / 1e6 / limit["copy"],
+    }  # fmt: skip
+
+
+def center_row(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
+    """What models whose keys have biases add to every step's attention."""
+    x = Inputs(setting, device, 0)
+    center = torch.rand(setting.batch, HEADS, 4, HEAD_DIM, device=device)
+    capacity, group = x.state["codes"].shape[2], setting.options.group_size
+    ms = milliseconds_on_device(
+        lambda i: triton_center.share_of_center(x.q, center, x.cursor, capacity, group, HEAD_DIM**-0.5), device, repeats
+    )
+    size = 4 * LANES * setting.pairs * QUERY_HEADS // HEADS
+    return {
+        "kernel": "center's share", **setting.names, "ms": ms, "bytes": size, "GB/s": size / ms / 1e6, "limit": "copy",
         "share": size / ms / 1e6 / limit["copy"],
     }  # fmt: skip
 
@@ -356,6 +372,8 @@ def main(arguments: list[str] | None = None) -> None:
             rows = list(rows_of(setting, device, args.repeats, limit))
             if setting.bits < 16:
                 rows.append(quantise_row(setting, device, args.repeats, limit))
+            if setting.bits < 16 and not setting.rotate:
+                rows.append(center_row(setting, device, args.repeats, limit))
             results.add(*rows)
     except KeyboardInterrupt:
         print("interrupted: the settings below are finished")

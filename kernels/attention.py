@@ -15,6 +15,7 @@ from .center import share_of_center
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .fp8 import decoded
+from .kept_logits import whole_logits
 from .layout import Layout, rotated
 from .quantize import dequantize_keys, dequantize_values
 from .segments import tokens_of
@@ -346,12 +347,13 @@ def score_low_bit(
     rotate: bool,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The first half of a corrected decode attention: what each lane asks for, before it is known what is in the slots.
 
-    Shapes as for `decode_attention`. Returns the low-bit tier's logits [B, Hq, lanes, C] in float32, beyond it
-    anything; and each lane's attention over low-bit tier, window and new pairs, summed over the query group,
-    [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1 elsewhere.
+    Shapes as for `decode_attention`. Returns the low-bit tier's logits [B, Hq, lanes, C], beyond it anything, and their
+    base (`kept_logits.py`), here none; and each lane's attention over low-bit tier, window and new pairs, summed over
+    the query group, [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1
+    elsewhere.
     """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
@@ -363,9 +365,10 @@ def score_low_bit(
     by_lane = scores.permute(1, 2, 0, 3)
     by_lane[..., : at.candidates] = ((known - peak).exp_() * share).sum(2)
     at.hide_unseen(by_lane, slice(None))
-    logits = torch.full((*q.shape[:3], codes.shape[2]), -math.inf, dtype=torch.float32, device=q.device)
+    logits, base = whole_logits(q, codes.shape[2])
     logits[..., : at.low_bit] = packed.flatten(1, 2)
-    return logits, scores
+    logits[..., at.low_bit :] = -math.inf
+    return logits, base, scores
 
 
 def attend_scored(
@@ -376,6 +379,7 @@ def attend_scored(
     sinks: Tensor | None,
     cursor: Tensor,
     logits: Tensor,
+    base: Tensor,
     codes: Tensor,
     value_params: Tensor,
     recent: Tensor,

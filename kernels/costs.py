@@ -13,6 +13,7 @@ from typing import Any
 from torch import SymInt, Tensor
 
 from .evict import HISTORY_SIZE
+from .kept_logits import bytes_of_logit
 from .quantize import value_group
 
 
@@ -142,13 +143,15 @@ def share_of_center(arguments: Arguments, low: int) -> Cost:
 
 
 def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The keys of low-bit tier and window once; written: a logit for each query row, a score for each head and lane."""
+    """The keys of low-bit tier and window once. Written: a logit for each query row, read again for the scores, when
+    all are known, and a score for each head and lane."""
     pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
     low = load.options.low_bit_length(load.length)
     keys = rows(load, site) * (low * pair.low_keys + (load.length - low) * pair.exact / 2)
     lanes = size_of(q.shape[2])
-    written = 4 * low * lanes * load.batch * (load.query_heads[site] + load.layers[site].heads)
-    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + written) + share_of_center(arguments, low)
+    logits = 2 * bytes_of_logit(q.dtype) * low * lanes * load.batch * load.query_heads[site]
+    scores = 4 * low * lanes * rows(load, site)
+    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + logits + scores) + share_of_center(arguments, low)
 
 
 def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
@@ -157,7 +160,7 @@ def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
     low = load.options.low_bit_length(load.length)
     exact = load.length - low + fetched_pairs(load.options, load.length)
     read = rows(load, site) * (low * pair.low_values + exact * pair.exact)
-    logits = 4 * low * size_of(q.shape[2]) * load.batch * load.query_heads[site]
+    logits = bytes_of_logit(q.dtype) * low * size_of(q.shape[2]) * load.batch * load.query_heads[site]
     return Cost(2 * elements(q) * (load.length + 2 * exact), read + logits + 2 * bytes_of(q))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from .attention import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
 from .cpp_library import DTYPES, STRIDES, Step, decode_library
 from .cursor import LENGTH, LOW_BIT
+from .kept_logits import whole_logits
 from .layout import Layout, rotation_block
 
 
@@ -69,7 +70,7 @@ def decode_attention_fused(
     if not fits(codes, k, v, recent, slots):
         tiers = (codes, key_params, value_params, center, recent, slots, slot_index)
         return decode_attention(q, k, v, mask, sinks, cursor, *tiers, *settings)
-    out, logits = q.new_empty(q.shape, dtype=torch.float32), logits_like(q, codes)
+    out, (logits, _) = q.new_empty(q.shape, dtype=torch.float32), whole_logits(q, codes.shape[2])
     scores = q.new_empty(codes.shape[:3], dtype=torch.float32)
     layout, unbiased, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
@@ -84,27 +85,29 @@ def decode_attention_fused(
 def score_low_bit_fused(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
     key_params: Tensor, center: Tensor, recent: Tensor, *settings: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`attention.score_low_bit`, as one C++ kernel; the same arguments and results."""
     if not fits(codes, k, recent):
         return score_low_bit(q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
-    logits, scores = logits_like(q, codes), q.new_empty(q.shape[2], *codes.shape[:3], dtype=torch.float32)
+    logits, base = whole_logits(q, codes.shape[2])
+    scores = q.new_empty(q.shape[2], *codes.shape[:3], dtype=torch.float32)
     layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
         q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, key_params=key_params,
         logits=logits, scores=scores,
     )  # fmt: skip
     decode_library(k.dtype).score_low_bit(byref(step))
-    return logits, scores
+    return logits, base, scores
 
 
 def attend_scored_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
-    codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, *settings: Any,
+    base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
+    *settings: Any,
 ) -> Tensor:  # fmt: skip
     """`attention.attend_scored`, as one C++ kernel; the same arguments and results."""
     if not fits(codes, k, v, recent, slots):
-        tiers = (logits, codes, value_params, recent, slots, slot_index)
+        tiers = (logits, base, codes, value_params, recent, slots, slot_index)
         return attend_scored(q, k, v, mask, sinks, cursor, *tiers, *settings)
     out = q.new_empty(q.shape, dtype=torch.float32)
     layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
@@ -114,8 +117,3 @@ def attend_scored_fused(
     )  # fmt: skip
     decode_library(k.dtype).attend_scored(byref(step))
     return out.to(q.dtype)
-
-
-def logits_like(q: Tensor, codes: Tensor) -> Tensor:
-    """Room for the low-bit tier's logits [B, Hq, lanes, C]."""
-    return q.new_empty(*q.shape[:3], codes.shape[2], dtype=torch.float32)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import attention, costs, cpp_decode, cpp_tiers, evict, few_rows, fp8, kcache, pages, snapkv, tiers
 from .costs import CostOf
+from .kept_logits import based_logits, whole_logits
 from .measure import measure
 
 
@@ -69,10 +70,10 @@ def fake_decode_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(codes.shape[:3], dtype=torch.float32)
 
 
-def fake_score_low_bit(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def fake_score_low_bit(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, capacity = rest[4].shape[:3]
-    logits = q.new_empty((*q.shape[:3], capacity), dtype=torch.float32)
-    return logits, q.new_empty((q.shape[2], batch, heads, capacity), dtype=torch.float32)
+    room = whole_logits if q.device.type == "cpu" else based_logits
+    return *room(q, capacity), q.new_empty((q.shape[2], batch, heads, capacity), dtype=torch.float32)
 
 
 def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
@@ -87,12 +88,12 @@ DECODE = (
 )
 SCORE = (
     "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor center, "
-    f"Tensor recent, {LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
+    f"Tensor recent, {LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor, Tensor)"
 )
 SCORED = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor logits, Tensor codes, "
-    f"Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, float? softcap) "
-    "-> Tensor"
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor logits, Tensor base, "
+    f"Tensor codes, Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, "
+    "float? softcap) -> Tensor"
 )
 
 

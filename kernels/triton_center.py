@@ -1,10 +1,12 @@
 """Triton: a head's center is found, and its share of the logits computed; see `center`, which has the formulas.
 
-Shapes as in `triton_decode`. Products are in float32 whatever torch is told of its own: a share is as large as the
-biases that keys have, and must be what was taken off.
+Shapes as in `triton_decode`. Products are as good as float32's whatever torch is told of its own: a share is as large
+as the biases that keys have, and must be what was taken off.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -17,8 +19,11 @@ from .triton_pairs import load_pairs
 
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
 CENTER_ROWS, NEWEST = tl.constexpr(ROWS), tl.constexpr(MEAN_OF)
-TOKEN_BLOCK, CHANNEL_BLOCK = 16, 32
-FEWEST_ROWS = 8
+TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 32, 8
+# Rows of a product; and the sums of a program, 64 registers of each of 128 threads.
+FEWEST_ROWS, SUMS = 16, 8192
+# What shares are counted in, so that a channel's may be a million before it is none of float16's.
+UNIT = tl.constexpr(1 / 16)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -93,43 +98,99 @@ def load_group_center(center, bh, start, channel, inside, d: tl.constexpr):
 
 
 @triton.jit
+def write_angles(
+    # center float32 [B, H, 4, d]; cursor int64 [4]; written: angles float32 [g + C/g, 2, d].
+    center, cursor, angles,
+    # g + C/g.
+    rows,
+    d: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK rows, the cosine of each channel's angle and then its sine: of the places in a group, and of
+    the first tokens of those in the low-bit tier.
+
+    CHANNELS: d, padded. Bytes a row: 8·d written. FLOPs: some 60·d.
+    """
+    row, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
+    token = tl.where(row < group, row, (row - group) * group)
+    known = (row < rows) & ((row < group) | (token < tl.load(cursor + AT_LOW_BIT)))
+    there = known[:, None] & (channel < d)[None, :]
+    angle = token.to(tl.float32)[:, None] * tl.load(center + AT_THETA * d + channel, channel < d, 0.0)[None, :]
+    at = angles + row[:, None] * (2 * d) + channel[None, :]
+    tl.store(at, tl.cos(angle), there)
+    tl.store(at + d, tl.sin(angle), there)
+
+
+@triton.jit
+def halves(x):
+    """float32 as a sum of two float16, to 2⁻²² of it."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
+    """sums [groups · ROWS, g] and Σ over channels of factor [groups, c] · query [ROWS, c] · wave [g, c], in float32.
+
+    Tensor cores take 16 bits: three products of halves leave out less than a float32 sum's own rounding of thousands
+    that logits must keep. EXACT: none is left out, for queries that say more.
+    """
+    rows = tl.reshape(factor[:, None, :] * query[None, :, :], [factor.shape[0] * query.shape[0], query.shape[1]])
+    if EXACT:
+        sums = tl.dot(rows, tl.trans(wave), sums, input_precision="ieee")
+    else:
+        high, low = halves(rows)
+        wave_high, wave_low = halves(wave)
+        sums = tl.dot(high, tl.trans(wave_low), sums)
+        sums = tl.dot(low, tl.trans(wave_high), sums)
+        sums = tl.dot(high, tl.trans(wave_high), sums)
+    return sums
+
+
+@triton.jit
 def add_shares(
-    # q [B, Hq, lanes, d]; center float32 [B, H, 4, d]; cosines and sines of a group's places [g, d]; cursor int64 [4].
-    q, center, cosines, sines, cursor,
+    # q [B, Hq, lanes, d]; center float32 [B, H, 4, d]; angles as `write_angles` leaves them; cursor int64 [4].
+    q, center, angles, cursor,
     # Written: shares float32 [B, Hq, lanes, C].
     shares,
     q_batch, q_head, q_lane, scale,
     # H, C in tokens.
     heads, capacity,
-    d: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    d: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one group of tokens of one KV head, for all its query heads and lanes.
+    """One program: GROUPS groups of tokens of one KV head, for all its query heads and lanes.
 
-    CHANNELS: those of one step of the product. Bytes: 8·d·g of the table, from the cache; written: 4·G·lanes a token.
-    FLOPs: 4·G·lanes·d a token.
+    ROWS: G·lanes, padded. CHANNELS: those of one step of the products. Bytes: 8·d·(g + GROUPS) of the table, from the
+    cache; written: 4·G·lanes a token. FLOPs: 4·G·lanes·d a token, in 16 bits three times as many.
     """
-    bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tile * group >= tl.load(cursor + AT_LOW_BIT):
+    bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
+    low_bit = tl.load(cursor + AT_LOW_BIT)
+    if first * group >= low_bit:
         return
     batch, head = bh // heads, bh % heads
     row = tl.arange(0, ROWS)
-    real = row < queries * lanes
-    query_head, lane = head * queries + row // lanes, row % lanes
-    q_row = q + batch * q_batch + query_head * q_head + lane * q_lane
-    place = tl.arange(0, group)
-    sums = tl.zeros([group, ROWS], tl.float32)
+    q_row = q + batch * q_batch + (head * queries + row // lanes) * q_head + row % lanes * q_lane
+    number, place = first + tl.arange(0, GROUPS), tl.arange(0, group)
+    known = (number * group < low_bit)[:, None]
+    sums = tl.zeros([GROUPS * ROWS, group], tl.float32)
+    exact: tl.constexpr = q.dtype.element_ty == tl.float32
     for start in tl.static_range(0, d, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
-        inside = channel < d
-        one, other, _ = load_group_center(center, bh, tile * group, channel, inside, d=d)
-        query = tl.load(q_row[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0).to(tl.float32) * scale
-        at, there = place[:, None] * d + channel[None, :], inside[None, :]
-        cos, sin = tl.load(cosines + at, there, 0.0), tl.load(sines + at, there, 0.0)
-        sums = tl.dot(cos, tl.trans(query * one[None, :]), sums, input_precision="ieee")
-        sums = tl.dot(sin, tl.trans(query * other[None, :]), sums, input_precision="ieee")
-    out = shares + ((batch * heads * queries + query_head) * lanes + lane) * capacity
-    tl.store(out[None, :] + (tile * group + place)[:, None], sums, real[None, :])
+        inside = (channel < d)[None, :]
+        query = tl.load(q_row[:, None] + channel[None, :], (row < queries * lanes)[:, None] & inside, 0.0)
+        query = query.to(tl.float32) * (scale * UNIT)
+        at = center + bh * CENTER_ROWS * d + channel[None, :]
+        beta, gamma = tl.load(at + AT_BETA * d, inside, 0.0), tl.load(at + AT_GAMMA * d, inside, 0.0)
+        at = angles + (group + number)[:, None] * (2 * d) + channel[None, :]
+        cos, sin = tl.load(at, known & inside, 0.0), tl.load(at + d, known & inside, 0.0)
+        wave = angles + place[:, None] * (2 * d) + channel[None, :]
+        sums = add_waves(sums, cos * beta + sin * gamma, query, tl.load(wave, inside, 0.0), EXACT=exact)
+        sums = add_waves(sums, cos * gamma - sin * beta, query, tl.load(wave + d, inside, 0.0), EXACT=exact)
+    both = tl.arange(0, GROUPS * ROWS)
+    number, row = first + both // ROWS, both % ROWS
+    real = (row < queries * lanes) & (number * group < low_bit)
+    out = shares + ((bh * queries + row // lanes) * lanes + row % lanes) * capacity + number * group
+    tl.store(out[:, None] + place[None, :], sums * (1 / UNIT), real[:, None])
 
 
 def set_center(
@@ -149,13 +210,24 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     """As `center.share_of_center`: [B, Hq, lanes, C] of q [B, Hq, lanes, d]; beyond the low-bit tier anything."""
     batch, query_heads, lanes, d = q.shape
     heads = center.shape[1]
-    shares = torch.empty((batch, query_heads, lanes, capacity), dtype=torch.float32, device=q.device)
-    place = torch.arange(group, dtype=torch.float32, device=q.device)[:, None] * center[0, 0, THETA]
-    rows = query_heads // heads * lanes
-    add_shares[batch * heads, capacity // group](
-        q, center, place.cos(), place.sin(), cursor, shares,
+    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    shares, angles = new((batch, query_heads, lanes, capacity)), new((group + capacity // group, 2, d))
+    write_angles[(triton.cdiv(angles.shape[0], ANGLE_BLOCK),)](
+        center, cursor, angles, rows=angles.shape[0], d=d, group=group, CHANNELS=triton.next_power_of_2(d),
+        BLOCK=ANGLE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    rows = triton.next_power_of_2(query_heads // heads * lanes)
+    groups = groups_at_once(group, rows)
+    add_shares[batch * heads, triton.cdiv(capacity // group, groups)](
+        q, center, angles, cursor, shares,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=scale, heads=heads, capacity=capacity,
-        d=d, group=group, lanes=lanes, queries=query_heads // heads,
-        ROWS=max(FEWEST_ROWS, triton.next_power_of_2(rows)), CHANNELS=CHANNEL_BLOCK, num_warps=4,
+        d=d, group=group, lanes=lanes, queries=query_heads // heads, GROUPS=groups, ROWS=rows, CHANNELS=CHANNEL_BLOCK,
+        num_warps=4,
     )  # fmt: skip
     return shares
+
+
+def groups_at_once(group: int, rows: int) -> int:
+    """Groups of a program of `add_shares`: a table of places is worth reading for many, and their sums must fit in
+    registers."""
+    return max(1, SUMS // (group * rows), FEWEST_ROWS // rows)

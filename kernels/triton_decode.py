@@ -25,12 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import SEEN
+from .kept_logits import LOGIT_BLOCK
 from .layout import Layout, rotation_block
 from .triton_center import share_of_center
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_low_bit import attend_low_bit
 from .triton_rotate import hadamard, rotated
-from .triton_softmax import biased, capped, grown
+from .triton_softmax import biased, capped, finite, grown
 
 # An additive mask below this hides its token.
 HIDDEN = tl.constexpr(SEEN)
@@ -41,9 +42,9 @@ NO_MASK, BOOL_MASK, ADDITIVE_MASK = range(3)
 MASK_STRIDES = ("m_batch", "m_head", "m_row")
 # The smallest sides of a product that fill a tensor core instruction: query rows, and channels.
 FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
-# Pairs in 16 bits per tile: of the slots, the ring and the new ones (more would spill registers), and of a low-bit tier
-# that is not quantised.
-EXACT_BLOCK, PLAIN_BLOCK = 16, 32
+# Pairs in 16 bits per tile: of the slots, the ring and the new ones (more would spill registers; a tile's logits have
+# one base), and of a low-bit tier that is not quantised.
+EXACT_BLOCK, PLAIN_BLOCK = LOGIT_BLOCK, 32
 SCORE_BLOCK = 1024
 # Warps of a program of `attend_tiers`, see `triton_low_bit`, and the programs that a multiprocessor's registers hold at
 # once; the shared memory of one, and what the driver keeps of it. At d 256 two warps would spill nothing, where one
@@ -61,9 +62,9 @@ EXACT_TILE, PROLOGUE = 0.75, 1.5
 
 @triton.jit
 def attend_exact(
-    # Of attend_tiers' rows [ROWS]: where q, the mask's row, the logits and the sums of each lie; which are rows at all,
-    # which of them keep their logits, and each one's lane.
-    q_row, mask_row, logits_row, out_row, real, kept, lane,
+    # Of attend_tiers' rows [ROWS]: where q, the mask's row, the logits, their base and the sums of each lie; which are
+    # rows at all, which of them keep their logits, and each one's lane.
+    q_row, mask_row, logits_row, base_row, out_row, real, kept, lane,
     # The KV head's number in [B, H]; tokens cached, in the low-bit tier, and to be selected from; and the share: number
     # `split` of `splits`.
     bh, length, low_bit, candidates, split, splits,
@@ -120,9 +121,14 @@ def attend_exact(
         causal = (block < slot_blocks + recent_blocks) | (within[None, :] <= lane[:, None])
         seen = real[:, None] & there[None, :] & causal
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+        highest = tl.max(logits, 1)
         if KEYS and stored > 0:
-            tl.store(logits_row[:, None] + tokens[None, :], logits, kept[:, None] & scored[None, :])
-        weights, shrink, peak, total = grown(logits, peak, total)
+            base = tl.zeros([ROWS], tl.float32)
+            if not VALUES:  # nothing but the ring is scored: there are no slots
+                base, number = finite(highest), low_bit // EXACT + block
+                tl.store(base_row + number, base, kept & (block < recent_blocks) & (number * EXACT < candidates))
+            tl.store(logits_row[:, None] + tokens[None, :], logits - base[:, None], kept[:, None] & scored[None, :])
+        weights, shrink, peak, total = grown(logits, highest, peak, total)
         if VALUES:
             sums = tl.dot(weights.to(kind), values, sums * shrink[:, None], input_precision=PRECISION)
     if VALUES:
@@ -142,8 +148,9 @@ def attend_tiers(
     recent, slots, slot_index,
     # shares [B, Hq, lanes, C] float32, of the center; anything where keys are not centered.
     shares,
-    # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32.
-    logits,
+    # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32; and of a half
+    # their base [B, Hq, stored, C/16] float32, else anything.
+    logits, base,
     # Written: out [B·H, E + S, ROWS, d], where VALUES, peaks and totals [B·H, E + S, ROWS] float32.
     out, peaks, totals,
     # q_batch, q_head, q_lane: strides of q [B, Hq, lanes, d]; of k and v [B, H, lanes, d]; and of the mask
@@ -163,11 +170,12 @@ def attend_tiers(
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
     here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. UNBIASED: its logits
     are. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
-    padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile.
+    padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile, and
+    tokens that have one base.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
-    A half has its part of the codes and scales alone, and 4·G·lanes·n of logits in float32.
+    A half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
     """
     bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = bh // heads, bh % heads
@@ -179,7 +187,8 @@ def attend_tiers(
     q_row = q + batch * q_batch + query_head * q_head + lane * q_lane
     mask_row = batch * m_batch + query_head * m_head + lane * m_row
     keeps = lane - (lanes - stored)
-    logits_row = logits + ((batch * heads * queries + query_head) * stored + keeps) * capacity
+    keeping = (batch * heads * queries + query_head) * stored + keeps
+    logits_row, base_row = logits + keeping * capacity, base + keeping * (capacity // EXACT)
     kept = real & (keeps >= 0)
     at = (bh * (exact + splits) + split) * ROWS + row
 
@@ -189,19 +198,19 @@ def attend_tiers(
             q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
         shares_row = shares + ((batch * heads * queries + query_head) * lanes + lane) * capacity
         peak, total = attend_low_bit(
-            q_row, mask_row, logits_row, shares_row, out_row, real, kept,
+            q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
             bh=bh, low_bit=low_bit, split=split - exact, splits=splits,
             codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
             stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED, UNBIASED=UNBIASED,
-            ROWS=ROWS, SPAN=SPAN, PRECISION=PRECISION,
+            ROWS=ROWS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
         candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), length)
         peak, total = attend_exact(
-            q_row, mask_row, logits_row, out_row, real, kept, lane,
+            q_row, mask_row, logits_row, base_row, out_row, real, kept, lane,
             bh=bh, length=length, low_bit=low_bit, candidates=candidates, split=split, splits=exact,
             recent=recent, slots=slots, slot_index=slot_index, k_row=k_row, v_row=v_row, k_lane=k_lane, v_lane=v_lane,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap,
@@ -239,7 +248,7 @@ def merge_splits(
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         highest = tl.maximum(highest, sink)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
+    base = finite(highest)
     shrink = tl.exp(peak - base)
     total = tl.sum(tl.load(totals + at, part < parts, 0.0) * shrink, 0)
     if SINKS:
@@ -262,32 +271,40 @@ def merge_splits(
 
 @triton.jit(do_not_specialize=list(MASK_STRIDES))
 def score_tokens(
-    # logits [B, Hq, stored, C] as attend_tiers left them, lse [B, Hq, stored] float32; mask [B, Hq, lanes, > n];
-    # cursor int64 [4].
-    logits, lse, mask, cursor,
+    # logits [B, Hq, stored, C] and base [B, Hq, stored, C/16] as attend_tiers left them, lse [B, Hq, stored] float32;
+    # mask [B, Hq, lanes, > n]; cursor int64 [4].
+    logits, base, lse, mask, cursor,
     # Written: scores [stored, B, H, C] float32; -1: no candidate.
     scores,
     # m_batch, m_head, m_row, m_token: strides of the mask [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     m_batch, m_head, m_row, m_token,
     # H, C in tokens.
     heads, capacity,
-    lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+    lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, MASK: tl.constexpr, BASE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of tokens of one KV head, for one of the last `stored` lanes.
+    """One program: a block of tokens of one KV head, for one of the last `stored` lanes. BASE: whether there is one, of
+    so many TOKENS each.
 
-    Bytes a token: 2·G, or 4·G in float32, and the mask's read, 4 written. FLOPs: 3·G, one of them an exponential.
+    Bytes a token: 2·G, or 4·G in float32, the bases' and the mask's read, 4 written. FLOPs: 3·G, one of them an
+    exponential.
     """
     bh, keeps = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    tokens = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    based = tl.program_id(1).to(tl.int64) * (BLOCK // TOKENS) + tl.arange(0, BLOCK // TOKENS)[:, None]
+    tokens = based * TOKENS + tl.arange(0, TOKENS)[None, :]
     candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), tl.load(cursor + AT_LENGTH))
     there = tokens < candidates
-    score = tl.zeros([BLOCK], tl.float32)
+    # Logits are read by whole bases: a mask of single tokens would make a load of each.
+    begun = tl.cdiv(candidates, TOKENS)
+    score = tl.zeros([BLOCK // TOKENS, TOKENS], tl.float32)
     seen = there
     if MASK != 0:
         seen = tokens < 0
     for query in tl.static_range(queries):
         number = (bh * queries + query) * stored + keeps
-        logit = tl.load(logits + number * capacity + tokens, there, float("-inf")).to(tl.float32)
+        logit = tl.load(logits + number * capacity + tokens, based < begun, float("-inf")).to(tl.float32)
+        if BASE:
+            logit += tl.load(base + number * (capacity // TOKENS) + based, based < begun, 0.0)
         score += tl.exp(logit - tl.load(lse + number))
         at = (bh // heads) * m_batch + ((bh % heads) * queries + query) * m_head
         at += (lanes - stored + keeps) * m_row
@@ -310,6 +327,8 @@ class Sums:
     totals: Tensor
 
 
+# Logits, and a half's base: see `kept_logits.py`.
+Kept = tuple[Tensor, Tensor | None]
 # A mask's kind, what a kernel loads, its strides: see `mask_form`.
 MaskForm = tuple[int, Tensor | None, dict[str, int]]
 
@@ -331,14 +350,14 @@ def decode_attention(
         dtype=torch.float32 if exact else torch.half, device=q.device,
     )  # fmt: skip
     sums = attend(
-        q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, logits, layout,
+        q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, (logits, None), layout,
         scale, softcap, group=group_of(codes, key_params, layout), center=center,
         unbiased=unbiased,
     )  # fmt: skip
     out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], layout)
     if not slots.shape[2]:
         return out, torch.full(codes.shape[:3], -1.0, device=q.device)
-    return out, scores_of(logits, lse, form, cursor, k.shape[1], lanes)[0]
+    return out, scores_of((logits, None), lse, form, cursor, k.shape[1], lanes)[0]
 
 
 def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
@@ -347,14 +366,16 @@ def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, logits: Tensor, layout: Layout,
+    value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, kept: Kept, layout: Layout,
     scale: float, softcap: float | None, group: int, center: Tensor | None = None, unbiased: bool = False,
     keys: bool = True, values: bool = True,
 ) -> Sums:  # fmt: skip
     """`attend_tiers`, whole or a half of it; of a half, anything stands for the tensors that it does not need.
 
-    Without `values` there are no slots. group: tokens of a tile; g, or without `keys` a divisor of it.
+    kept: where the last lanes' logits are, and a half's base. Without `values` there are no slots. group: tokens of a
+    tile; g, or without `keys` a divisor of it.
     """
+    logits, base = kept
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, lanes, d = q.shape
     heads, capacity = k.shape[1], codes.shape[2]
@@ -378,7 +399,7 @@ def attend(
         shares = share_of_center(q, center, cursor, capacity, group, scale)
     attend_tiers[batch * heads, exact + splits](
         q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,
-        recent, slots, slot_index, shares, logits, partial, peaks, totals,
+        recent, slots, slot_index, shares, logits, peaks if base is None else base, partial, peaks, totals,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2),
         k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
@@ -413,14 +434,16 @@ def merged(
     return out, lse
 
 
-def scores_of(logits: Tensor, lse: Tensor, form: MaskForm, cursor: Tensor, heads: int, lanes: int) -> Tensor:
+def scores_of(kept: Kept, lse: Tensor, form: MaskForm, cursor: Tensor, heads: int, lanes: int) -> Tensor:
     """`score_tokens`: [stored, B, H, C] of the lanes that kept their logits."""
+    logits, base = kept
     batch, query_heads, stored, capacity = logits.shape
     kind, mask, mask_strides = form
     scores = torch.empty((stored, batch, heads, capacity), dtype=torch.float32, device=logits.device)
     score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK), stored](
-        logits, lse, lse if mask is None else mask, cursor, scores, **mask_strides, heads=heads, capacity=capacity,
-        lanes=lanes, queries=query_heads // heads, stored=stored, MASK=kind, BLOCK=SCORE_BLOCK, num_warps=4,
+        logits, lse if base is None else base, lse, lse if mask is None else mask, cursor, scores, **mask_strides,
+        heads=heads, capacity=capacity, lanes=lanes, queries=query_heads // heads, stored=stored, MASK=kind,
+        BASE=base is not None, TOKENS=LOGIT_BLOCK, BLOCK=SCORE_BLOCK, num_warps=4,
     )  # fmt: skip
     return scores
 

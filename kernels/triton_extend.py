@@ -88,7 +88,7 @@ def attend_block(
         if CAUSAL:
             seen = seen & (token[None, :] <= row[:, None])
         logits = biased(logits, mask, mask_row[:, None] + ((first + token) * m_token)[None, :], seen, MASK)
-        weights, shrink, peak, total = grown(logits, peak, total)
+        weights, shrink, peak, total = grown(logits, tl.max(logits, 1), peak, total)
         summed = tl.dot(weights.to(value.dtype), value, summed * shrink[:, None], input_precision=PRECISION)
     tl.store(peaks + at, peak, real)
     tl.store(totals + at, total, real)

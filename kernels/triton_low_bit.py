@@ -55,7 +55,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_softmax import biased, capped, grown
+from .triton_softmax import biased, capped, finite, grown
 
 SLOT_BLOCK = tl.constexpr(64)
 
@@ -220,9 +220,9 @@ def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
 
 @triton.jit
 def attend_low_bit(
-    # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits,
-    # what the center adds to them and the sums of each lie; which are rows at all, and which of them keep their logits.
-    q_row, mask_row, logits_row, shares_row, out_row, real, kept,
+    # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits, their
+    # base, what the center adds to them and the sums of each lie; which are rows at all, and which keep their logits.
+    q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
     # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
     bh, low_bit, split, splits,
     # As attend_tiers has them.
@@ -230,12 +230,12 @@ def attend_low_bit(
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr,
     CAP: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
 
     An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
-    have one scale in a plane. Bytes and FLOPs: those of attend_tiers.
+    have one scale in a plane, EXACT tokens' logits one base. Bytes and FLOPs: those of attend_tiers.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
     plain: tl.constexpr = key_bits == 16
@@ -318,11 +318,22 @@ def attend_low_bit(
         seen = real[:, None] & ~fetched[None, :]
         if KEYS:
             logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
-            if stored > 0:
-                tl.store(logits_row[:, None] + tokens[None, :], logits, kept[:, None] & ~fetched[None, :])
         else:
-            logits = tl.load(logits_row[:, None] + tokens[None, :], seen, float("-inf"))
-        weights, shrink, peak, total = grown(logits, peak, total)
+            # Whole rows, for a mask of single tokens would make a load of each.
+            above = tl.load(logits_row[:, None] + tokens[None, :], real[:, None], 0.0).to(tl.float32)
+            base = tl.load(base_row + tile * (group // EXACT), real, 0.0)
+            logits = tl.where(seen, above + base[:, None], float("-inf"))
+        highest = tl.max(logits, 1)
+        if KEYS and stored > 0:
+            logits_at = logits_row[:, None] + tokens[None, :]
+            if VALUES:
+                tl.store(logits_at, logits, kept[:, None] & ~fetched[None, :])
+            else:
+                block = tile * (group // EXACT) + tl.arange(0, group // EXACT)
+                base_at, base = base_row[:, None] + block[None, :], finite(highest)[:, None]
+                tl.store(base_at, tl.broadcast_to(base, base_at.shape), tl.broadcast_to(kept[:, None], base_at.shape))
+                tl.store(logits_at, logits - base, kept[:, None])
+        weights, shrink, peak, total = grown(logits, highest, peak, total)
 
         if VALUES:
             if not plain:

@@ -3,7 +3,7 @@
 The CUDA implementations of `attention.score_low_bit` and `attention.attend_scored`; the kernels are those of
 `triton_decode`, which has the shapes, launched for half of the work each:
 
-    attend_tiers   low-bit keys, recent and new keys → every lane's logits, and their sums
+    attend_tiers   low-bit keys, recent and new keys → every lane's logits (`kept_logits`), and their sums
     merge_splits   the log-sum-exp of every lane
     score_tokens   every lane's scores
 
@@ -13,9 +13,9 @@ The CUDA implementations of `attention.score_low_bit` and `attention.attend_scor
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from .kept_logits import based_logits
 from .layout import Layout
 from .triton_decode import attend, group_of, mask_form, merged, scores_of
 
@@ -26,36 +26,37 @@ SMALLEST_GROUP = 32
 def score_low_bit(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor, key_params: Tensor,
     center: Tensor, recent: Tensor, key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `attention.score_low_bit`, but beyond the low-bit tier the logits hold the window's, then anything; nobody
-    reads them there. Bytes a low-bit token and KV head: its keys', 4·G·lanes of logits written and read, 4·lanes of
-    scores written. FLOPs: 2·G·lanes·d, and as many for its zero points."""
+    reads them there. Bytes a low-bit token and KV head: its keys', `bytes_of_logit`·G·lanes written and read, 4·lanes
+    of scores written. FLOPs: 2·G·lanes·d, and as many for its zero points."""
     layout = Layout(key_bits, value_bits, rotate)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
-    logits = torch.empty((batch, query_heads, lanes, codes.shape[2]), dtype=torch.float32, device=q.device)
+    kept = based_logits(q, codes.shape[2])
     sums = attend(
-        q, k, k, form, cursor, codes, key_params, key_params, recent, recent, cursor, logits, layout, scale, softcap,
+        q, k, k, form, cursor, codes, key_params, key_params, recent, recent, cursor, kept, layout, scale, softcap,
         group=group_of(codes, key_params, layout), center=center, values=False,
     )  # fmt: skip
     _, lse = merged(sums, q, k.shape[1], sinks, lanes, layout, values=False)
-    return logits, scores_of(logits, lse, form, cursor, k.shape[1], lanes)
+    return *kept, scores_of(kept, lse, form, cursor, k.shape[1], lanes)
 
 
 def attend_scored(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
-    codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, key_bits: int,
+    base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, key_bits: int,
     value_bits: int, rotate: bool, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """As `attention.attend_scored`. Bytes a low-bit token and KV head: its values', and 4·G·lanes of logits. FLOPs:
-    2·G·lanes·(d + d/gv)."""
+    """As `attention.attend_scored`. Bytes a low-bit token and KV head: its values', and `bytes_of_logit`·G·lanes.
+    FLOPs: 2·G·lanes·(d + d/gv)."""
     layout = Layout(key_bits, value_bits, rotate)
     batch, query_heads, lanes, d = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
     # g is not known here; gv is at most g, a power of two.
     value_group = d // value_params.shape[-1] if layout.is_quantised else 1
+    kept = logits.contiguous(), base.contiguous()
     sums = attend(
-        q, k, v, form, cursor, codes, value_params, value_params, recent, slots, slot_index, logits.contiguous(),
-        layout, scale, softcap, group=max(SMALLEST_GROUP, 1 << value_group.bit_length() - 1), keys=False,
+        q, k, v, form, cursor, codes, value_params, value_params, recent, slots, slot_index, kept, layout, scale,
+        softcap, group=max(SMALLEST_GROUP, 1 << value_group.bit_length() - 1), keys=False,
     )  # fmt: skip
     return merged(sums, q, k.shape[1], sinks, 0, layout)[0]

@@ -39,10 +39,9 @@ def keep_best(
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     within = tl.arange(0, BLOCK)
     at = tile * BLOCK + within
-    there = at < length
+    score = tl.load(scores + row * length + at, at < length, -1.0)
     if LOW_BIT_ALONE:
-        there = there & (at < tl.load(cursor + AT_LOW_BIT))
-    score = tl.load(scores + row * length + at, there, -1.0)
+        score = tl.where(at < tl.load(cursor + AT_LOW_BIT), score, -1.0)
     # Floats that are not negative are in the order of their bits; -1 stands below them all.
     key = tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
     threshold = tl.zeros([], tl.int32)

@@ -24,10 +24,17 @@ def capped(logits, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def grown(logits, peak, total):
-    """One step of the running softmax: weights, the shrinking of what was summed before, and the new peak and total."""
-    higher = tl.maximum(peak, tl.max(logits, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
+def finite(highest):
+    """What logits can be taken down by: 0 for the highest of none."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def grown(logits, highest, peak, total):
+    """One step of the running softmax, with each row's highest logit: weights, the shrinking of what was summed before,
+    and the new peak and total."""
+    higher = tl.maximum(peak, highest)
+    base = finite(higher)
     weights = tl.exp(logits - base[:, None])
     shrink = tl.exp(peak - base)
     return weights, shrink, higher, total * shrink + tl.sum(weights, 1)

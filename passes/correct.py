@@ -15,9 +15,9 @@ def correct(graph_module: GraphModule, context: Context) -> tuple[GraphModule, P
 
         wait(q, cursor, slots_0, ...)            both = score_low_bit(q, k, ..., codes_0, key_params_0, recent_0, ...)
         pair = decode_attention(q, k, v, ...)    wait(q, cursor, slots_0, ...)
-        out = pair[0]                            correct(both[1], missed, cursor, host_0, slots_0, ...)
-                                                 out = attend_scored(q, k, v, ..., both[0], codes_0, ...)
-        select_topk(pair[1], wanted_0)           select_topk(both[1][-1], wanted_0)
+        out = pair[0]                            correct(both[2], missed, cursor, host_0, slots_0, ...)
+                                                 out = attend_scored(q, k, v, ..., both[0], both[1], codes_0, ...)
+        select_topk(pair[1], wanted_0)           select_topk(both[2][-1], wanted_0)
 
     The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves
     nothing to correct, a wrong one costs time and no quality. Where the recipe corrects a "miss" alone, `missed` says
@@ -67,13 +67,13 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
     with graph.inserting_before(first):
         asked = (q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
         both = call_op(graph_module, site, "score_low_bit", asked)
-        logits, scores = (graph.call_function(operator.getitem, (both, part)) for part in (0, 1))
+        logits, base, scores = (graph.call_function(operator.getitem, (both, part)) for part in range(3))
         chooser = scores
         if not context.phase.one_token:
             chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (scores, [0], True))
         call_op(graph_module, site, "correct", (chooser, missed, cursor, host, slots, slot_index, corrected))
     with graph.inserting_before(call):
-        given = (q, k, v, mask, sinks, cursor, logits, codes, value_params, recent, slots, slot_index, *settings)
+        given = (q, k, v, mask, sinks, cursor, logits, base, codes, value_params, recent, slots, slot_index, *settings)
         out = call_op(graph_module, site, "attend_scored", given)
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1))
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})

@@ -43,6 +43,7 @@ from specache_compile.kernels import triton_extend as extend
 from specache_compile.kernels import triton_rotate as rotate
 from specache_compile.kernels import triton_scored as scored
 from specache_compile.kernels import triton_select as select
+from specache_compile.kernels.kept_logits import LOGIT_BLOCK
 from specache_compile.kernels.layout import Layout, rotation_block
 from specache_compile.kernels.quantize import value_group
 from specache_compile.methods.field import LayerShape
@@ -56,8 +57,8 @@ FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
     "mask": "*u8", "padding": "*u8", "cursor": "*i64", "slot_index": "*i32", "wanted": "*i32", "traffic": "*i64",
     "tokens": "*i32", "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32",
-    "partial": "*fp32", "center": "*fp32", "shares": "*fp32", "frequencies": "*fp32", "cosines": "*fp32",
-    "sines": "*fp32", "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "codes": "*u8",
+    "partial": "*fp32", "center": "*fp32", "angles": "*fp32", "shares": "*fp32", "frequencies": "*fp32",
+    "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "base": "*fp32", "codes": "*u8",
 }  # fmt: skip
 ALIGNED = ("capacity", "span", *(f"{x}_{axis}" for x in "qkvx" for axis in ("batch", "head", "lane", "token", "row")))
 MODEL = (
@@ -164,10 +165,10 @@ def print_launches() -> None:
                 )
             else:
                 keys = [at["codes"], at["key_params"], at["center"], at["recent"]]
-                logits, by_lane = scored.score_low_bit(q, k, None, None, cursor, *keys, *settings)
+                logits, base, by_lane = scored.score_low_bit(q, k, None, None, cursor, *keys, *settings)
                 select.select_topk(by_lane[0], at["wanted"], cursor)
                 copy.gather(*fetch)
-                rest = [logits, at["codes"], at["value_params"], *exact]
+                rest = [logits, base, at["codes"], at["value_params"], *exact]
                 scored.attend_scored(q, k, v, None, None, cursor, *rest, *settings)
                 scores = by_lane[1]
             select.select_topk(scores, at["wanted"])
@@ -233,15 +234,17 @@ def main() -> None:
     build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True, UNBIASED=True)
     for bits, group in [(2, 64), (16, decode.PLAIN_BLOCK)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": 128, "group": group, "stored": 2}
-        types = {"logits": "*fp32"}
-        unused = {**types, "slot_index": "*i64"}  # the cursor stands for what is not read
+        unused = {"slot_index": "*i64"}  # the cursor stands for what is not read
         build_attention(f"{bits} bits, to logits", types=unused, top_k=0, VALUES=False, ROTATED=bits < 16, **half)
-        build_attention(f"{bits} bits, from logits", types=types, KEYS=False, **half)
+        build_attention(f"{bits} bits, from logits", KEYS=False, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip
     build(center.find_center, "bf16, d 128", d=128, turning=64, window=128, PADDED=True, CHANNELS=128,
           BLOCK=center.TOKEN_BLOCK)  # fmt: skip
-    build(center.add_shares, "bf16, d 128", d=128, group=64, lanes=2, queries=4, ROWS=8, CHANNELS=center.CHANNEL_BLOCK)
+    build(center.write_angles, "d 128", d=128, group=64, CHANNELS=128, BLOCK=center.ANGLE_BLOCK)
+    for dtype in ("bf16", "fp32"):
+        build(center.add_shares, f"{dtype}, d 128, g 64", dtype, d=128, group=64, lanes=2, queries=4, ROWS=8,
+              GROUPS=center.groups_at_once(64, 8), CHANNELS=center.CHANNEL_BLOCK)  # fmt: skip
     build(append.write_recent, "bf16, d 128", d=128, window=128, BLOCK=append.RING_BLOCK, CHANNELS=128)
     for d in (96, 256):
         block = rotation_block(d)
@@ -256,9 +259,9 @@ def main() -> None:
     ]:  # fmt: skip
         constants = {"VALUES": True, "TURNED": 1, "SINKS": True, "ROWS": 16, "PARTS": 8, "CHANNELS": 128, **changes}
         build(decode.merge_splits, label, types={"out": "*bf16"}, d=d, lanes=2, queries=4, stored=stored, **constants)
-    for stored, kind in ((1, "*fp16"), (2, "*fp32")):
-        build(decode.score_tokens, f"4 queries, {stored} of 2 lanes", types={"logits": kind}, lanes=2, queries=4,
-              stored=stored, MASK=1, BLOCK=decode.SCORE_BLOCK)  # fmt: skip
+    for stored, base in ((1, False), (2, True)):
+        build(decode.score_tokens, f"4 queries, {stored} of 2 lanes", types={"logits": "*fp16"}, lanes=2, queries=4,
+              stored=stored, MASK=1, BASE=base, TOKENS=LOGIT_BLOCK, BLOCK=decode.SCORE_BLOCK)  # fmt: skip
     for label, constants in [
         ("4,096 of many", {"FIRST": True, "LAST": False, "LOW_BIT_ALONE": True}),
         ("the last round", {"FIRST": False, "LAST": True, "LOW_BIT_ALONE": False}),

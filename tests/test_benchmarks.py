@@ -43,6 +43,7 @@ def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> N
     report = json.loads((tmp_path / "out.json").read_text())
     assert {row["kernel"] for row in report["rows"]} == {
         "attention", "scores alone", "attention from scores", "selection", "gather", "write through", "quantise",
+        "center's share",
     }  # fmt: skip
     assert all(row["ms"] > 0 and row["share"] >= 0 for row in report["rows"])
     assert report["provenance"]["command"].startswith("python benchmarks/gpu_kernels.py --smoke")

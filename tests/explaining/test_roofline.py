@@ -77,12 +77,12 @@ def test_a_round_streams_the_host_tier_once_for_all_its_tokens(best: sc.Explanat
 
 
 def test_a_corrected_step_reads_the_tiers_once_too_and_fetches_what_the_guess_missed(best: sc.Explanation) -> None:
-    """W + b·[n·kv·(1.5 + 32/g)/16 + (R + k)·kv], and what it writes between its halves: a logit a query row and lane, a
-    score a head and lane, each written once and read once."""
+    """W + b·[n·kv·(1.5 + 32/g)/16 + (R + k)·kv], and what it writes between its halves: a logit a query row and lane in
+    16 bits above a base, written once and read twice, a score a head and lane, written once and read once."""
     kv, n, b = 4 * 2 * 8 * 128, 32_768, 4
     low = best.options.low_bit_length(n)
     tiers = b * kv * (low * (1.5 + 32 / 64) / 16 + (n - low) * 1.5 + 64)
-    between = 2 * b * 4 * low * 2 * (2 * 32 + 2 * 8)
+    between = 2 * b * low * 2 * (3 * (2 + 4 / 16) * 32 + 2 * 4 * 8)
     matrices = best.weight_bytes - 128256 * 4096 * 2
     assert best.step_cost().hbm == pytest.approx(matrices + tiers + between, rel=0.02)
     assert best.step_cost().to_device == best.bytes_fetched * 1.25

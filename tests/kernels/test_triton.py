@@ -26,10 +26,12 @@ import triton.language as tl
 from held_tiers import in_segments
 from specache_compile.kernels import (
     attention,
+    center,
     copy_stream,
     layout,
     tiers,
     triton_append,
+    triton_center,
     triton_copy,
     triton_decode,
     triton_extend,
@@ -39,6 +41,7 @@ from specache_compile.kernels import (
 from specache_compile.kernels import triton_low_bit as low_bit
 from specache_compile.kernels import triton_select as select
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.kept_logits import LOGIT_BLOCK
 from specache_compile.kernels.quantize import pack
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions
@@ -116,6 +119,7 @@ CASES = [
     Case(top_k=400),
     Case(dtype=torch.float16, bits=1, head_dim=128),
     Case(dtype=torch.float16, mask="bool"),
+    Case(dtype=torch.float16, mask="additive", sinks=True),
     *(Case(dtype=torch.float16, bits=bits) for bits in (4, 8)),
     Case(mask="bool"),
     Case(mask="additive", softcap=5.0),
@@ -309,13 +313,13 @@ class Step:
         settings = (*bits, self.layer.case.unbiased, scale, softcap)
         return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *settings)
 
-    def scored(self, score: Any) -> tuple[Tensor, Tensor]:
+    def scored(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
         tier = self.state("codes", "key_params", "center", "recent")
         return score(self.q, self.k, self.mask, self.sinks, self.layer.cursor, *tier, *self.settings)
 
-    def attended(self, attend: Any, logits: Tensor) -> Tensor:
+    def attended(self, attend: Any, *kept: Tensor) -> Tensor:
         tier = self.state("codes", "value_params", "recent", "slots", "slot_index")
-        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, logits, *tier, *self.settings)
+        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *kept, *tier, *self.settings)
 
 
 def step_of(case: Case) -> Step:
@@ -340,20 +344,21 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     close(scores, expected_scores)
     assert whole.is_contiguous()
 
-    logits, scores = step.scored(triton_scored.score_low_bit)
-    expected_logits, expected_scores = step.scored(attention.score_low_bit)
-    assert logits.shape == expected_logits.shape
+    logits, base, scores = step.scored(triton_scored.score_low_bit)
+    *expected_kept, expected_scores = step.scored(attention.score_low_bit)
+    assert logits.shape == expected_kept[0].shape
+    assert logits.dtype == (torch.float32 if case.dtype == torch.float32 else torch.float16)
     low_bit = int(step.layer.cursor[LOW_BIT])
-    known, expected = logits[..., :low_bit], expected_logits[..., :low_bit]
-    torch.testing.assert_close(known, expected, atol=4 * tolerance, rtol=4 * tolerance)
+    known, expected = logits + base.repeat_interleave(LOGIT_BLOCK, -1), expected_kept[0]
+    torch.testing.assert_close(known[..., :low_bit], expected[..., :low_bit], atol=4 * tolerance, rtol=4 * tolerance)
     close(scores, expected_scores)
     assert scores[0].is_contiguous()  # as `select_topk` needs it
 
-    logits[..., low_bit:] = float("nan")  # nobody reads them
+    logits[..., low_bit:], base[..., low_bit // LOGIT_BLOCK :] = float("nan"), float("nan")  # nobody reads them
     before = logits.clone()
-    out = step.attended(triton_scored.attend_scored, logits)
-    assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
-    close(out, step.attended(attention.attend_scored, expected_logits))
+    out = step.attended(triton_scored.attend_scored, logits, base)
+    assert torch.equal(logits.view(torch.uint8), before.view(torch.uint8))
+    close(out, step.attended(attention.attend_scored, *expected_kept))
     torch.testing.assert_close(out, whole, atol=2 * tolerance, rtol=2 * tolerance)
     assert out.is_contiguous()
 
@@ -374,6 +379,36 @@ def test_a_center_of_thousands_leaves_tokens_their_order() -> None:
     (_, scores), (_, expected) = (step.whole(at.decode_attention) for at in (triton_decode, attention))
     assert expected.max() < 0.9
     torch.testing.assert_close(scores, expected, atol=1e-2, rtol=1e-2)
+    *kept, scores = step.scored(triton_scored.score_low_bit)
+    *expected_kept, expected = step.scored(attention.score_low_bit)
+    assert expected_kept[0][0, 0, 0, 0] > 2000
+    torch.testing.assert_close(scores, expected, atol=1e-2, rtol=1e-2)
+    out = step.attended(triton_scored.attend_scored, *kept)
+    expected = step.attended(attention.attend_scored, *expected_kept)
+    torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("queries", "lanes", "d"), [(4, 2, 64), (3, 1, 80), (1, 1, 32)], ids=str)
+def test_a_share_of_the_center_is_that_of_double_precision(
+    dtype: torch.dtype, queries: int, lanes: int, d: int
+) -> None:
+    """To a few units of float32's last place of what is summed, groups at once or, behind the low-bit tier, none."""
+    heads, group, capacity, low_bit = 2, 32, 2048, 1504
+    q = (20 * torch.randn(BATCH, lanes, heads * queries, d)).to(DEVICE, dtype).transpose(1, 2)
+    theta, partner = center.partners(0.8 ** torch.arange(d // 2 - 4, device=DEVICE), d)
+    beta = 100 * torch.randn(BATCH, heads, d, device=DEVICE)
+    rows = [beta, center.quarter_turn(beta, partner), theta.expand_as(beta), partner.expand_as(beta)]
+    cursor = torch.tensor([low_bit + 40, low_bit, low_bit, 0], device=DEVICE)
+    shares = triton_center.share_of_center(q, torch.stack(rows, 2).contiguous(), cursor, capacity, group, d**-0.5)
+
+    token = torch.arange(low_bit, device=DEVICE)
+    angle = (((token // group * group) * theta[:, None]).double() + ((token % group) * theta[:, None]).double()).T
+    beta, gamma = (x.double()[:, :, None] for x in rows[:2])
+    keys = (angle.cos() * beta + angle.sin() * gamma).repeat_interleave(queries, 1)
+    query = q.double() * d**-0.5
+    expected, size = query @ keys.mT, query.abs() @ keys.abs().mT
+    assert ((shares[..., :low_bit] - expected).abs() / size).max() < 2e-6
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
@@ -471,12 +506,14 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     codes, key_params, value_params, center, recent, slots, slot_index = tier
     settings = (2, 2, rotate, 0.125, None)
     asked = (q, k, None, None, layer.cursor, codes, key_params, center, recent, *settings)
-    logits, scores = triton_scored.score_low_bit(*asked)
-    torch.testing.assert_close(scores, attention.score_low_bit(*asked)[1], atol=1e-5, rtol=1e-5)
-    given = (q, k, v, None, None, layer.cursor, logits, codes, value_params, recent, slots, slot_index, *settings)
+    *kept, scores = triton_scored.score_low_bit(*asked)
+    *expected_kept, expected_scores = attention.score_low_bit(*asked)
+    torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-5)
+    step, rest = (q, k, v, None, None, layer.cursor), (codes, value_params, recent, slots, slot_index, *settings)
     torch.testing.assert_close(
-        triton_scored.attend_scored(*given), attention.attend_scored(*given), atol=1e-5, rtol=1e-5
-    )
+        triton_scored.attend_scored(*step, *kept, *rest), attention.attend_scored(*step, *expected_kept, *rest),
+        atol=1e-5, rtol=1e-5,
+    )  # fmt: skip
 
 
 def test_shares_fill_the_gpu_and_end_together() -> None:
