@@ -31,12 +31,12 @@ from .triton_center import share_of_center
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_low_bit import attend_low_bit
 from .triton_rotate import hadamard, rotated
-from .triton_softmax import biased, capped, finite, grown
+from .triton_softmax import biased, capped, finite, grown, shown
 
 # An additive mask below this hides its token.
 HIDDEN = tl.constexpr(SEEN)
-# What a mask is, as a kernel sees it.
-NO_MASK, BOOL_MASK, ADDITIVE_MASK = range(3)
+# What a mask is, as a kernel sees it; padding is a bool one of one row for all heads and lanes.
+NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING = range(4)
 # A mask's strides that grow with the cache: a kernel made anew for each that is, or is not, a multiple of 16 would be
 # compiled in the middle of a generation.
 MASK_STRIDES = ("m_batch", "m_head", "m_row")
@@ -119,7 +119,7 @@ def attend_exact(
         logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         logits = capped(logits * scale, softcap, CAP)
         causal = (block < slot_blocks + recent_blocks) | (within[None, :] <= lane[:, None])
-        seen = real[:, None] & there[None, :] & causal
+        seen = real[:, None] & shown(there, mask, tokens * m_token, MASK)[None, :] & causal
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         highest = tl.max(logits, 1)
         if KEYS and stored > 0:
@@ -169,9 +169,9 @@ def attend_tiers(
 
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
     here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. UNBIASED: its logits
-    are. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
-    padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile, and
-    tokens that have one base.
+    are. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and
+    d, padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile,
+    and tokens that have one base.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
@@ -185,7 +185,7 @@ def attend_tiers(
     lane = row % lanes
     query_head = head * queries + row // lanes
     q_row = q + batch * q_batch + query_head * q_head + lane * q_lane
-    mask_row = batch * m_batch + query_head * m_head + lane * m_row
+    mask, mask_row = mask + batch * m_batch, query_head * m_head + lane * m_row
     keeps = lane - (lanes - stored)
     keeping = (batch * heads * queries + query_head) * stored + keeps
     logits_row, base_row = logits + keeping * capacity, base + keeping * (capacity // EXACT)
@@ -297,21 +297,22 @@ def score_tokens(
     # Logits are read by whole bases: a mask of single tokens would make a load of each.
     begun = tl.cdiv(candidates, TOKENS)
     score = tl.zeros([BLOCK // TOKENS, TOKENS], tl.float32)
-    seen = there
-    if MASK != 0:
-        seen = tokens < 0
     for query in tl.static_range(queries):
         number = (bh * queries + query) * stored + keeps
         logit = tl.load(logits + number * capacity + tokens, based < begun, float("-inf")).to(tl.float32)
         if BASE:
             logit += tl.load(base + number * (capacity // TOKENS) + based, based < begun, 0.0)
         score += tl.exp(logit - tl.load(lse + number))
-        at = (bh // heads) * m_batch + ((bh % heads) * queries + query) * m_head
-        at += (lanes - stored + keeps) * m_row
-        if MASK == 1:
-            seen |= tl.load(mask + at + tokens * m_token, there, 0) != 0
-        if MASK == 2:
-            seen |= tl.load(mask + at + tokens * m_token, there, float("-inf")) > HIDDEN
+    mask += (bh // heads) * m_batch
+    seen = shown(there, mask, tokens * m_token, MASK)
+    if MASK == 1 or MASK == 2:
+        seen = tokens < 0
+        for query in tl.static_range(queries):
+            at = ((bh % heads) * queries + query) * m_head + (lanes - stored + keeps) * m_row + tokens * m_token
+            if MASK == 1:
+                seen |= tl.load(mask + at, there, 0) != 0
+            else:
+                seen |= tl.load(mask + at, there, float("-inf")) > HIDDEN
     at = (keeps * tl.num_programs(0) + bh) * capacity
     tl.store(scores + at + tokens, tl.where(there & seen, score, -1.0), tokens < capacity)
 
@@ -456,7 +457,7 @@ def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> M
         return NO_MASK, None, dict.fromkeys(names, 0)
     strides = dict(zip(names, mask.expand(batch, query_heads, rows, mask.shape[-1]).stride(), strict=True))
     if mask.dtype == torch.bool:
-        return BOOL_MASK, mask.view(torch.uint8), strides
+        return PADDING if mask.shape[1] == mask.shape[2] == 1 else BOOL_MASK, mask.view(torch.uint8), strides
     return ADDITIVE_MASK, mask, strides
 
 

@@ -18,7 +18,7 @@ from . import copy_stream
 from .cursor import length_of
 from .fp8 import decoded
 from .triton_decode import MASK_STRIDES, mask_form
-from .triton_softmax import biased, capped, grown
+from .triton_softmax import biased, capped, grown, shown
 
 # Tokens of a host block: 4 MB a row and head of 8 at d 128, large enough for full PCIe speed.
 HOST_BLOCK = 2048
@@ -84,7 +84,7 @@ def attend_block(
         )
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         logits = capped(logits, softcap, CAP)
-        seen = real[:, None] & there[None, :]
+        seen = real[:, None] & shown(there, mask + batch * m_batch, (first + token) * m_token, MASK)[None, :]
         if CAUSAL:
             seen = seen & (token[None, :] <= row[:, None])
         logits = biased(logits, mask, mask_row[:, None] + ((first + token) * m_token)[None, :], seen, MASK)

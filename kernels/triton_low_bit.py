@@ -55,7 +55,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_softmax import biased, capped, finite, grown
+from .triton_softmax import biased, capped, finite, grown, shown
 
 SLOT_BLOCK = tl.constexpr(64)
 
@@ -315,14 +315,14 @@ def attend_low_bit(
             logits = tl.trans(capped(logits, softcap, CAP))
 
         fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
-        seen = real[:, None] & ~fetched[None, :]
         if KEYS:
+            seen = real[:, None] & shown(~fetched, mask, tokens * m_token, MASK)[None, :]
             logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         else:
             # Whole rows, for a mask of single tokens would make a load of each.
             above = tl.load(logits_row[:, None] + tokens[None, :], real[:, None], 0.0).to(tl.float32)
             base = tl.load(base_row + tile * (group // EXACT), real, 0.0)
-            logits = tl.where(seen, above + base[:, None], float("-inf"))
+            logits = tl.where(real[:, None] & ~fetched[None, :], above + base[:, None], float("-inf"))
         highest = tl.max(logits, 1)
         if KEYS and stored > 0:
             logits_at = logits_row[:, None] + tokens[None, :]

@@ -7,6 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
+def shown(there, mask, at, MASK: tl.constexpr):
+    """Which of the tokens that are `there` [n] a mask of one row for all shows, whose columns are `at` [n]: a load for
+    a token, and not for each of its logits."""
+    if MASK == 3:
+        there = there & (tl.load(mask + at, there, 0) != 0)
+    return there
+
+
+@triton.jit
 def biased(logits, mask, at, seen, MASK: tl.constexpr):
     """Logits under the mask's columns `at`; what is not `seen` is -inf."""
     if MASK == 1:

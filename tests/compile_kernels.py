@@ -2,7 +2,8 @@
 
 Prints a line for each: registers a thread, bytes that it spills of them, shared memory; and, for the low-bit tier's
 attention, the instructions (SASS) that its loop spends on one stored number (a channel of a key or a value), and the
-loads from memory that a turn waits for: those that the compiler has not made asynchronous. Pointers and the strides of
+loads from memory that a turn waits for: those that the compiler has not made asynchronous; for the center's share, what
+it adds to those of a number, and all of its loads. Pointers and the strides of
 pairs are taken to be multiples of 16, and the mask to be contiguous, as a launch finds them. Exit status 1 where a
 kernel takes more shared memory than a supported GPU has for one. Then how attention is shared out on three GPUs, and
 the launches of a layer.
@@ -90,7 +91,8 @@ def build(
             cubin.write(made.asm["cubin"])
             cubin.flush()
             used = dict(re.findall(r"\b(REG|STACK):(\d+)", tool("cuobjdump", "-res-usage", cubin.name)))
-            loop = loop_of(tool("nvdisasm", "-c", cubin.name)) if kernel is decode.attend_tiers else Counter()
+            part = COUNTED.get(kernel, lambda sass: Counter())
+            loop = part(tool("nvdisasm", "-c", cubin.name))
         print(
             f"{name} {kernel.__name__:16} {label:40} {used['REG']:>3} registers, {used['STACK']:>5} B spilled, "
             f"{made.metadata.shared:6,} B shared{per_element(loop, warps, **constants) if loop else ''}"
@@ -104,6 +106,10 @@ def tool(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def instructions(sass: str) -> Counter[str]:
+    return Counter(re.findall(r"\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\w*)", sass))
+
+
 def loop_of(sass: str) -> Counter[str]:
     """How often each instruction stands in the loop with the most products: what lies between its label and the jump
     back to it, what a turn may skip included."""
@@ -113,17 +119,21 @@ def loop_of(sass: str) -> Counter[str]:
     for at, line in enumerate(lines):
         target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
         if target is not None and labels[target[1]] < at:
-            body = "\n".join(lines[labels[target[1]] : at + 1])
-            loops.append(Counter(re.findall(r"\*/\s+(?:@!?U?P\w+ )?\s*([A-Z]\w*)", body)))
+            loops.append(instructions("\n".join(lines[labels[target[1]] : at + 1])))
     return max(loops, key=lambda loop: loop["HMMA"] + loop["HGMMA"], default=Counter())
 
 
+# What is counted of a kernel; nothing loops where the center's share is computed.
+COUNTED = {decode.attend_tiers: loop_of, center.add_shares: instructions}
+
+
 def per_element(
-    loop: Counter[str], warps: int, group: int, d: int, KEYS: bool = True, VALUES: bool = True, **_: Any
-) -> str:
+    loop: Counter[str], warps: int, group: int, d: int, KEYS: bool = True, VALUES: bool = True, GROUPS: int = 1,
+    **_: Any,
+) -> str:  # fmt: skip
     """Instructions a stored number in the low-bit tier's loop, one turn of which is `group` keys and values, or those
-    of a half."""
-    elements = (KEYS + VALUES) * group * d / (32 * warps)
+    of a half; and what the center's share adds to each, GROUPS groups a program."""
+    elements = GROUPS * (KEYS + VALUES) * group * d / (32 * warps)
     spilled = loop["LDL"] + loop["STL"]
     return (
         f", {loop.total() / elements:.2f} instructions an element, {spilled} for spills, {loop['LDG']} loads waited for"
@@ -229,7 +239,8 @@ def main() -> None:
         label = f"bf16, {key_bits} and {value_bits} bits, d 128, g 64"
         build_attention(label, "bf16", key_bits, value_bits, 128, 64)
         build_quantiser(label, "bf16", key_bits, value_bits, 128, 64, rotated=True)
-    build_attention("bool mask", "bf16", 2, 2, 128, 64, MASK=1)
+    for label, kind in (("bool mask", decode.BOOL_MASK), ("padding", decode.PADDING)):
+        build_attention(label, "bf16", 2, 2, 128, 64, MASK=kind)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
     build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True, UNBIASED=True)
     for bits, group in [(2, 64), (16, decode.PLAIN_BLOCK)]:
@@ -259,9 +270,9 @@ def main() -> None:
     ]:  # fmt: skip
         constants = {"VALUES": True, "TURNED": 1, "SINKS": True, "ROWS": 16, "PARTS": 8, "CHANNELS": 128, **changes}
         build(decode.merge_splits, label, types={"out": "*bf16"}, d=d, lanes=2, queries=4, stored=stored, **constants)
-    for stored, base in ((1, False), (2, True)):
+    for stored, kind, base in ((1, decode.BOOL_MASK, False), (2, decode.PADDING, True)):
         build(decode.score_tokens, f"4 queries, {stored} of 2 lanes", types={"logits": "*fp16"}, lanes=2, queries=4,
-              stored=stored, MASK=1, BASE=base, TOKENS=LOGIT_BLOCK, BLOCK=decode.SCORE_BLOCK)  # fmt: skip
+              stored=stored, MASK=kind, BASE=base, TOKENS=LOGIT_BLOCK, BLOCK=decode.SCORE_BLOCK)  # fmt: skip
     for label, constants in [
         ("4,096 of many", {"FIRST": True, "LAST": False, "LOW_BIT_ALONE": True}),
         ("the last round", {"FIRST": False, "LAST": True, "LOW_BIT_ALONE": False}),
