@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows = list(rows_of(setting, device, args.repeats, limit))
             if setting.bits < 16:
                 rows.append(quantise_row(setting, device, args.repeats, limit))
-            if setting.bits < 16 and not setting.rotate:
+            if setting.bits == args.bits[-1] and not setting.rotate:  # its bits are no matter
                 rows.append(center_row(setting, device, args.repeats, limit))
             results.add(*rows)
     except KeyboardInterrupt:

@@ -70,8 +70,8 @@ def decode_attention_fused(
     if not fits(codes, k, v, recent, slots):
         tiers = (codes, key_params, value_params, center, recent, slots, slot_index)
         return decode_attention(q, k, v, mask, sinks, cursor, *tiers, *settings)
-    out, (logits, _) = q.new_empty(q.shape, dtype=torch.float32), whole_logits(q, codes.shape[2])
-    scores = q.new_empty(codes.shape[:3], dtype=torch.float32)
+    logits, _ = whole_logits(q, codes.shape[2])
+    out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, codes.shape[:3]))
     layout, unbiased, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
         q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, v=v.contiguous(),

@@ -20,8 +20,8 @@ from .triton_pairs import load_pairs
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
 CENTER_ROWS, NEWEST = tl.constexpr(ROWS), tl.constexpr(MEAN_OF)
 TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 32, 8
-# Rows of a product; and the sums of a program, 64 registers of each of 128 threads.
-FEWEST_ROWS, SUMS = 16, 8192
+# Of a program, 64 registers of each of 128 threads.
+SUMS = 8192
 # What shares are counted in, so that a channel's may be a million before it is none of float16's.
 UNIT = tl.constexpr(1 / 16)
 
@@ -97,7 +97,7 @@ def load_group_center(center, bh, start, channel, inside, d: tl.constexpr):
     return cos * beta + sin * gamma, cos * gamma - sin * beta, theta
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def write_angles(
     # center float32 [B, H, 4, d]; cursor int64 [4]; written: angles float32 [g + C/g, 2, d].
     center, cursor, angles,
@@ -122,7 +122,7 @@ def write_angles(
 
 @triton.jit
 def halves(x):
-    """float32 as a sum of two float16, to 2⁻²² of it."""
+    """float32 as a sum of two float16, to 2⁻²² of it, or 2⁻²⁵ of 1."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
@@ -230,4 +230,4 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
 def groups_at_once(group: int, rows: int) -> int:
     """Groups of a program of `add_shares`: a table of places is worth reading for many, and their sums must fit in
     registers."""
-    return max(1, SUMS // (group * rows), FEWEST_ROWS // rows)
+    return max(1, SUMS // (group * rows))

@@ -330,8 +330,8 @@ def attend_low_bit(
                 tl.store(logits_at, logits, kept[:, None] & ~fetched[None, :])
             else:
                 block = tile * (group // EXACT) + tl.arange(0, group // EXACT)
-                base_at, base = base_row[:, None] + block[None, :], finite(highest)[:, None]
-                tl.store(base_at, tl.broadcast_to(base, base_at.shape), tl.broadcast_to(kept[:, None], base_at.shape))
+                base = finite(highest)[:, None]
+                tl.store(base_row[:, None] + block[None, :], base, kept[:, None])
                 tl.store(logits_at, logits - base, kept[:, None])
         weights, shrink, peak, total = grown(logits, highest, peak, total)
 

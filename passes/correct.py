@@ -13,11 +13,11 @@ from .context import Context, Input, PassReport, Site, add_input, call_op, state
 def correct(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
     """A decode attention in two halves, and between them lane 0's own choice of pairs.
 
-        wait(q, cursor, slots_0, ...)            both = score_low_bit(q, k, ..., codes_0, key_params_0, recent_0, ...)
+        wait(q, cursor, slots_0, ...)            asked = score_low_bit(q, k, ..., codes_0, key_params_0, ...)
         pair = decode_attention(q, k, v, ...)    wait(q, cursor, slots_0, ...)
-        out = pair[0]                            correct(both[2], missed, cursor, host_0, slots_0, ...)
-                                                 out = attend_scored(q, k, v, ..., both[0], both[1], codes_0, ...)
-        select_topk(pair[1], wanted_0)           select_topk(both[2][-1], wanted_0)
+        out = pair[0]                            correct(asked[2], missed, cursor, host_0, slots_0, ...)
+                                                 out = attend_scored(q, k, v, ..., asked[0], asked[1], codes_0, ...)
+        select_topk(pair[1], wanted_0)           select_topk(asked[2][-1], wanted_0)
 
     The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves
     nothing to correct, a wrong one costs time and no quality. Where the recipe corrects a "miss" alone, `missed` says
@@ -65,9 +65,9 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
     with graph.inserting_before(first):
-        asked = (q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
-        both = call_op(graph_module, site, "score_low_bit", asked)
-        logits, base, scores = (graph.call_function(operator.getitem, (both, part)) for part in range(3))
+        given = (q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
+        asked = call_op(graph_module, site, "score_low_bit", given)
+        logits, base, scores = (graph.call_function(operator.getitem, (asked, part)) for part in range(3))
         chooser = scores
         if not context.phase.one_token:
             chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (scores, [0], True))

@@ -91,8 +91,8 @@ class Step:
         codes, key_params, value_params, center, recent, slots, slot_index = tiers
         step = (self.mask, self.sinks, self.cursor)
         asked = (self.q, self.k, *step, codes, key_params, center, recent, *settings)
-        logits, scores = getattr(torch.ops.specache, op)(*asked)
-        given = (self.q, self.k, self.v, *step, logits, codes, value_params, recent, slots, slot_index, *settings)
+        *kept, scores = getattr(torch.ops.specache, op)(*asked)
+        given = (self.q, self.k, self.v, *step, *kept, codes, value_params, recent, slots, slot_index, *settings)
         return getattr(torch.ops.specache, op.replace("score_low_bit", "attend_scored"))(*given), scores[-1]
 
 
