@@ -40,7 +40,6 @@ quality: .venv/ready       ## the quality tables, method by method; goes on wher
 
 train: .venv/ready         ## train the small models again (half an hour each on two cores)
 	$(BIN)/python examples/train_needle.py
-	$(BIN)/python examples/train_text.py
 	$(BIN)/python examples/train_keys.py
 
 format: .venv/ready

