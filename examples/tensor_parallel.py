@@ -1,6 +1,7 @@
 """One model over several ranks: each has its part of the weights, its KV heads, and its tiers of their pairs.
 
-    torchrun --nproc-per-node 3 examples/tensor_parallel.py              SmolLM2, of three KV heads, on a program's text
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py              a small model, which says the key of its prompt
+    torchrun --nproc-per-node 3 examples/tensor_parallel.py smollm2-135m --prompt-file doc.txt
     torchrun --nproc-per-node 4 examples/tensor_parallel.py CHECKPOINT --prompt-file doc.txt --bits 1
 
 Ranks meet over NCCL where there are GPUs, one to each rank, and over gloo on CPUs: Hugging Face chooses. A
@@ -10,6 +11,7 @@ checkpoint's KV heads must divide by the ranks.
 from __future__ import annotations
 
 import argparse
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 import specache_compile as sc
+from needle import sample
 from specache_compile.checkpoints import is_byte_level, resolved
 from specache_compile.cli import ByteTokenizer
+from specache_compile.evaluation.tasks.haystack import library_source
+
+SMALL = str(Path(__file__).parent / "needle-llama")
+
+
+def hidden_key() -> str:
+    return sample(library_source(held_out=True), 1000, 0.5, random.Random(0)).prompt.decode(errors="replace")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", nargs="?", default="smollm2-135m")
-    parser.add_argument("--prompt-file", type=Path, default=Path(__file__).with_name("needle.py"))
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("model", nargs="?", default=SMALL)
+    parser.add_argument("--prompt-file", type=Path, help="default: a pass key in 1,000 bytes of Python")
+    parser.add_argument("--max-new-tokens", type=int, default=5)
     parser.add_argument("--bits", type=float, default=1.5)
     args = parser.parse_args()
     path = resolved(args.model)
@@ -35,7 +45,8 @@ def main() -> None:
     split = DistributedConfig(tp_plan="auto")  # over all ranks, as Hugging Face has it for this family
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=split, dtype="auto")
     model = torch.compile(model, backend="specache", options={"bits": args.bits})
-    inputs = tokenizer(args.prompt_file.read_text(), return_tensors="pt").to(model.device)
+    prompt = args.prompt_file.read_text() if args.prompt_file else hidden_key()
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     out = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
     stats = sc.stats(model)
     if dist.get_rank() == 0:
