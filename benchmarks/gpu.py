@@ -33,7 +33,7 @@ TESTS = {"kernel tests": "tests/kernels/test_triton.py", "tests": "tests/kernels
 BENCHMARKS = {
     name: f"benchmarks/gpu_{name}.py" for name in ("probe", "kernels", "prefill", "decode", "checkpoint", "table")
 }
-STEPS = ("probe", *TESTS, "kernels", "prefill", "decode", "checkpoint", "table")
+STEPS = ("probe", *TESTS, *(name for name in BENCHMARKS if name != "probe"))
 DONE, FAILED, TIME_IS_UP = 0, 1, 3
 # Seconds below which no step is worth its start.
 SHORTEST = 20

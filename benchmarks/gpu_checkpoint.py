@@ -31,6 +31,7 @@ from quality import LICENCES, RESULTS, SMOLLM2, arguments
 from specache_compile.cli import main as specache
 from specache_compile.evaluation.command import load
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting, running
+from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.evaluation.tasks.task import Bench
 from verify import equal_tokens, generate
 
@@ -105,11 +106,11 @@ def beside(row: dict[str, Any], known: dict[str, Any], rows: int) -> dict[str, A
     within that of all `rows` together, of which else one in twenty would not."""
     ours, theirs = ([one["score"] for one in x["detail"]["each"]] for x in (row, known))
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    mean, deviation = statistics.mean(differences), statistics.stdev(differences) / len(differences) ** 0.5
-    widest = statistics.NormalDist().inv_cdf(1 - 0.025 / rows) * deviation
+    mean, half = statistics.mean(differences), interval(differences)
+    one, all_rows = (statistics.NormalDist().inv_cdf(1 - 0.025 / count) for count in (1, rows))
     return {
         "method": row["method"], "context": row["context"], "score": row["score"], "committed": known["score"],
-        "difference": mean, "interval": 1.96 * deviation, "holds": abs(mean) <= widest,
+        "difference": mean, "interval": half, "holds": abs(mean) <= half * all_rows / one,
     }  # fmt: skip
 
 
@@ -131,9 +132,9 @@ def main(given: list[str] | None = None) -> int:
     results = Results(args.out, "benchmarks/gpu_checkpoint.py", device, args.resume, smoke=args.smoke)
     if not results.has(part="tokens"):
         asked = (SMALL, device, "eager", (), (200, 8, 2)) if args.smoke else (SMOLLM2, device, "inductor", TEXT, SIZES)
-        results.add(*({"part": "tokens", **row} for row in list(lossless(*asked))))
+        results.add(*({"part": "tokens", **row} for row in lossless(*asked)))
     if not args.smoke and not results.has(part="keys"):
-        results.add(*({"part": "keys", **row} for row in list(keys_found(device, args.out.with_suffix("")))))
+        results.add(*({"part": "keys", **row} for row in keys_found(device, args.out.with_suffix(""))))
     for part in ("tokens", "keys"):
         print(table([row for row in results.rows if row["part"] == part]))
     return 0 if all(row["holds"] for row in results.rows) else 1

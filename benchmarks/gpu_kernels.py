@@ -204,6 +204,17 @@ def milliseconds_on_device(
     return milliseconds(run, device, repeats, pause)
 
 
+def figures(
+    kernel: str, setting: Setting, against: str, size: int, ms: float, limit: dict[str, float]
+) -> dict[str, Any]:
+    """A row: `size` bytes in `ms`, beside the limit that the kernel has."""
+    rate = size / ms / 1e6
+    return {
+        "kernel": kernel, **setting.names, "ms": ms, "bytes": size, "GB/s": rate, "limit": against,
+        "share": rate / limit[against],
+    }  # fmt: skip
+
+
 def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> Iterator[dict[str, Any]]:
     """The kernels of a decode step at one setting."""
     sets = rotated(setting, device)
@@ -213,11 +224,7 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
 
     def row(kernel: str, against: str, size: int, run: Any, before: Any = lambda i: None) -> dict[str, Any]:
         ms = milliseconds_on_device(run, device, repeats, before)
-        rate = size / ms / 1e6
-        return {
-            "kernel": kernel, **setting.names, "ms": ms, "bytes": size, "GB/s": rate, "limit": against,
-            "share": rate / limit[against],
-        }  # fmt: skip
+        return figures(kernel, setting, against, size, ms, limit)
 
     state = sets[0].state
     item = setting.dtype.itemsize
@@ -292,10 +299,7 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     )  # fmt: skip
     written = setting.pairs * sum(t.nbytes for t in given[1:]) // tokens_of(x.state)
     size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
-    return {
-        "kernel": "quantise", **setting.names, "ms": ms, "bytes": size, "GB/s": size / ms / 1e6, "limit": "copy",
-        "share": size / ms / 1e6 / limit["copy"],
-    }  # fmt: skip
+    return figures("quantise", setting, "copy", size, ms, limit)
 
 
 def center_row(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> dict[str, Any]:
@@ -307,10 +311,7 @@ def center_row(setting: Setting, device: torch.device, repeats: int, limit: dict
         lambda i: triton_center.share_of_center(x.q, center, x.cursor, capacity, group, HEAD_DIM**-0.5), device, repeats
     )
     size = 4 * LANES * setting.pairs * QUERY_HEADS // HEADS
-    return {
-        "kernel": "center's share", **setting.names, "ms": ms, "bytes": size, "GB/s": size / ms / 1e6, "limit": "copy",
-        "share": size / ms / 1e6 / limit["copy"],
-    }  # fmt: skip
+    return figures("center's share", setting, "copy", size, ms, limit)
 
 
 def bits_of(row: dict[str, Any]) -> str:
