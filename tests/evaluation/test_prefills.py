@@ -37,6 +37,7 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.quick_for("uncompiled", "kivi:bits=2,group_size=32,residual_length=32")
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_are_those_behind_a_methods_own_prefill(model: Any, shared: Runner, method: str) -> None:
     asked = prompts(150, 150, 150, 90)

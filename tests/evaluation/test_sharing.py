@@ -70,6 +70,7 @@ shared_rows([str(number) for number in range(6)], Path(sys.argv[1]), measure, la
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_rows_and_one_takes_over_from_a_lost_one(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

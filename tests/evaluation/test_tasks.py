@@ -76,6 +76,7 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more(task: str) -> None:
         assert runner.longest > cell.context - 8  # a list of words may end a word early
 
 
+@pytest.mark.quick_for("needle", "multikey", "shared_context", "perplexity")
 @pytest.mark.parametrize("task", [*LENGTHLY, "diagnose"])
 def test_draws_are_a_function_of_the_seed(task: str) -> None:
     def prompts(seed: int) -> list[Any]:

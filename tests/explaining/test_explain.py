@@ -103,6 +103,7 @@ def test_a_large_model_explains_from_its_config_without_weights() -> None:
     assert explained.kv_ratio == pytest.approx(paper_kv_ratio(1, 64, 32_768), rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_whole_large_model_explains_in_time_linear_in_its_layers_and_four_gigabytes() -> None:
     """Llama-3-70B, in a process of its own, whose peak memory is what is asked about."""
     code = """
@@ -182,6 +183,7 @@ def test_compiled_graphs_are_dumped_with_their_explanation(
     assert (tmp_path / f"{graph.rewrites.name}.decode" / f"{PASS_NAMES.index('overlap') + 1:02d}_overlap.py").exists()
 
 
+@pytest.mark.slow
 def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None:
     """In a process of its own: torch reads TORCH_TRACE when it is imported."""
     code = "from conftest import *\ngreedy(compile_copy(tiny_llama()), prompt(70), 3)"
@@ -193,6 +195,7 @@ def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None
             assert re.search(rf'"artifact": {{"name": "specache_graph\d+_{phase}_{number:02d}_{name}"', logs), name
 
 
+@pytest.mark.slow
 def test_the_gallery_shows_a_table_and_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +244,7 @@ def test_a_model_that_decides_by_values_is_refused_in_words() -> None:
         sc.explain(tiny_llama(rope_parameters=rope, max_position_embeddings=144), prompt_length=64)
 
 
+@pytest.mark.slow
 def test_a_path_and_a_meta_model_explain_as_the_config_does(tmp_path: Path) -> None:
     config = tiny_llama().config
     config.save_pretrained(tmp_path)

@@ -45,6 +45,7 @@ def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None
     assert sum(kind == "wait" for _, _, kind in dag.edges(data="kind")) == 2  # the second step's, one a layer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"hit_rate": True}, {"speculate": False}, {"correct": "miss"}, {"bits": 16}, {"top_k": 0}]
 )

@@ -18,6 +18,8 @@ from torch import Tensor
 from specache_compile.kernels.attention import BLOCK
 from specache_compile.kernels.ops import OPS
 
+pytestmark = pytest.mark.pairwise
+
 # Every implementation of the op's contract is judged by the same tests.
 DECODE_OPS = [op.name for op in OPS if op.name.startswith(("decode_attention", "score_low_bit"))]
 # float32 sums of some hundred terms of size 1; the reference has none of that error.

@@ -14,6 +14,8 @@ from specache_compile.kernels import evict
 from specache_compile.kernels.evict import WHOLE, forget
 from specache_compile.kernels.policies import POLICIES
 
+pytestmark = pytest.mark.pairwise
+
 BATCH, HEADS, GROUP, DIM = 2, 2, 2, 8
 POLICY_NAMES = tuple(name for name in POLICIES if name != "random")
 

@@ -9,6 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from specache_compile.lowering.few_rows import few_rows
 
+pytestmark = pytest.mark.pairwise
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 
 

@@ -21,6 +21,8 @@ from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime import state as tiers
 
+pytestmark = pytest.mark.pairwise
+
 MANY = 1 << 62
 
 

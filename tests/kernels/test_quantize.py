@@ -26,6 +26,8 @@ from specache_compile.kernels.quantize import (
     value_group,
 )
 
+pytestmark = pytest.mark.pairwise
+
 PACKED_BITS = (1, 2, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(1, "midpoint"), (1, "minimum"), (2, "minimum"), (4, "minimum"), (8, "minimum")]

@@ -9,6 +9,8 @@ from torch import Tensor
 from held_tiers import in_order, in_segments
 from specache_compile.kernels import copy_stream, cpp_tiers, kcache, segments, tiers
 
+pytestmark = pytest.mark.pairwise
+
 ROWS, HEADS, CAPACITY, CHANNELS = 2, 3, 1024, 4
 # Within one segment, its edges, over several.
 RANGES = [(0, 1), (5, 200), (0, 256), (250, 256), (255, 257), (256, 768), (3, 1024), (0, 1024)]

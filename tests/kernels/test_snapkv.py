@@ -12,6 +12,8 @@ from torch import Tensor
 from specache_compile.kernels import snapkv
 from specache_compile.kernels.evict import forget
 
+pytestmark = pytest.mark.pairwise
+
 BATCH, HEADS, GROUP, DIM = 2, 2, 2, 8
 BUDGET, WINDOW = 26, 6
 

@@ -21,6 +21,8 @@ from specache_compile.kernels.ops import op_of
 from specache_compile.kernels.quantize import quantize_keys, quantize_values, value_group
 from specache_compile.kernels.tiers import refill
 
+pytestmark = pytest.mark.pairwise
+
 BATCH, HEADS, HEAD_DIM, CAPACITY = 2, 2, 16, 1024
 ROWS = (BATCH, HEADS)
 ops = torch.ops.specache

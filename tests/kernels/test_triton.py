@@ -206,6 +206,7 @@ def padding_of(case: Case, capacity: int) -> Tensor | None:
     return there
 
 
+@pytest.mark.pairwise(1)
 @every_case
 def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
     ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
@@ -333,6 +334,7 @@ def step_of(case: Case) -> Step:
     return Step(layer, q, k, v, mask_of(case), sinks)
 
 
+@pytest.mark.pairwise(1)
 @every_case
 def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     """In one, then its logits and scores, then the rest from them: the same output."""
@@ -543,6 +545,7 @@ def test_a_makespan_is_that_of_programs_begun_in_their_order() -> None:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "mask"])
 @pytest.mark.parametrize("tokens", [1, 7, 80])
 @pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.pairwise
 def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_extend, "HOST_BLOCK", 48)  # several blocks, the last one not full
     length, heads, queries, d = 300, 2, 2, 80
@@ -623,6 +626,7 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
 
 
 @pytest.mark.parametrize("k", [1, 8, 64, 300])
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("dtype", "segmented"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
 def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
     k: int, dtype: torch.dtype, segmented: bool, monkeypatch: pytest.MonkeyPatch
@@ -674,6 +678,7 @@ def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, s
     assert torch.equal(host, in_segments(expected))
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
     """Without a GPU, in a process of its own: what runs in the interpreter cannot be compiled in the same one. The two
     GPUs in turn: each kernel but the smallest has several shapes."""

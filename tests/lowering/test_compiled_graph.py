@@ -35,6 +35,7 @@ def code() -> dict[str, list[str]]:
     return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}
 
 
+@pytest.mark.slow
 def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
     order = names(code["decode"])
     layer = ["work", "work", "work", "offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
@@ -93,6 +94,7 @@ def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: 
     assert state_left_alone(code[phase]) > 8
 
 
+@pytest.mark.quick_for("settings0")
 @pytest.mark.parametrize("settings", [{"speculate": False, "bits": 4}, {"top_k": 0, "bits": 16}])
 def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
     twin = copy.deepcopy(llama)
@@ -104,6 +106,7 @@ def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings:
     assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
 
 
+@pytest.mark.slow
 def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
     """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
     twin = copy.deepcopy(llama)
@@ -113,6 +116,7 @@ def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> No
     assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_runs_through_inductor(llama: LlamaForCausalLM) -> None:
     half = copy.deepcopy(llama).bfloat16()
     twin = copy.deepcopy(half)

@@ -209,6 +209,7 @@ def test_steps_of_calls_without_position_ids_are_captured(
     assert len(stand_in) == 1
 
 
+@pytest.mark.quick_for("two lanes")
 @pytest.mark.parametrize("speculate", [True, False], ids=["two lanes", "one lane"])
 def test_replayed_steps_make_the_uncompiled_models_tokens_across_buckets(
     llama: LlamaForCausalLM, speculate: bool, stand_in: list[int], monkeypatch: pytest.MonkeyPatch

@@ -84,6 +84,7 @@ def first_is_unlike(name: str) -> bool:
     return GENERATE_MASKS_ALL and name == "gemma2"
 
 
+@pytest.mark.quick_for("gemma2", "opt")
 @pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:
@@ -93,6 +94,7 @@ def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[Gra
     assert len(compiles) == 2 * (FOLDED[name] + 2) + first_is_unlike(name)
 
 
+@pytest.mark.slow
 def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: list[GraphModule]) -> None:
     counts = []
     for layers in (4, 6):
@@ -103,6 +105,7 @@ def test_the_number_of_compiled_graphs_does_not_grow_with_the_layers(compiles: l
     assert counts == [6, 12]
 
 
+@pytest.mark.quick_for("h2o-3", "random-1")
 @pytest.mark.parametrize(("method", "parts"), [("h2o", 3), ("snapkv", 3), ("kcache", 3), ("random", 1)])
 def test_layers_that_draw_no_numbers_are_alike(method: str, parts: int, compiles: list[GraphModule]) -> None:
     """Random eviction's are compiled whole: each draws its own."""
@@ -119,6 +122,7 @@ def test_few_layers_are_compiled_whole(layers: int, compiles: list[GraphModule])
     assert len(compiles) == 2
 
 
+@pytest.mark.slow
 def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
     """Past a bucket while it runs, in chunks, for two batch sizes; each bucket compiles its regions anew."""
     plain = tiny_llama(num_hidden_layers=4)

@@ -84,6 +84,9 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
     assert lanes == ({family.lanes} if family.rewritten else set())
 
 
+@pytest.mark.quick_for(
+    "llama 2", "llama, dynamic rope", "mistral, sliding", "qwen2_moe", "qwen3", "phi", "cohere2", "glm4"
+)
 @pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
 def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     """Long enough that tokens leave the recent tier (64) for the low-bit tier; rewritten and widened as listed. Where
@@ -96,6 +99,7 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     assert_rewritten_as_listed(model, family, "prefill", "decode")
 
 
+@pytest.mark.quick_for("llama 3", "gpt_oss")
 @pytest.mark.parametrize("name", ["llama 3", "llama, eager attention", "gemma2", "gpt_oss"])
 def test_one_lane_gives_the_same_tokens(name: str) -> None:
     """Not widened: only what an attention computes tells families apart."""
@@ -105,6 +109,7 @@ def test_one_lane_gives_the_same_tokens(name: str) -> None:
         assert_same_generation(model, family.model(), input_ids=prompt(90), max_new_tokens=12)
 
 
+@pytest.mark.quick_for("gemma2")
 @pytest.mark.parametrize("name", ["llama 3", "gemma2"])
 def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
     family = BY_NAME[name]
@@ -140,6 +145,7 @@ class Guesses(LogitsProcessor):
         return self.plain(text, use_cache=False, attention_mask=mask, position_ids=places).logits[:, -1]
 
 
+@pytest.mark.quick_for("llama 3", "gemma2", "phi3, longrope", "opt")
 @pytest.mark.asks_for_sizes
 @SOME
 @torch.no_grad()
@@ -169,6 +175,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
     assert_rewritten_as_listed(model, family, "prefill", "decode", "extend")
 
 
+@pytest.mark.quick_for("llama 3", "gemma2", "gpt_neox")
 @pytest.mark.parametrize("family", [BY_NAME[name] for name in PADDED], ids=PADDED)
 def test_left_padded_batches(family: Family) -> None:
     """Long enough that a group leaves the recent tier while padded rows decode, at 96 tokens."""

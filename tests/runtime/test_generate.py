@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM, pipeline
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 
 def left_padded(lengths: list[int], seed: int = 3) -> dict[str, torch.Tensor]:
@@ -31,6 +31,7 @@ def uncompiled(length: int, tokens: int) -> torch.Tensor:
     return greedy(tiny_llama(), prompt(length), tokens)
 
 
+@pytest.mark.quick_for("settings0", "settings3")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}, {"speculate": False}],
@@ -41,6 +42,7 @@ def test_greedy_tokens_equal_for_200_tokens(llama: LlamaForCausalLM, settings: d
     assert torch.equal(greedy(twin, prompt(75), 200), uncompiled(75, 200))
 
 
+@pytest.mark.quick_for("1", "32", "63", "257")
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 96, 257, 300])
 def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, length: int) -> None:
     """And on until tokens have left the recent tier (64)."""
@@ -186,6 +188,7 @@ def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
     assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
 
 
+@pytest.mark.quick_for("torch.compile", "model.compile", "forward", "fullgraph")
 @pytest.mark.parametrize("way", ["torch.compile", "model.compile", "forward", "fullgraph", "dynamic", "mode"])
 def test_ways_to_switch_it_on(llama: LlamaForCausalLM, way: str) -> None:
     twin = copy.deepcopy(llama)

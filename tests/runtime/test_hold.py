@@ -69,6 +69,7 @@ def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:
     return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(0)}
 
 
+@pytest.mark.quick_for("best", "16 bits first", "kivi", "offload", "best, padded", "fp8, padded")
 @pytest.mark.parametrize("name", [*SETTINGS, *PADDED])
 def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: Any) -> None:
     ids, model = prompt(150, batch=2), compiled_for(llama, **{**SETTINGS, **PADDED}[name])
@@ -81,6 +82,7 @@ def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: 
             assert torch.equal(ours[field], theirs[field]), field
 
 
+@pytest.mark.quick_for("best", "16 bits first", "fp8")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name: str, llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])
@@ -98,6 +100,7 @@ def test_lossless_settings_say_the_uncompiled_models_tokens_row_by_row_behind_pa
     assert torch.equal(found, greedy(llama, ids, attention_mask=mask))
 
 
+@pytest.mark.slow
 def test_through_inductor_a_wrapped_model_and_bfloat16(llama: Any) -> None:
     model = copy.deepcopy(llama).bfloat16()
     wrapped = torch.compile(model, backend="specache", options={**LOSSLESS, "lowering": "inductor"})

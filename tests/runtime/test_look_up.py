@@ -19,7 +19,7 @@ from specache_compile.kernels import tiers
 from specache_compile.look_up import DRAFTED, LookedUp
 from specache_compile.runtime.session import session_of
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 
 @pytest.fixture(scope="module")

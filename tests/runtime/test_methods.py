@@ -28,22 +28,13 @@ from specache_compile.methods.host_tier import HOST, HostOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.recipe import Recipe
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 EVICTION = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
-# Settings in which a method loses nothing; fp8 always does.
-LOSSLESS: dict[str, dict[str, Any]] = {
+# Settings in which it shows; test_lossless.py has those in which it does not.
+LOSSY: dict[str, dict[str, Any]] = {
     "full": {},
     "offload": {},
-    "kivi": {"bits": 16},
-    "specache": {"bits": 1, "top_k": 256},
-    "kcache": {"top_n": 4096},
-    "snapkv": {"budget": 4096},
-    **{name: {"budget": 4096} for name in EVICTION},
-}
-# Settings in which it shows.
-LOSSY: dict[str, dict[str, Any]] = {
-    **LOSSLESS,
     "fp8": {},
     "kivi": {"bits": 1},
     "specache": {"bits": 1, "top_k": 8},
@@ -58,11 +49,6 @@ every_method = pytest.mark.parametrize("method", METHODS)
 # What a method keeps and where: the policies differ in which pairs go, which test_eviction.py asks.
 KINDS = [name for name in METHODS if name not in EVICTION or name == "roco"]
 every_kind = pytest.mark.parametrize("method", KINDS)
-every_lossless_kind = pytest.mark.parametrize("method", [name for name in KINDS if name in LOSSLESS])
-# Those whose tokens and turns no other test here compares with the uncompiled model's.
-every_other_lossless_kind = pytest.mark.parametrize(
-    "method", [name for name in LOSSLESS if name in set(KINDS) - {"snapkv"}]
-)
 
 
 def under(model: LlamaForCausalLM, method: str, **options: Any) -> LlamaForCausalLM:
@@ -85,34 +71,7 @@ def state_of(cache: Any) -> Any:
     return cache.layers[0].keys.handle.session.state
 
 
-# Where a method loses nothing; test_eviction.py asks each policy's op for the full attention under a large budget.
-
-
-@every_other_lossless_kind
-def test_without_loss_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, method: str) -> None:
-    ids = prompt(140, batch=2)
-    assert torch.equal(greedy(under(llama, method, **LOSSLESS[method]), ids, 16), greedy(llama, ids, 16))
-
-
-@every_lossless_kind
-def test_without_loss_left_padding_changes_nothing(llama: LlamaForCausalLM, method: str) -> None:
-    ids = prompt(100, batch=2)
-    mask = torch.ones_like(ids)
-    mask[0, :17] = 0
-    ours = greedy(under(llama, method, **LOSSLESS[method]), ids, 8, attention_mask=mask)
-    assert torch.equal(ours, greedy(llama, ids, 8, attention_mask=mask))
-
-
-@every_other_lossless_kind
-def test_without_loss_a_second_turn_is_exact(llama: LlamaForCausalLM, method: str) -> None:
-    ours, theirs = [], []
-    for model, outs in ((under(llama, method, **LOSSLESS[method]), ours), (llama, theirs)):
-        cache = DynamicCache()
-        for start, stop in ((0, 90), (90, 91), (91, 130), (130, 131)):
-            outs.append(step(model, prompt(131)[:, start:stop], cache).logits)
-    torch.testing.assert_close(torch.cat(ours, 1), torch.cat(theirs, 1), atol=1e-3, rtol=1e-3)
-
-
+@pytest.mark.quick_for("roco")
 @pytest.mark.parametrize("method", ["kcache", "roco"])  # full's op is one of kcache's
 def test_through_inductor_the_numbers_are_those_of_the_graph_run_op_by_op(llama: LlamaForCausalLM, method: str) -> None:
     ids, results = prompt(60), []
@@ -170,9 +129,9 @@ def test_snapkv_chooses_once_of_the_prompt_and_keeps_whatever_comes_later(llama:
 
 
 @pytest.mark.parametrize("rate", [0.255, 1.0])
-def test_a_rate_is_of_the_prompt_and_stays(llama: LlamaForCausalLM, rate: float) -> None:
+def test_a_rate_is_of_the_prompt_and_stays(rate: float) -> None:
     """And the first step runs the graph that was compiled ahead."""
-    cache, twin = DynamicCache(), under(llama, "h2o", budget=rate)
+    cache, twin = DynamicCache(), under(tiny_llama(), "h2o", budget=rate)
     step(twin, prompt(100), cache)
     step(twin, prompt(1), cache)
     assert sc.stats(twin).compiles == 2
@@ -181,6 +140,7 @@ def test_a_rate_is_of_the_prompt_and_stays(llama: LlamaForCausalLM, rate: float)
     assert all(layer["kept"].shape[2] == math.ceil(rate * 100) for layer in state_of(cache))
 
 
+@pytest.mark.quick_for("specache", "kcache", "roco")
 @every_kind
 def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM, method: str) -> None:
     """Once Dynamo has made lengths dynamic, which takes it two prompts."""
@@ -395,6 +355,7 @@ def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
 # What is said of it
 
 
+@pytest.mark.quick_for("fp8", "specache", "snapkv")
 @every_kind
 def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     llama: LlamaForCausalLM, method: str
@@ -407,6 +368,7 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     assert ("With other options" in str(e)) == (method in ("kivi", "specache"))
 
 
+@pytest.mark.quick_for("specache", "kcache", "fp8")
 @every_kind
 def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
     """By the statistics of a run, and by explain's traffic of a step."""

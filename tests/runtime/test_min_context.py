@@ -16,7 +16,7 @@ from held_tiers import in_order
 from specache_compile.runtime import session
 from specache_compile.runtime.session import Session
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 LEAST = 110
 

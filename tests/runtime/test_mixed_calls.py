@@ -51,6 +51,7 @@ def padded(ids: Tensor, seed: int) -> Tensor:
 # Batch sizes
 
 
+@pytest.mark.quick_for("eager")
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowering: str) -> None:
     """One graph for a batch of one, which Dynamo always takes for a constant, and one for all others. Beams and
@@ -135,6 +136,7 @@ CALLS: tuple[Callable[[Any, Tensor, random.Random], Tensor], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
     """A graph for a batch of one and one for more, with a padding mask or none, in three phases, are twelve; Dynamo
     makes eight. What comes after them runs uncompiled, is right, and is said once a cache."""
@@ -166,6 +168,7 @@ def generated(model: Any, backend: str, ids: Tensor, tokens: int, **given: Any) 
     return counters["stats"]["unique_graphs"], tokens_made
 
 
+@pytest.mark.quick_for("padded")
 @pytest.mark.parametrize("pad", [False, True], ids=["whole", "padded"])
 def test_gpt_oss_far_below_its_window_makes_no_more_graphs_than_plain_dynamos(pad: bool) -> None:
     """Three layers, sliding, full, sliding; window 128; a prompt of 45 and 20 new tokens: below it all along."""
@@ -202,6 +205,7 @@ def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM
     return twin
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @torch._dynamo.config.patch(recompile_limit=64)  # Dynamo counts the copies' graphs together
 def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:

@@ -48,6 +48,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [{**json.loads(path.read_text()), "code": ended.returncode, "said": ended.stderr} for path in found]
 
 
+@pytest.mark.slow
 def test_ranks_say_what_one_process_says_and_each_holds_its_part(told: list[dict[str, Any]]) -> None:
     for rank in told:
         (case,) = rank["cases"]
@@ -56,6 +57,7 @@ def test_ranks_say_what_one_process_says_and_each_holds_its_part(told: list[dict
         assert all(share <= 1 / RANKS + 0.01 for share in case["shares"]), "device and host bytes over one process's"
 
 
+@pytest.mark.slow
 def test_two_lanes_meet_as_often_as_one(told: list[dict[str, Any]]) -> None:
     (case,) = told[0]["cases"]
     assert case["collectives"] == case["plain"]
@@ -64,6 +66,7 @@ def test_two_lanes_meet_as_often_as_one(told: list[dict[str, Any]]) -> None:
     assert last == "all_gather_into_tensor"
 
 
+@pytest.mark.slow
 def test_without_the_rule_for_collectives_the_tokens_are_wrong(told: list[dict[str, Any]]) -> None:
     assert told[0]["faulty"] != told[0]["cases"][0]["expected"]
 
@@ -128,6 +131,7 @@ def test_writes_to_distributed_tensors_are_not_lost(four_alone: None) -> None:
     assert reasons == ["a distributed tensor is written to in place (add_)", None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("difference", "words"),
     [
@@ -143,6 +147,7 @@ def test_what_one_rank_would_refuse_all_refuse(told: list[dict[str, Any]], diffe
         assert words in rank["refusals"][difference]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(told: list[dict[str, Any]]) -> None:
     assert told[0]["code"] == 1
     assert "SIGKILL" in told[0]["said"], "the one that was killed"

@@ -47,6 +47,7 @@ def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
     return torch.stack(logits)
 
 
+@pytest.mark.quick_for("best")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
     """From the middle of a generation, slots chosen and a guess made; two rows; loaded under inference mode."""
@@ -129,6 +130,7 @@ print(out.logits[0, -1].tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_session_outlives_its_process(tmp_path: Path) -> None:
     """Each step in a process of its own, beside the same steps in this one."""
     said = []

@@ -29,7 +29,7 @@ from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.state import bucket
 
-pytestmark = pytest.mark.one_process
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 
 def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
@@ -121,6 +121,7 @@ def test_host_tier_equals_hf_cache_bit_for_bit_where_the_tiers_verify() -> None:
     assert "widened" in rewritten
 
 
+@pytest.mark.quick_for("4")
 @pytest.mark.usefixtures("many_recompiles")
 @pytest.mark.parametrize("seed", range(4, 6))
 def test_host_tier_of_deeper_layers_equals_hf_cache_after_a_random_walk(llama: LlamaForCausalLM, seed: int) -> None:

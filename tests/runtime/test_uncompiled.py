@@ -105,6 +105,7 @@ def test_the_limit_before_the_first_step_changes_no_token(llama: LlamaForCausalL
     assert torch.equal(tokens, greedy(llama, ids, 12, **settings))
 
 
+@pytest.mark.quick_for("beams", "padded")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_limit_half_way_changes_no_token(llama: LlamaForCausalLM, way: str) -> None:
     """The compiled steps before have quantised, fetched and, with beams, reordered."""
@@ -115,6 +116,7 @@ def test_the_limit_half_way_changes_no_token(llama: LlamaForCausalLM, way: str) 
     assert torch.equal(tokens, greedy(llama, ids, 20, **settings))
 
 
+@pytest.mark.quick_for("kivi", "specache")
 @pytest.mark.parametrize("method", KEEP_ALL)
 def test_with_every_method_that_keeps_all_pairs(llama: LlamaForCausalLM, method: str) -> None:
     twin = copy.deepcopy(llama)
@@ -124,6 +126,7 @@ def test_with_every_method_that_keeps_all_pairs(llama: LlamaForCausalLM, method:
     assert torch.equal(tokens, greedy(llama, prompt(90), 16))
 
 
+@pytest.mark.quick_for("gpt_oss")
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama, dynamic rope"])
 def test_beside_sliding_layers_and_graph_breaks(name: str) -> None:
     """Before the window (24 tokens) is full, and after."""
@@ -166,6 +169,7 @@ def test_a_cache_that_became_plain_goes_on_in_a_second_turn(llama: LlamaForCausa
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.quick_for("snapkv", "h2o")
 @pytest.mark.parametrize(
     "method", [name for name, one in METHODS.items() if not any(field.has_all_pairs for field in one.fields)]
 )

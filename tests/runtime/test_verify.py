@@ -70,6 +70,7 @@ def test_greedy_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, option
     assert counters["stats"]["unique_graphs"] == 3, "prefill, decode, extend, whatever the number of drafted tokens"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
     """Where the uncompiled model has two tokens within four steps of bfloat16 of each other."""
@@ -98,6 +99,7 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     assert told.acceptance < 1
 
 
+@pytest.mark.quick_for("into another")
 @pytest.mark.parametrize(
     ("length", "settings"),
     [(70, {}), (235, {}), (235, {"sliding_window": 4096})],
@@ -249,6 +251,7 @@ class Chain(LlamaForCausalLM):
         return CausalLMOutputWithPast(logits=table[input_ids], past_key_values=past_key_values)
 
 
+@pytest.mark.slow
 def test_sampling_has_the_full_caches_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temperature, top-k and top-p together; 20,000 draws, total variation by the token before. The draft's own
     distribution is far from it, and so is a lone token of it."""

@@ -1,0 +1,47 @@
+"""One trace of Dynamo's for all options, on which Dynamo's graph does not depend: tracing takes most of a test's time.
+
+Copies of a model are compiled with one backend. It keeps the graph that Dynamo captured, and rewrites it anew for each
+copy's options at that copy's first call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+from specache_compile.backend import specache
+
+# Of each parameter of a copy: its options.
+_options: Any = WeakIdKeyDictionary()
+
+
+def compile_by_options(model: nn.Module, options: dict[str, Any]) -> None:
+    """Compile in place; the graphs are those that other copies of the model have been traced to."""
+    for parameter in model.parameters():
+        _options[parameter] = options
+    model.compile(backend=_by_options)
+
+
+def _by_options(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    forms: dict[str, Callable[..., Any]] = {}
+
+    def form(arguments: Sequence[Any]) -> Callable[..., Any]:
+        options = next(_options[x] for x in arguments if isinstance(x, nn.Parameter) and x in _options)
+        how = repr(sorted(options.items()))
+        if how not in forms:
+            forms[how] = specache(
+                GraphModule(graph_module, copy.deepcopy(graph_module.graph)), example_inputs, options=options
+            )
+        return forms[how]
+
+    form(example_inputs)  # while Dynamo listens, as always
+
+    def call(*arguments: Any) -> Any:
+        return form(arguments)(*arguments)
+
+    return call

@@ -1,0 +1,90 @@
+"""Settings that lose nothing give the uncompiled model's tokens, in every way a cache is used: setting × way."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+from conftest import compiled_with, greedy, prompt, tiny_llama
+
+pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
+
+SMALL = {"group_size": 32, "residual_length": 32, "top_k": 1024}
+BEST = {**SMALL, "setting": "best", "rotate": True}
+DEFAULT = "specache, corrected"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "offload": {"method": "offload"},
+    "kcache": {"method": "kcache", "top_n": 4096},
+    "kivi, 16 bits": {"method": "kivi", "bits": 16},
+    "specache, 1 bit": {**SMALL, "setting": "paper", "bits": 1},
+    DEFAULT: BEST,
+    "specache, corrected where missed": {**BEST, "correct": "miss"},
+    "specache, one lane": {**BEST, "speculate": False},
+    "specache, one lane, corrected where missed": {**BEST, "speculate": False, "correct": "miss"},
+    "snapkv": {"method": "snapkv", "budget": 4096},
+    "roco": {"method": "roco", "budget": 4096},
+}
+# Their pairs are of one prompt: what was evicted for it cannot be cropped back, nor chosen again behind a turn.
+EVICTING = ("snapkv", "roco")
+
+
+def tokens(model: LlamaForCausalLM) -> Tensor:
+    """Beyond the recent tier (64), and by a group."""
+    return greedy(model, prompt(75, 2), 60)
+
+
+def padding(model: LlamaForCausalLM) -> Tensor:
+    """Rows of their own length, one of which has less than a group."""
+    ids, mask = prompt(90, 3), torch.ones(3, 90, dtype=torch.int64)
+    mask[0, :17], mask[2, :81] = 0, 0
+    return greedy(model, ids, 40, attention_mask=mask, pad_token_id=0)
+
+
+def beams(model: LlamaForCausalLM) -> Tensor:
+    """Rows are reordered."""
+    return greedy(model, prompt(90, 2), 40, num_beams=3)
+
+
+@torch.no_grad()
+def turns(model: LlamaForCausalLM) -> Tensor:
+    """Several tokens at a time on one cache, and one."""
+    cache, ids = DynamicCache(), prompt(171)
+    spans = ((0, 90), (90, 91), (91, 130), (130, 131), (131, 171))
+    return torch.cat([model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in spans], 1)
+
+
+@torch.no_grad()
+def copies(model: LlamaForCausalLM) -> Tensor:
+    """A cache is cropped and copied; it and the copy go on."""
+    out = model(prompt(90, 2), use_cache=True)
+    for token in prompt(12, 2, seed=4).split(1, 1):
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+    out.past_key_values.crop(-22)
+    logits = []
+    for kept in (out.past_key_values, copy.deepcopy(out.past_key_values)):
+        for given in (prompt(9, 2, seed=6), *prompt(8, 2, seed=7).split(1, 1)):
+            logits.append(model(given, past_key_values=kept, use_cache=True).logits)
+    return torch.cat(logits, 1)
+
+
+WAYS = {way.__name__: way for way in (tokens, padding, beams, turns, copies)}
+GRID = [(name, way) for name in SETTINGS for way in WAYS if not (name in EVICTING and way == "copies")]
+
+
+@functools.cache
+def uncompiled(way: str) -> Tensor:
+    return WAYS[way](tiny_llama())
+
+
+@pytest.mark.quick_for(*(f"{name}, {way}" for name, way in GRID if name == DEFAULT or way == "turns"))
+@pytest.mark.parametrize(("name", "way"), GRID, ids=[f"{name}, {way}" for name, way in GRID])
+def test_what_loses_nothing_says_what_the_uncompiled_model_says(llama: LlamaForCausalLM, name: str, way: str) -> None:
+    ours = WAYS[way](compiled_with(llama, {"lowering": "eager", **SETTINGS[name]}))
+    torch.testing.assert_close(ours, uncompiled(way), rtol=1e-3, atol=1e-3)
