@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_the_rest_slow(cases: list[Any]) -> None:
-    """Of one test's cases those that `pairwise` or `quick_for` leaves out."""
+    """Of one test's cases those that `pairwise` or `quick_for` leaves out: slow, or what the marker says of them."""
     grid, named = (cases[0].get_closest_marker(name) for name in ("pairwise", "quick_for"))
     if named is not None:
         known = {case.callspec.id for case in cases}
@@ -104,7 +104,7 @@ def mark_the_rest_slow(cases: list[Any]) -> None:
         return
     for place, case in enumerate(cases):
         if place not in kept:
-            case.add_marker(pytest.mark.slow)
+            case.add_marker((named or grid).kwargs.get("rest", "slow"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -129,7 +129,7 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
     assert all(cache < row["predicted bytes"] < 20 * cache for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> None:
     """Four processes, started from this one."""
     printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))

@@ -145,7 +145,7 @@ def test_a_quality_table_is_a_command_that_parses(name: str) -> None:
     assert [str(parse_setting(method)) for method in args.methods]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_benchmark_measures_every_method(run: Callable[..., None], tmp_path: Path) -> None:
     run(
         "cpu_decode",

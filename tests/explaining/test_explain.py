@@ -103,7 +103,7 @@ def test_a_large_model_explains_from_its_config_without_weights() -> None:
     assert explained.kv_ratio == pytest.approx(paper_kv_ratio(1, 64, 32_768), rel=0.15)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_whole_large_model_explains_in_time_linear_in_its_layers_and_four_gigabytes() -> None:
     """Llama-3-70B, in a process of its own, whose peak memory is what is asked about."""
     code = """

@@ -35,7 +35,7 @@ def code() -> dict[str, list[str]]:
     return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
     order = names(code["decode"])
     layer = ["work", "work", "work", "offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]

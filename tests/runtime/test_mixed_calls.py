@@ -51,7 +51,7 @@ def padded(ids: Tensor, seed: int) -> Tensor:
 # Batch sizes
 
 
-@pytest.mark.quick_for("eager")
+@pytest.mark.quick_for("eager", rest="whole")
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowering: str) -> None:
     """One graph for a batch of one, which Dynamo always takes for a constant, and one for all others. Beams and
@@ -205,7 +205,7 @@ def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM
     return twin
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @torch.no_grad()
 @torch._dynamo.config.patch(recompile_limit=64)  # Dynamo counts the copies' graphs together
 def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
