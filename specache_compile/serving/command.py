@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .conversations import Bounds
 
-NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 GIB = 1 << 30
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -95,8 +95,11 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise cannot_listen(host, port, error) from error
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError:  # by another server, or by what a former one's connections have left
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
     except OSError as error:
         listener.close()
         raise cannot_listen(host, port, error) from error
@@ -146,6 +149,8 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         raise
     generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue)
     app = application(served, generation, metrics, names_of(listener, args.host))
+    # Not before: two servers that load their models at once would both have the port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2 * STOPPING)
     return StoppedInTime(config, generation)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import urllib.request
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from served import figures, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
 from specache_compile.serving import server
+from specache_compile.serving.command import bound
 from specache_compile.serving.session_folder import SessionFolder
 
 pytestmark = pytest.mark.one_process
@@ -30,11 +32,25 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         told = refused(capsys, "--port", str(taken.getsockname()[1]))
     assert "cannot listen at --host 127.0.0.1" in told
+
+
+def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with bound("127.0.0.1", 0) as other:
+        assert "cannot listen at" in refused(capsys, "--port", str(other.getsockname()[1]))
+
+
+def test_a_port_is_free_again_as_soon_as_its_server_has_stopped(tmp_path: Path) -> None:
+    checkpoint, port = write_checkpoint(tmp_path), "0"
+    for _ in range(2):
+        with serving(checkpoint, "--port", port) as served:
+            port = served.url.rpartition(":")[2]
+            with socket.create_connection(("127.0.0.1", int(port))) as client:
+                client.sendall(b"GET /health HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+                while client.recv(99):  # the server closes first, and has the connection in TIME_WAIT
+                    pass
 
 
 def test_a_folder_that_is_none_is_told_before_the_model_is_loaded(
