@@ -201,6 +201,13 @@ def folder_is_served(folder: Path) -> SpecacheError:
     return SpecacheError(f"another server keeps its sessions in {folder}: give this one a folder of its own")
 
 
+def no_session_folder(folder: Path, error: OSError) -> SpecacheError:
+    return SpecacheError(
+        f"--session-folder {folder}: sessions cannot be kept there ({error.strerror}): give a folder that can be "
+        "written to"
+    )
+
+
 def not_kept(error: Exception) -> str:
     return f"a session is not kept, and its conversation's next turn is read from its beginning: {error}"
 

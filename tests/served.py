@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import LlamaForCausalLM
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from conftest import LOSSLESS, tiny_llama
 from specache_compile.cli import options_of, parser
@@ -16,7 +25,8 @@ from specache_compile.serving.model import byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
+    "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 FLAGS = [word for name, value in LOSSLESS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -48,3 +58,48 @@ def write_checkpoint(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def prompt_of(messages: list[dict[str, str]]) -> str:
+    return render_jinja_template([messages], chat_template=TEMPLATE, add_generation_prompt=True)[0][0]
+
+
+def answer(model: LlamaForCausalLM, prompt: str, tokens: int) -> str:
+    """What the uncompiled model says, greedy."""
+    ids = torch.tensor([list(prompt.encode())])
+    said = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
+    return bytes(said.tolist()).decode()
+
+
+def figures(served: Served) -> dict[str, float]:
+    """What /metrics tells, by name and labels' values."""
+    with urllib.request.urlopen(f"{served.url}/metrics") as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return {" ".join((s.name, *s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def grown(served: Served, before: dict[str, float], name: str) -> float:
+    return figures(served).get(name, 0.0) - before.get(name, 0.0)
+
+
+def say(served: Served, messages: list[dict[str, str]], tokens: int = 8) -> str:
+    ask: Any = {"model": served.name, "messages": messages, "max_tokens": tokens, "temperature": 0}
+    return served.client.chat.completions.create(**ask).choices[0].message.content or ""
+
+
+def wait_for(served: Served, name: str, value: float) -> None:
+    end = time.monotonic() + 20
+    while figures(served)[name] != value:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def posted(served: Served, path: str, body: dict[str, Any] | bytes) -> tuple[int, str]:
+    """A status, and an answer's text or an error's message: what no client has read."""
+    given = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{served.url}/{path}", given, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)["error"]["message"]

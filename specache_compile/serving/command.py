@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
     from .conversations import Bounds
 
-NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 GIB = 1 << 30
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
-# Seconds that requests have to end by themselves when the server is stopped.
-STOPPING = 5
 
 
 def add_serve(command: argparse.ArgumentParser) -> None:
@@ -97,8 +95,11 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise cannot_listen(host, port, error) from error
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError:  # by another server, or by what a former one's connections have left
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
     except OSError as error:
         listener.close()
         raise cannot_listen(host, port, error) from error
@@ -134,17 +135,24 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     from .generation import Generation
     from .metrics import Metrics
     from .model import ServedModel
-    from .server import application
+    from .server import STOPPING, StoppedInTime, application
     from .session_folder import SessionFolder
 
-    tell_origin(args.model)
-    served, metrics = ServedModel(args.model, args.device, options), Metrics()
-    model, _ = served.one()
     folder = args.session_folder and SessionFolder(args.session_folder, int(args.session_disk_gib * GIB))
-    conversations = Conversations(model, bounds(args, model.device), folder, metrics.note_evicted)
-    generation = Generation(model, conversations, metrics, limit_of(model), args.queue)
+    try:
+        tell_origin(args.model)
+        served, metrics = ServedModel(args.model, args.device, options), Metrics()
+        conversations = Conversations(served.model, bounds(args, served.model.device), folder, metrics.note_evicted)
+    except BaseException:
+        if folder is not None:
+            folder.close()
+        raise
+    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue)
     app = application(served, generation, metrics, names_of(listener, args.host))
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=STOPPING))
+    # Not before: two servers that load their models at once would both have the port.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2 * STOPPING)
+    return StoppedInTime(config, generation)
 
 
 def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:

@@ -13,20 +13,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total, fields_of
 
-# Tokens at the end of a prompt that the next turn's may lack: templates drop what they put before an answer (an empty
-# thought, say) once it is given.
-GENERATION_PROMPT = 32
-
 
 @dataclass(eq=False)
 class Conversation:
-    """`ids` int64 [n]: the tokens that the cache holds, the first `prompt` of them the last request's. `crops`: whether
-    it can give back its last ones. `moved`: bytes that its session is known to have moved, to the device and to the
-    host. `nbytes`: what it takes of the host's memory and of the device's, as `note` found it."""
+    """`ids` int64 [n]: the tokens that the cache holds, the first `asked` of them the last request's, but for what the
+    template put before the answer. `crops`: whether it can give back its last ones. `moved`: bytes that its session is
+    known to have moved, to the device and to the host. `nbytes`: what it takes of the host's memory and of the
+    device's, as `note` found it."""
 
     ids: Tensor
     cache: DynamicCache
-    prompt: int = 0
+    asked: int = 0
     crops: bool = True
     moved: tuple[int, int] = (0, 0)
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -49,16 +46,10 @@ def begun(model: Any) -> Conversation:
 
 
 def shared(ids: Tensor, prompt: Tensor) -> int:
-    """Tokens that both begin with, but for the prompt's last, which the model is asked."""
-    n = min(len(ids), len(prompt) - 1)
+    """Tokens that both begin with."""
+    n = min(len(ids), len(prompt))
     different = (ids[:n] != prompt[:n]).nonzero()
     return int(different[0]) if len(different) else n
-
-
-def is_next_turn(n: int, prompt: int) -> bool:
-    """Whether a request that shares n tokens with a conversation is its next turn, or its last one anew. prompt: the
-    tokens of its last request."""
-    return n >= max(1, prompt - min(GENERATION_PROMPT, prompt // 2))
 
 
 def can_crop(cache: DynamicCache) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .conversation import Conversation, begun, is_next_turn, shared
+from .conversation import Conversation, begun, shared
 from .session_folder import Saved, SessionFolder
 
 
@@ -42,12 +42,15 @@ class Conversations:
     def take(self, prompt: Tensor) -> Conversation:
         """One that holds a prefix of `prompt` int64 [n], n ≥ 1, the longest there is, for the caller alone, who gives
         it back to `put` or drops it. Its next turn takes a conversation away from here; another request that begins
-        alike has a copy, where that is not more than twice what it wants; any other one begins anew."""
+        alike has a copy, where that is not more than twice what it wants; any other one begins anew. The prompt's last
+        token is the model's to read."""
         kept: list[Conversation | Saved] = [*self.on_disk, *self.in_memory]
-        lengths = [shared(conversation.ids, prompt) for conversation in kept]
-        serving = [i for i, conversation in enumerate(kept) if serves(conversation, lengths[i])]
-        best = max(serving, key=lambda i: (lengths[i], i), default=None)
-        taken = None if best is None else self.owned(kept[best], is_next_turn(lengths[best], kept[best].prompt))
+        common = [shared(conversation.ids, prompt) for conversation in kept]
+        lengths = [min(n, len(prompt) - 1) for n in common]
+        turns = [is_next_turn(conversation, n) for conversation, n in zip(kept, common, strict=True)]
+        serving = [i for i, conversation in enumerate(kept) if serves(conversation, lengths[i], turns[i])]
+        best = max(serving, key=lambda i: (lengths[i], turns[i], i), default=None)
+        taken = None if best is None else self.owned(kept[best], turns[best])
         self.make_room(self.bounds.conversations - 1)
         if taken is None or best is None:
             return begun(self.model)
@@ -102,8 +105,14 @@ class Conversations:
         return sum(conversation.nbytes[place] for conversation in list(self.in_memory))
 
 
-def serves(conversation: Conversation | Saved, n: int) -> bool:
+def is_next_turn(conversation: Conversation | Saved, n: int) -> bool:
+    """Whether a request that shares n tokens with it is its next turn, or its last one anew: all that was asked is
+    there. A question more, or another one behind the same system prompt, is another conversation's."""
+    return n >= max(1, conversation.asked)
+
+
+def serves(conversation: Conversation | Saved, n: int, next_turn: bool) -> bool:
     """Whether to go on from its first n tokens: it can be cut to them, and is worth its copy where it is copied."""
-    if n < len(conversation.ids) and not conversation.crops:
+    if n == 0 or (n < len(conversation.ids) and not conversation.crops):
         return False
-    return is_next_turn(n, conversation.prompt) or n >= max(1, len(conversation.ids) // 2)
+    return next_turn or n >= len(conversation.ids) // 2

@@ -1,97 +1,45 @@
-"""One request after the other through the model, each on the conversation that it goes on with.
-
-It takes the place of the generation manager of `transformers serve`, whose handlers call it with token ids.
-"""
+"""One request after the other through the model, each on the conversation that it goes on with."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import threading
-import time
-import uuid
-import weakref
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 from fastapi import HTTPException
-from torch import Tensor
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, _StreamError
+from transformers import LogitsProcessorList
+from transformers.cli.serving.utils import InferenceThread
 
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.stats import stats
 
-from .conversation import Conversation
+from .answer import Answer, ClientLeft, Question, Stopped, Ticket
+from .conversation import Conversation, can_crop
 from .conversations import Conversations
 from .metrics import Metrics
+from .model import ServedModel
+from .questions import Penalties
 
 # Tokens that an answer may have where a request does not say.
 ANSWER = 1024
+STOPPING = "the server is being stopped: ask again when it is back"
 
 
-class ClientLeft(Exception):
-    """Nobody waits for what is being generated."""
+class Generation:
+    """The queue before one model, and what works it off, on one thread: recorded steps are a thread's own."""
 
-
-@dataclass(eq=False)
-class Ticket:
-    """One request: when it came (`time.perf_counter`), whether its client has left, the seed that it asks for."""
-
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    came: float = field(default_factory=time.perf_counter)
-    left: threading.Event = field(default_factory=threading.Event)
-    seed: int | None = None
-
-
-@dataclass
-class Listener:
-    """What `generate` hands its tokens to, the prompt first: it keeps them, forwards them to a stream where there is
-    one, and stops the generation when the client has left."""
-
-    ticket: Ticket
-    metrics: Metrics
-    stream: DirectStreamer | None
-    ids: list[int] = field(default_factory=list)
-    prompt: int | None = None
-
-    def put(self, tokens: Tensor) -> None:
-        new = tokens.flatten()
-        self.ids += new.tolist()
-        if self.prompt is None:
-            self.prompt = len(new)
-        else:
-            if len(self.ids) - len(new) == self.prompt:
-                self.metrics.first_token.observe(time.perf_counter() - self.ticket.came)
-            self.metrics.generated_tokens.inc(len(new))
-        if self.ticket.left.is_set():
-            raise ClientLeft
-        if self.stream is not None:
-            self.stream.put(new)
-
-    def end(self) -> None:
-        """Nothing is told of an end before the conversation is kept: the next turn may be here at once."""
-
-
-class Stream(DirectStreamer):
-    """Text for a handler's stream. The request's end stops a generation, not this."""
-
-    def cancel(self) -> None:
-        pass
-
-
-class Generation(GenerateManager):
-    """The queue before one model, and what works it off, on one thread."""
-
-    def __init__(self, model: Any, conversations: Conversations, metrics: Metrics, longest: int, queue: int) -> None:
-        super().__init__()
-        self.model, self.conversations, self.metrics = model, conversations, metrics
+    def __init__(
+        self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int
+    ) -> None:
+        self.model, self.tokenizer = served.model, served.tokenizer
+        self.conversations, self.metrics = conversations, metrics
         self.longest, self.queue = longest, queue
-        # By id, as the handlers hand it on; a request holds its own.
-        self.tickets: weakref.WeakValueDictionary[str, Ticket] = weakref.WeakValueDictionary()
+        self.thread = InferenceThread()
         self.waiting: list[Ticket] = []
+        self.open: set[Answer] = set()
+        self.stopping = False
         metrics.queue.set_function(self.queued)
         for place in ("host", "device"):
             metrics.session_bytes.labels(place).set_function(partial(conversations.total, place))
@@ -104,97 +52,76 @@ class Generation(GenerateManager):
     def queued(self) -> int:
         return sum(not ticket.left.is_set() for ticket in list(self.waiting))
 
-    def admit(self, request_id: str, prompt: int, config: Any) -> Ticket:
-        """A place in the queue, and the longest answer that there is room for where none was asked for. HTTPException
-        where the request is too long, or too many wait."""
-        room = self.longest - prompt
+    def begin(self, ticket: Ticket, question: Question) -> Answer:
+        """A place in the queue, and the answer that will come. HTTPException where the request is too long, or too many
+        wait."""
+        config, prompt = question.config, question.tokens
+        room, least = self.longest - prompt, config.max_new_tokens or config.min_new_tokens or 1
         if prompt == 0:
             raise HTTPException(400, "the prompt is empty")
-        if room < (config.max_new_tokens or 1):
-            answer = "" if config.max_new_tokens is None else f", and {config.max_new_tokens:,} would follow"
-            raise HTTPException(
-                400, f"the prompt has {prompt:,} tokens{answer}: the model's context is {self.longest:,}"
-            )
+        if room < least:
+            more = f", and {least:,} would follow" if config.max_new_tokens or config.min_new_tokens else ""
+            raise HTTPException(400, f"the prompt has {prompt:,} tokens{more}: the model's context is {self.longest:,}")
+        if self.stopping:
+            raise HTTPException(503, STOPPING)
         if self.queued() >= self.queue:
             raise HTTPException(503, f"{self.queue} requests wait already", headers={"Retry-After": "1"})
-        config.max_new_tokens = config.max_new_tokens or min(ANSWER, room)
-        ticket = self.tickets[request_id]
+        config.max_new_tokens = config.max_new_tokens or max(least, min(ANSWER, room))
+        answer = Answer(ticket, question, self.tokenizer, self.metrics)
         self.waiting.append(ticket)
-        return ticket
+        self.open.add(answer)
+        self.submit(partial(self.run, answer))
+        return answer
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue, DirectStreamer]:
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        stream = Stream(processor._tokenizer, loop, queue, response_parser)
-        ticket = self.admit(request_id, inputs["input_ids"].shape[1], gen_config)
+    def run(self, answer: Answer) -> None:
+        """On the thread of the model."""
+        self.waiting.remove(answer.ticket)
+        try:
+            if not answer.ticket.left.is_set():
+                with self.metrics.running.track_inprogress():
+                    self.go_on(answer)
+        except ClientLeft:
+            pass
+        except Exception as error:
+            answer.fail(error)
+        else:
+            answer.close()
+        finally:
+            self.open.discard(answer)
 
-        def answer() -> None:
-            try:
-                self.run(ticket, inputs, gen_config, processor, stream)
-                stream.end()
-            except ClientLeft:
-                pass
-            except Exception as error:  # the stream has begun, and can say so in no other way
-                # The handler puts the message into JSON as it is.
-                message = json.dumps(str(error))[1:-1]
-                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(message))
-
-        self.submit(answer)
-        return queue, stream
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, Any]:
-        prompt = inputs["input_ids"].shape[1]
-        ticket = self.admit(request_id, prompt, gen_config)
-
-        def answer() -> list[int]:
-            try:
-                return self.run(ticket, inputs, gen_config, processor, None)
-            except ClientLeft:
-                return []
-
-        # The thread cannot fill in a future that was cancelled.
-        ids = await asyncio.shield(asyncio.wrap_future(self.submit(answer)))
-        return processor.decode(ids[prompt:], skip_special_tokens=True), prompt, ids[prompt:]
-
-    def run(self, ticket: Ticket, inputs: Any, config: Any, processor: Any, stream: Any) -> list[int]:
-        """The prompt's and the answer's token ids, on the thread of the model. ClientLeft where the client has."""
-        self.waiting.remove(ticket)
-        if ticket.left.is_set():
-            raise ClientLeft
-        with self.metrics.running.track_inprogress():
-            return self.go_on(ticket, inputs, config, processor, stream)
-
-    def go_on(self, ticket: Ticket, inputs: Any, config: Any, processor: Any, stream: Any) -> list[int]:
-        ids = inputs["input_ids"]
-        conversation = self.conversations.take(ids[0].cpu())
+    def go_on(self, answer: Answer) -> None:
+        question = answer.question
+        conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
         self.metrics.prompt_tokens.labels("reused").inc(len(conversation.ids))
-        self.metrics.prompt_tokens.labels("computed").inc(ids.shape[1] - len(conversation.ids))
-        if ticket.seed is None:  # not the numbers that follow another client's
+        self.metrics.prompt_tokens.labels("computed").inc(question.tokens - len(conversation.ids))
+        if question.seed is None:  # not the numbers that follow another client's
             torch.seed()
         else:
-            torch.manual_seed(ticket.seed)
-        listener = Listener(ticket, self.metrics, stream)
+            torch.manual_seed(question.seed)
+        own = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
         try:
             self.model.generate(
-                **inputs, past_key_values=conversation.cache, generation_config=config, tokenizer=processor,
-                streamer=listener,
+                **question.inputs, past_key_values=conversation.cache, generation_config=question.config,
+                logits_processor=LogitsProcessorList(own), streamer=answer,
             )  # fmt: skip
+        except Stopped:
+            self.keep(conversation, answer)
         except ClientLeft:  # between two steps: what was read and said may be gone on with
-            self.keep(conversation, listener)
+            self.keep(conversation, answer)
             raise
-        self.keep(conversation, listener)
-        return listener.ids
+        else:
+            self.keep(conversation, answer)
 
-    def keep(self, conversation: Conversation, listener: Listener) -> None:
+    def keep(self, conversation: Conversation, answer: Answer) -> None:
         """The conversation as it stands after a generation, for the next turn."""
         self.count(conversation)
         held = conversation.cache.get_seq_length()
-        conversation.prompt = min(listener.prompt or 0, held)
-        # Where a step is taken ahead of the stop, the cache holds a token that nobody was told.
-        conversation.ids = torch.tensor(listener.ids[:held], dtype=torch.int64)
+        unsaid = held - len(answer.ids)
+        if unsaid > 0 and can_crop(conversation.cache):  # a step was taken ahead of the stop
+            conversation.cache.crop(-unsaid)
+            held -= unsaid
+        conversation.asked = min(answer.prompt - answer.question.opening, held)
+        conversation.ids = torch.tensor(answer.ids[:held], dtype=torch.int64)
         if held and held == len(conversation.ids):
             self.conversations.put(conversation)
             self.submit(self.conversations.trim)  # to disk, it takes a while: nobody's answer waits for it
@@ -213,17 +140,15 @@ class Generation(GenerateManager):
             self.metrics.hit_rate.labels("mass").set(found.hit_rate.mass)
             self.metrics.hit_rate.labels("top_k").set(found.hit_rate.top_k)
 
+    def submit(self, work: Any) -> Future:
+        return self.thread.submit(work)
+
+    def end_all(self) -> None:
+        """Tell all who still wait that nothing more comes, on the event loop."""
+        self.stopping = True
+        for answer in list(self.open):
+            answer.fail(HTTPException(503, STOPPING))
+
     def stop(self) -> None:
         """After what is queued; conversations go to disk, where there is a folder."""
         self.submit(self.conversations.close).result()
-
-
-class OneQueue(GenerationState):
-    """The handlers' way to the one generation manager."""
-
-    def __init__(self, generation: Generation) -> None:
-        super().__init__()
-        self.generation = generation
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        return self.generation

@@ -1,5 +1,5 @@
-"""What a request may ask. `transformers serve` leaves fields unread that it has no use for; those that would change the
-answer are refused here, so that no answer is silently another one."""
+"""What a request may ask. Each field is followed, or refused with status 400 where it would not be: no answer is
+silently another one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ import inspect
 import json
 from typing import Annotated, Any, Literal
 
-from fastapi import HTTPException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import BaseHandler
 from transformers.utils.chat_template_utils import render_jinja_template
-
-from .model import ServedModel
 
 # Arguments of the chat template's call that are the server's.
 RESERVED = {
@@ -27,8 +21,6 @@ RESERVED = {
 # Below it the likeliest token has all of the chance; logits that are divided by far less overflow.
 COLDEST = 1e-5
 
-Text = Annotated[str, Field(min_length=1)]
-
 
 def warm_enough(temperature: float) -> float:
     return temperature if temperature >= COLDEST else 0.0
@@ -39,31 +31,73 @@ def is_json(text: str) -> str:
     return text
 
 
-class Body(BaseModel):
-    """Of both endpoints. Fields that are not here go on to the handlers, which refuse unknown ones."""
+# JSON's 1 is none of "1", 1.0 and true.
+Count = Annotated[int, Field(strict=True, ge=1)]
+One = Annotated[int, Field(strict=True, ge=1, le=1)]
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+# As long as OpenAI's are many: each token's text is searched for all of them.
+Stop = Annotated[str, Field(min_length=1, max_length=64)]
 
-    model_config = ConfigDict(extra="allow")
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: Flag | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Body(BaseModel):
+    """Of both endpoints."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
-    stream: bool | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(warm_enough)] | None = None
-    top_p: float | None = Field(None, gt=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=0, le=2)
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    stop: Text | list[Text] | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None = None
-    n: Literal[1] | None = None
-    generation_config: None = None
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
+    ignore_eos: Flag | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2), AfterValidator(warm_enough)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)] | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    n: One | None = None
+    user: str | None = None  # who asks, which changes no answer
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_tokens
+
+    @model_validator(mode="before")
+    @classmethod
+    def is_unicode(cls, given: Any) -> Any:
+        for name, value in given.items() if isinstance(given, dict) else ():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name!r} is no Unicode text: it has half of a surrogate pair") from None
+        return given
+
+    @model_validator(mode="after")
+    def agrees_with_itself(self) -> Body:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream")
+        if self.min_tokens is not None and self.longest is not None and self.min_tokens > self.longest:
+            raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens, {self.longest}")
+        return self
 
 
 class CompletionBody(Body):
     prompt: str
-    best_of: Literal[1] | None = None
+    best_of: One | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
-    suffix: str | None = None
+    suffix: None = None
 
 
 class TextPart(BaseModel):
@@ -71,7 +105,7 @@ class TextPart(BaseModel):
     text: str
 
 
-class Function(BaseModel):
+class Called(BaseModel):
     name: str
     arguments: Annotated[str, AfterValidator(is_json)]
 
@@ -79,10 +113,12 @@ class Function(BaseModel):
 class ToolCall(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    function: Function
+    function: Called
 
 
 class Message(BaseModel):
+    """What else it has is the template's."""
+
     model_config = ConfigDict(extra="allow")
 
     role: str
@@ -91,22 +127,58 @@ class Message(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     type: Literal["text"]
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: Function
 
 
 class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
+    max_completion_tokens: Count | None = None
     response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: Literal[False] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    # Who asks, and what for: no answer is another one for it. A prompt's beginning is found without a key.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    top_logprobs: None = None
     functions: None = None
     function_call: None = None
     reasoning_effort: None = None
+    verbosity: None = None
     audio: None = None
+    moderation: None = None
+    prediction: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
     web_search_options: None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -117,39 +189,13 @@ class ChatBody(Body):
         return given
 
     @model_validator(mode="after")
+    def has_one_length(self) -> ChatBody:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: another number than max_completion_tokens")
+        return self
+
+    @model_validator(mode="after")
     def has_no_tools_where_none_may_be_called(self) -> ChatBody:
         if self.tool_choice == "none":
             self.tools = None
         return self
-
-
-class AsOpenAI(BaseHandler):
-    """How a request's fields become a generation's: as OpenAI has them, where `transformers serve` differs."""
-
-    model_manager: ServedModel
-
-    def _build_generation_config(self, body: dict[str, Any], *given: Any, **more: Any) -> Any:
-        # The seed is set when the model begins with the request, not while another one draws.
-        own = {name: value for name, value in body.items() if name != "seed" and value not in ([], {})}
-        config = super()._build_generation_config(own, *given, **more)
-        config.max_new_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        if body.get("temperature") is not None or body.get("top_p") is not None:
-            config.do_sample = body.get("temperature") != 0
-        if not config.do_sample:
-            config.temperature = config.top_p = config.top_k = None
-        config.cache_implementation = None  # the cache is a conversation's
-        bias = body.get("logit_bias") or {}
-        unknown = [token for token in bias if token >= self.model_manager.vocabulary]
-        if unknown:
-            raise HTTPException(400, f"logit_bias: the model has no token {unknown[0]}")
-        if bias:  # of completions too, whose handler reads none
-            config.sequence_bias = {(token,): value for token, value in bias.items()}
-        return config
-
-
-class Completions(AsOpenAI, CompletionHandler):
-    pass
-
-
-class ChatCompletions(AsOpenAI, ChatCompletionHandler):
-    pass

@@ -1,40 +1,40 @@
-"""The routes, and what surrounds each request: its ticket, its errors in OpenAI's form, the count of its status.
-
-The handlers are those of `transformers serve`. Its own application is left aside: it loads any model that a client
-names, and unloads all, for whoever asks.
-"""
+"""The routes, and what surrounds each request: its ticket, its errors in OpenAI's form, the count of its status."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import socket
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn import Config, Server
 
 from specache_compile.errors import SpecacheError
 
-from .generation import Generation, OneQueue, Ticket
+from .answer import Question, Ticket
+from .generation import Generation
 from .metrics import Metrics
 from .model import ServedModel
-from .requests import Body, ChatBody, ChatCompletions, CompletionBody, Completions
+from .questions import chat, completion
+from .replies import ChatReply, Reply, told_error
+from .requests import Body, ChatBody, CompletionBody
 
 # Bytes of a request's body: text of a million tokens, and more.
 LARGEST_BODY = 16 << 20
 # nginx's status for what nobody waited for.
 CLIENT_LEFT = 499
-# How the handlers begin the event that says why a stream has failed. Text within events has its quotes escaped.
-STREAM_ERROR = 'data: {"error": "'
+# Seconds that requests have to end by themselves when the server is stopped.
+STOPPING = 5
 
 
 def application(served: ServedModel, generation: Generation, metrics: Metrics, names: Sequence[str] | None) -> FastAPI:
@@ -50,41 +50,39 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, n
     app.add_middleware(Tickets, metrics=metrics)
     if names is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
-    queue = OneQueue(generation)
-    chats, completions = ChatCompletions(served, queue), Completions(served, queue)
-    name = str(served.force_model)
-    began = int(time.time())
+    name, began = served.name, int(time.time())
+    its_name = {"id": name, "object": "model", "created": began, "owned_by": "specache"}
 
-    async def answered(request: Request, body: Body, handler: Any) -> Any:
-        if body.model not in (None, name):
-            raise HTTPException(404, f"no model {body.model!r} here: this server has {name!r}")
-        ticket: Ticket = request.state.ticket
-        ticket.seed = body.seed
-        generation.tickets[ticket.id] = ticket
-        given = body.model_dump(exclude_none=True)
-        response = await while_waited_for(request, handler.handle_request(given, ticket.id))
-        if isinstance(response, StreamingResponse):
-            response.body_iterator = with_errors(response.body_iterator)
-        return response
+    def is_here(asked: str | None) -> None:
+        if asked not in (None, name):
+            raise HTTPException(404, f"no model {asked!r} here: this server has {name!r}")
+
+    async def replied(request: Request, body: Body, question: Question, kind: type[Reply]) -> Any:
+        reply = kind(name, generation.begin(request.state.ticket, question))
+        if body.stream:
+            return reply.stream(bool(body.stream_options and body.stream_options.include_usage))
+        return await while_waited_for(request, reply.whole())
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatBody) -> Any:
-        if not getattr(processor, "chat_template", None):
-            raise HTTPException(400, f"{name} has no chat template: ask /v1/completions")
-        return await answered(request, body, chats)
+    async def chatted(request: Request, body: ChatBody) -> Any:
+        is_here(body.model)
+        return await replied(request, body, chat(served, body), ChatReply)
 
     @app.post("/v1/completions")
-    async def complete(request: Request, body: CompletionBody) -> Any:
-        return await answered(request, body, completions)
+    async def completed(request: Request, body: CompletionBody) -> Any:
+        is_here(body.model)
+        return await replied(request, body, completion(served, body), Reply)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": [{"id": name, "object": "model", "created": began, "owned_by": "specache"}],
-        }
+        return {"object": "list", "data": [its_name]}
 
-    @app.get("/health")
+    @app.get("/v1/models/{asked:path}")
+    def model(asked: str) -> dict[str, Any]:
+        is_here(asked)
+        return its_name
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
     def health() -> dict[str, str]:
         return {"status": "ok"}
 
@@ -92,12 +90,11 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, n
     def tell() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    _, processor = served.one()
     app.add_exception_handler(StarletteHTTPException, refused)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_exception_handler(TemplateError, unfit)
-    app.add_exception_handler(SpecacheError, failed)  # without a traceback: it says all
-    app.add_exception_handler(Exception, failed)
+    app.add_exception_handler(SpecacheError, refused)  # without a traceback: it says all
+    app.add_exception_handler(Exception, refused)
     return app
 
 
@@ -117,15 +114,17 @@ async def disconnected(request: Request) -> None:
         pass
 
 
-async def with_errors(events: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """A stream's events, an error in the form that OpenAI's clients read."""
-    async for event in events:
-        before, begun, message = event.rpartition(STREAM_ERROR)
-        if not begun:
-            yield event
-            continue
-        told = json.loads(STREAM_ERROR.removeprefix("data: ") + message)["error"]
-        yield f"{before}data: {json.dumps(described(500, told))}\n\n"
+class StoppedInTime(Server):
+    """Who is still being answered some time after the stop is told so: a task that uvicorn cancels ends a stream
+    without a word, and with a traceback."""
+
+    def __init__(self, config: Config, generation: Generation) -> None:
+        super().__init__(config)
+        self.generation = generation
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(STOPPING, self.generation.end_all)
+        await super().shutdown(sockets)
 
 
 class Tickets:
@@ -169,27 +168,17 @@ class Tickets:
                 self.metrics.requests.labels(status).inc()
 
 
-def described(status: int, message: str) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "code": status}}
-
-
 async def refused(request: Request, exception: Any) -> JSONResponse:
-    told = described(exception.status_code, str(exception.detail))
-    return JSONResponse(told, exception.status_code, exception.headers)
+    status, told = told_error(exception)
+    return JSONResponse(told, status, getattr(exception, "headers", None))
 
 
 async def malformed(request: Request, exception: Any) -> JSONResponse:
     """A body that is no JSON, or whose fields are not what they should be: each by its place."""
     faults = (f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in exception.errors())
-    return JSONResponse(described(400, "; ".join(faults)), 400)
+    return await refused(request, HTTPException(400, "; ".join(faults)))
 
 
 async def unfit(request: Request, exception: Exception) -> JSONResponse:
     """Messages that the chat template does not take, in its words."""
-    return JSONResponse(described(400, f"the chat template: {exception}"), 400)
-
-
-async def failed(request: Request, exception: Exception) -> JSONResponse:
-    return JSONResponse(described(500, str(exception) or type(exception).__name__), 500)
+    return await refused(request, HTTPException(400, f"the chat template: {exception}"))

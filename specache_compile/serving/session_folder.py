@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from specache_compile.errors import SpecacheWarning, folder_is_served, not_kept
+from specache_compile.errors import SpecacheWarning, folder_is_served, no_session_folder, not_kept
 from specache_compile.saving import load, save
 
 from .conversation import Conversation
@@ -32,34 +32,36 @@ SESSION_FOLDER = "session-" + "[0-9a-f]" * 32
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A conversation on disk; `ids`, `prompt` and `crops` as in memory."""
+    """A conversation on disk; `ids`, `asked` and `crops` as in memory."""
 
     folder: Path
     ids: Tensor
-    prompt: int
+    asked: int
     crops: bool
     nbytes: int
 
 
 class SessionFolder:
     """A server's, of at most `most` bytes, the least recently used session first. SpecacheError where another server
-    has the folder."""
+    has the folder, or nothing can be written there."""
 
     def __init__(self, root: Path, most: int) -> None:
         self.root, self.most = root, most
-        root.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(root / ".lock", thread_local=False)  # the thread that closes is another one
         try:
+            root.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)
         except Timeout:
             raise folder_is_served(root) from None
+        except OSError as error:
+            raise no_session_folder(root, error) from error
         self.saved = found(root)
         self.trim()
 
     def put(self, conversation: Conversation) -> bool:
         """Save it, as the most recently used; False, with a warning, where it cannot be saved."""
         folder = self.root / f"session-{uuid.uuid4().hex}"
-        told = {"prompt": conversation.prompt, "crops": conversation.crops, "ids": conversation.ids.tolist()}
+        told = {"asked": conversation.asked, "crops": conversation.crops, "ids": conversation.ids.tolist()}
         try:
             save(conversation.cache, folder)
             (folder / TOKENS).write_text(json.dumps(told))
@@ -67,7 +69,7 @@ class SessionFolder:
             warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
             shutil.rmtree(folder, ignore_errors=True)
             return False
-        saved = Saved(folder, conversation.ids, conversation.prompt, conversation.crops, size_of(folder))
+        saved = Saved(folder, conversation.ids, conversation.asked, conversation.crops, size_of(folder))
         self.saved.append(saved)
         self.trim()
         return True
@@ -77,7 +79,7 @@ class SessionFolder:
         cannot be read: it is gone from the folder then."""
         self.saved.remove(saved)
         try:
-            conversation = Conversation(saved.ids, load(saved.folder, model), saved.prompt, saved.crops)
+            conversation = Conversation(saved.ids, load(saved.folder, model), saved.asked, saved.crops)
         except Exception as error:  # a file of another version, say
             warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
             conversation, leave = None, True
@@ -106,7 +108,7 @@ def found(root: Path) -> list[Saved]:
         try:
             told = json.loads((folder / TOKENS).read_text())
             ids = torch.tensor(told["ids"], dtype=torch.int64)
-            saved = Saved(folder, ids, int(told["prompt"]), bool(told["crops"]), size_of(folder))
+            saved = Saved(folder, ids, int(told["asked"]), bool(told["crops"]), size_of(folder))
             left[saved] = (folder / TOKENS).stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError):
             shutil.rmtree(folder, ignore_errors=True)

@@ -40,7 +40,7 @@ def hold(kept: Conversations, ids: torch.Tensor) -> Conversation:
     """Have a conversation of these tokens kept, as if a request had been all of them."""
     cache = DynamicCache(config=kept.model.config)
     kept.model(ids[None], past_key_values=cache, use_cache=True)
-    conversation = Conversation(ids, cache, prompt=len(ids))
+    conversation = Conversation(ids, cache, asked=len(ids))
     kept.put(conversation)
     kept.trim()
     return conversation
@@ -86,6 +86,32 @@ def test_who_begins_alike_has_a_copy_where_half_of_it_is_of_use(
     assert kept.in_memory == [first]
     assert kept.take(torch.cat([ids, ids[:1]])) is first
     assert first.cache.get_seq_length() == 120
+
+
+def test_another_question_behind_one_system_prompt_leaves_the_session_where_it_is(compiled: LlamaForCausalLM) -> None:
+    """However short it is; the same question anew, or a turn that leaves an empty thought out, takes it."""
+    kept, ids, other = keeping(compiled), prompt(100)[0], prompt(30, seed=7)[0]
+    other[:] = (ids[70:100] + 1) % 128
+    first = hold(kept, ids)
+    first.asked = 74
+    taken = kept.take(torch.cat([ids[:70], other]))
+    assert len(taken.ids) == 70
+    assert kept.in_memory == [first]
+    assert kept.take(torch.cat([ids[:74], other])) is first
+
+
+def test_many_short_questions_keep_as_many_sessions_as_there_is_room_for(llama: LlamaForCausalLM) -> None:
+    kept, system = keeping(llama, Bounds(4, 1 << 40, 1 << 40)), prompt(60)[0]
+    for question in range(12):
+        ids = torch.cat([system, torch.tensor([question, 5])])
+        conversation = kept.take(ids)
+        assert len(conversation.ids) == (60 if question else 0)
+        with torch.no_grad():
+            llama(ids[None, len(conversation.ids) :], past_key_values=conversation.cache, use_cache=True)
+        conversation.ids, conversation.asked = ids, 61
+        kept.put(conversation)
+        kept.trim()
+    assert [int(conversation.ids[60]) for conversation in kept.in_memory] == [8, 9, 10, 11]
 
 
 def test_what_cannot_be_cut_is_gone_on_from_whole_or_not_at_all(llama: LlamaForCausalLM) -> None:
@@ -164,7 +190,7 @@ def test_what_cannot_be_read_from_a_folder_is_read_anew(
         header["options"]["options"]["an option of then"] = 1
         (session / "session.json").write_text(json.dumps(header))
     if way == "no tokens":
-        (session / "tokens.json").write_text(json.dumps({"prompt": 3}))
+        (session / "tokens.json").write_text(json.dumps({"asked": 3}))
     model = compile_copy(llama, top_k=8) if way == "other options" else compiled
     later = keeping(model, folder=tmp_path)
     if way == "no tokens":

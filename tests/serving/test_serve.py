@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import shutil
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,12 +15,10 @@ from typing import Any
 
 import openai
 import pytest
-import torch
-from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM
 
 from conftest import NEEDLE_LLAMA
-from served import TEMPLATE, Served, serving, write_checkpoint
+from served import Served, answer, figures, grown, prompt_of, say, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
 
 pytestmark = pytest.mark.one_process
@@ -45,19 +40,6 @@ def served(checkpoint: Path) -> Iterator[Served]:
         yield served
 
 
-def prompt_of(messages: list[dict[str, str]]) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    return render_jinja_template([messages], chat_template=TEMPLATE)[0][0]
-
-
-def answer(model: LlamaForCausalLM, prompt: str, tokens: int) -> str:
-    """What the uncompiled model says, greedy."""
-    ids = torch.tensor([list(prompt.encode())])
-    said = model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
-    return bytes(said.tolist()).decode()
-
-
 def test_a_chat_is_the_uncompiled_models(served: Served, uncompiled: LlamaForCausalLM) -> None:
     messages = [{"role": "user", "content": "What do you keep on the device? " * 4}]
     ask: dict[str, Any] = {"model": served.name, "messages": messages, "max_tokens": 12, "temperature": 0}
@@ -69,22 +51,6 @@ def test_a_chat_is_the_uncompiled_models(served: Served, uncompiled: LlamaForCau
     pieces = [chunk.choices[0].delta.content for chunk in served.client.chat.completions.create(**ask, stream=True)]
     assert "".join(filter(None, pieces)) == expected
     assert len(pieces) > 3
-
-
-def figures(served: Served) -> dict[str, float]:
-    """What /metrics tells, by name and labels' values."""
-    with urllib.request.urlopen(f"{served.url}/metrics") as page:
-        families = text_string_to_metric_families(page.read().decode())
-        return {" ".join((s.name, *s.labels.values())): s.value for family in families for s in family.samples}
-
-
-def grown(served: Served, before: dict[str, float], name: str) -> float:
-    return figures(served).get(name, 0.0) - before.get(name, 0.0)
-
-
-def say(served: Served, messages: list[dict[str, str]], tokens: int = 8) -> str:
-    ask: Any = {"model": served.name, "messages": messages, "max_tokens": tokens, "temperature": 0}
-    return served.client.chat.completions.create(**ask).choices[0].message.content or ""
 
 
 def test_a_next_turn_goes_on_from_its_session(served: Served, uncompiled: LlamaForCausalLM) -> None:
@@ -120,6 +86,20 @@ def test_conversations_with_one_beginning_do_not_take_each_others_sessions(
         assert grown(served, before, "specache_prompt_tokens_total computed") < 60
 
 
+def test_a_short_question_does_not_take_the_session_of_another_one(served: Served) -> None:
+    """Its next turn finds its own answer, which then need not be read."""
+    system = {"role": "system", "content": "You answer in one word, and with care. " * 5}
+    talks = [[system, {"role": "user", "content": question}] for question in ("Hi?", "Yo?", "So?")]
+    before = figures(served)
+    for messages in talks:
+        messages.append({"role": "assistant", "content": say(served, messages, 40)})
+    assert grown(served, before, "specache_sessions memory") == 3
+    for messages in talks:
+        seen, before = len(prompt_of(messages[:2])) + 39, figures(served)
+        say(served, [*messages, {"role": "user", "content": "Why?"}])
+        assert grown(served, before, "specache_prompt_tokens_total reused") == seen
+
+
 def test_completions_stream_too(served: Served, uncompiled: LlamaForCausalLM) -> None:
     prompt = "Once upon a time there was a tier. " * 3
     ask: dict[str, Any] = {"model": served.name, "prompt": prompt, "max_tokens": 9, "temperature": 0}
@@ -153,14 +133,6 @@ def test_completions_are_biased_too(served: Served) -> None:
     ask: dict[str, Any] = {"model": served.name, "prompt": "Say it. " * 8, "max_tokens": 6, "temperature": 0}
     said = served.client.completions.create(**ask, logit_bias={str(ord("z")): 100}).choices[0].text
     assert said == "zzzzzz"
-
-
-def test_a_model_that_may_call_no_tool_is_told_of_none() -> None:
-    from specache_compile.serving.requests import ChatBody
-
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}
-    assert ChatBody(**asked, tool_choice="auto").tools
-    assert ChatBody(**asked, tool_choice="none").tools is None
 
 
 def test_sessions_go_to_disk_least_recently_used_first_and_outlive_the_server(
@@ -212,72 +184,6 @@ def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: 
         assert 0 < grown(served, before, "specache_generated_tokens_total") < 1900
 
 
-def wait_for(served: Served, name: str, value: float) -> None:
-    end = time.monotonic() + 20
-    while figures(served)[name] != value:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-HELLO = {"role": "user", "content": "Hello"}
-CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{"}}]}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        ("chat/completions", b"{", 400, "JSON"),
-        ("chat/completions", b"[1]", 400, "dictionary"),
-        ("chat/completions", {}, 400, "messages: Field required"),
-        ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1"),
-        ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages.0.role"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
-        ("chat/completions", {"messages": [{"role": "critic", "content": "a"}]}, 400, "no critics here"),
-        ("chat/completions", {"messages": [CALL]}, 400, "messages.0.tool_calls.0.function.arguments"),
-        ("chat/completions", {"messages": [HELLO], "logit_bias": {"128": 1}}, 400, "the model has no token 128"),
-        ("chat/completions", {"messages": [HELLO], "chat_template_kwargs": {"tokenize": False}}, 400, "tokenize"),
-        ("chat/completions", {"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, 400, "messages"),
-        ("completions", {"prompt": "a", "logit_bias": {"128": 1}}, 400, "the model has no token 128"),
-        ("completions", {"prompt": "a", "logit_bias": {"5": 101}}, 400, "logit_bias.5"),
-        ("completions", {"prompt": ["a", "b"]}, 400, "prompt"),
-        ("completions", {"prompt": "a", "stop": ""}, 400, "stop"),
-        ("completions", {"prompt": ""}, 400, "the prompt is empty"),
-        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-        ("completions", {"prompt": "a", "n": 2}, 400, "n: Input should be 1"),
-        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
-        ("completions", {"prompt": "a", "generation_config": "{}"}, 400, "generation_config"),
-        ("completions", {"prompt": "a", "best_off": 2}, 422, "best_off"),
-        ("completions", {"prompt": "a" * 2048}, 400, "the prompt has 2,048 tokens: the model's context is 2,048"),
-        ("completions", {"prompt": "a" * 2000, "max_tokens": 49}, 400, "49 would follow"),
-        ("completions", {"prompt": "a", "model": "gpt-9"}, 404, "no model 'gpt-9'"),
-        ("completions", b" " * ((16 << 20) + 1), 413, "16,777,216 bytes"),
-        ("load_model", {"model": "other"}, 404, "Not Found"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(served: Served, path: str, body: Any, status: int, message: str) -> None:
-    given = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = f"{served.url}/{'' if path == 'load_model' else 'v1/'}{path}"
-    request = urllib.request.Request(url, given, {"Content-Type": "application/json"})
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request)
-    assert refused.value.code == status
-    assert message in json.load(refused.value)["error"]["message"]
-
-
-def test_what_asks_for_nothing_is_taken(served: Served) -> None:
-    nothing: dict[str, Any] = {"n": 1, "presence_penalty": 0.0, "stop": [], "logit_bias": {}, "logprobs": False}
-    ask: dict[str, Any] = {"model": served.name, "messages": [HELLO], "max_completion_tokens": 3}
-    assert served.client.chat.completions.create(**ask, **nothing).usage.completion_tokens == 3
-
-
-def test_a_stop_string_ends_an_answer(served: Served, uncompiled: LlamaForCausalLM) -> None:
-    expected = answer(uncompiled, "Stop there. " * 5, 12)
-    ask: dict[str, Any] = {"model": served.name, "prompt": "Stop there. " * 5, "max_tokens": 12, "temperature": 0}
-    choice = served.client.completions.create(**ask, stop=expected[5:7]).choices[0]
-    assert choice.finish_reason == "stop"
-    assert choice.text == expected[: expected.index(expected[5:7]) + 2]
-
-
 def test_a_longest_answer_ends_at_the_models_context(served: Served) -> None:
     ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 2040, "temperature": 0}
     assert served.client.completions.create(**ask).usage.completion_tokens == 8
@@ -293,24 +199,10 @@ def test_it_listens_on_this_machine_alone(served: Served) -> None:
     assert [model.id for model in served.client.models.list()] == [served.name]
 
 
-def test_a_body_of_no_type_is_refused(served: Served) -> None:
-    """A web page may send one to this machine, and browsers do not ask before."""
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
-    with contextlib.closing(connection):
-        connection.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}')
-        assert connection.getresponse().status == 400
-
-
 def test_it_answers_at_whichever_address_of_this_machine_it_listens(checkpoint: Path) -> None:
     with serving(checkpoint, "--host", "127.0.0.9") as served:
         assert "127.0.0.9" in served.url
         assert [model.id for model in served.client.models.list()] == [served.name]
-
-
-@pytest.mark.parametrize("flag", ["--session-host-gib", "--session-device-gib", "--session-disk-gib"])
-def test_less_than_no_memory_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    assert main(["serve", str(checkpoint), "--port", "0", flag, "-1"]) == 2
-    assert f"{flag} -1.0: give a number" in capsys.readouterr().err
 
 
 def test_a_checkpoints_own_code_is_not_loaded(
@@ -324,13 +216,6 @@ def test_a_checkpoints_own_code_is_not_loaded(
     assert main(["serve", str(folder), "--port", "0"]) == 2
     assert "specache: " in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
-    served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", "/no/such/model", "--port", served.url.rpartition(":")[2]]) == 2
-    assert "cannot listen at --host 127.0.0.1" in capsys.readouterr().err
 
 
 def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path) -> None:

@@ -1,0 +1,102 @@
+"""A request's fields as what the model is asked: a prompt's token ids, and the settings of `generate`."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.cli.serving.utils import build_response_parser
+
+from .answer import Question
+from .model import ServedModel
+from .requests import Body, ChatBody, CompletionBody, Message
+
+
+def completion(served: ServedModel, body: CompletionBody) -> Question:
+    return question(served, body, served.tokenizer(body.prompt, return_tensors="pt"))
+
+
+def chat(served: ServedModel, body: ChatBody) -> Question:
+    """400 where there is no template, or it would leave the tools out."""
+    tokenizer = served.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        raise HTTPException(400, f"{served.name} has no chat template: ask /v1/completions")
+    messages = [as_templates_have_it(message) for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
+
+    def text(answer: bool = True, tools: Any = tools) -> str:
+        more = body.chat_template_kwargs or {}
+        rendered = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
+        )
+        return str(rendered)
+
+    whole, asked = text(), text(answer=False)
+    if tools is not None and text(tools=None) == whole:
+        raise HTTPException(400, f"tools: the chat template of {served.name} leaves them out")
+    opening = tokenizer(whole.removeprefix(asked), add_special_tokens=False).input_ids if whole != asked else []
+    inputs = tokenizer(whole, add_special_tokens=False, return_tensors="pt")
+    parser = build_response_parser(tokenizer, served.model, inputs["input_ids"], tools=tools)
+    return question(served, body, inputs, len(opening) if whole.startswith(asked) else 0, parser)
+
+
+def as_templates_have_it(message: Message) -> dict[str, Any]:
+    """Text in one piece, and a call's arguments as an object."""
+    given = message.model_dump(exclude_none=True)
+    text = given.get("content", "")
+    given["content"] = text if isinstance(text, str) else " ".join(part["text"] for part in text)
+    for call in given.get("tool_calls", []):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return given
+
+
+def question(served: ServedModel, body: Body, inputs: Any, opening: int = 0, parser: Any = None) -> Question:
+    return Question(
+        inputs.to(served.model.device),
+        config_of(served, body),
+        opening,
+        (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        body.seed,
+        (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
+        parser,
+    )
+
+
+def config_of(served: ServedModel, body: Body) -> GenerationConfig:
+    """The checkpoint's settings, but for what is asked."""
+    config = copy.deepcopy(served.model.generation_config)
+    config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
+    if body.temperature is not None or body.top_p is not None:
+        config.do_sample = body.temperature != 0
+    if not config.do_sample:
+        config.temperature = config.top_p = config.top_k = None
+    else:
+        config.temperature = config.temperature if body.temperature is None else body.temperature
+        config.top_p = config.top_p if body.top_p is None else body.top_p
+    if body.ignore_eos:  # None would be the checkpoint's
+        config.eos_token_id = served.vocabulary
+    config.cache_implementation = None  # the cache is a conversation's
+    unknown = [token for token in body.logit_bias or {} if token >= served.vocabulary]
+    if unknown:
+        raise HTTPException(400, f"logit_bias: the model has no token {unknown[0]}")
+    if body.logit_bias:
+        config.sequence_bias = {(token,): value for token, value in body.logit_bias.items()}
+    return config
+
+
+class Penalties(LogitsProcessor):
+    """For each time that a token was said, and for each that was. Both as OpenAI defines them; a prompt's tokens are
+    free."""
+
+    def __init__(self, frequency: float, presence: float, prompt: int) -> None:
+        self.frequency, self.presence, self.prompt = frequency, presence, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        said = input_ids[:, self.prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)

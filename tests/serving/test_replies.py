@@ -1,0 +1,112 @@
+"""An answer in OpenAI's words: what is sent of what a model says, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import torch
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import build_response_parser
+
+from conftest import tiny_llama
+from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
+from specache_compile.serving.metrics import Metrics
+from specache_compile.serving.model import byte_tokenizer
+from specache_compile.serving.replies import ChatReply, Reply
+from specache_compile.serving.stops import Stops
+
+pytestmark = pytest.mark.one_process
+
+TOKENIZER = byte_tokenizer()
+PROMPT = torch.tensor([list(b"<user>Hi")])
+CALLING = 'Hm.</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'
+
+
+def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once: int = 1, **asked: Any) -> Any:
+    """What a client gets where a model says this text, so many tokens at once: a response, or a list of events."""
+
+    async def said() -> Any:
+        config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None))
+        answer = Answer(Ticket(), Question({"input_ids": PROMPT}, config, **asked), TOKENIZER, Metrics())
+        answer.put(PROMPT)
+        tokens = torch.tensor(list(text.encode()))
+        try:
+            for some in tokens.split(at_once):
+                answer.put(some)
+        except Stopped:
+            pass
+        answer.close()
+        if not streamed:
+            return json.loads((await kind("tiny", answer).whole()).body)
+        return [event.removeprefix("data: ").strip() async for event in kind("tiny", answer).events(True)]
+
+    return asyncio.run(said())
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"),
+    [(["lo"], "Hel", 5), (["o, w", "or"], "Hell", 8), (["x", "llo, worms"], "Hello, world", 12), (["H"], "", 1)],
+)
+def test_an_answer_ends_before_its_stop_string(stop: list[str], text: str, tokens: int, at_once: int) -> None:
+    """However its tokens come, whole or streamed."""
+    whole = reply("Hello, world", stop=stop, at_once=at_once)
+    choice = Completion.model_validate(whole).choices[0]
+    assert choice.text == text
+    assert choice.finish_reason == "stop"
+    assert whole["usage"]["completion_tokens"] == tokens
+    events = reply("Hello, world", streamed=True, stop=stop, at_once=at_once)
+    assert "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]) == text
+
+
+def test_what_may_become_a_stop_string_is_withheld_until_it_does_not() -> None:
+    stops = Stops(["abcd", "bce"])
+    assert [stops.feed(letter) for letter in "xabcbcf"] == ["x", "", "", "", "abc", "", "bcf"]
+    assert not stops.found
+
+
+def test_a_stop_string_that_comes_before_the_least_tokens_is_text() -> None:
+    said = reply("a.b.c.d", stop=["."], min_tokens=3)
+    assert said["choices"][0]["text"] == "a.b"
+    assert said["usage"]["completion_tokens"] == 4
+
+
+def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
+    """The role is no event of its own: it would come before the request has its turn, as if it were a token."""
+    *events, done = reply("Yes", ChatReply, streamed=True)
+    chunks = [ChatCompletionChunk.model_validate_json(event) for event in events]
+    assert done == "[DONE]"
+    assert (chunks[0].choices[0].delta.role, chunks[0].choices[0].delta.content) == ("assistant", "Y")
+    assert [chunk.choices[0].delta.role for chunk in chunks[1:-1]] == [None, None, None]
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 3
+
+
+def test_an_answer_of_nothing_has_a_role_too() -> None:
+    events = reply("x", ChatReply, streamed=True, stop=["x"])
+    assert ChatCompletionChunk.model_validate_json(events[0]).choices[0].delta.role == "assistant"
+
+
+def test_reasoning_and_calls_of_tools_are_no_text() -> None:
+    model: Any = tiny_llama()
+    model.config.model_type = "qwen3"
+    ids = list(b"<|im_start|>assistant\n<think>\n")
+
+    def parser() -> Any:
+        return build_response_parser(TOKENIZER, model, ids)
+
+    choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=parser())).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
+    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"x": 1}']
+    *events, _, _ = reply(CALLING, ChatReply, streamed=True, parser=parser())
+    deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
+    assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
+    assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["look"]

@@ -1,0 +1,231 @@
+"""What a request may ask: each field is followed, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import torch
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+
+from conftest import tiny_llama
+from served import TEMPLATE, Served, posted, serving, write_checkpoint
+from specache_compile.serving.model import byte_tokenizer
+from specache_compile.serving.questions import Penalties, chat
+from specache_compile.serving.requests import ChatBody, CompletionBody
+
+pytestmark = pytest.mark.one_process
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    with serving(checkpoint) as served:
+        yield served
+
+
+END = 2
+ENDS = {str(END): 100}
+HELLO = {"role": "user", "content": "Hello"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{"}}]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (b"{", "JSON"),
+        (b"[1]", "dictionary"),
+        ({"messages": None}, "messages: Input should be a valid list"),
+        ({"messages": []}, "messages: List should have at least 1"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "no critics here"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "'messages' is no Unicode text"),
+        ({"messages": [CALL]}, "messages.0.tool_calls.0.function.arguments"),
+        ({"logit_bias": {"128": 1}}, "the model has no token 128"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"chat_template_kwargs": {"thought": "\udc00"}}, "'chat_template_kwargs' is no Unicode text"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 2, "max_tokens": 3}, "max_tokens: another number"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"tools": [{"x": 1}]}, "tools.0.type: Field required"),
+        ({"tools": [TOOL]}, "tools: the chat template of"),
+        ({"tools": [TOOL | {"function": {"name": "look", "strict": True}}]}, "strict"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"functions": [{"name": "look"}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "a"}}, "audio"),
+        ({"prediction": {"type": "content"}}, "prediction"),
+        ({"store": True}, "store"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"web_search_options": {}}, "web_search_options"),
+    ],
+)
+def test_a_chat_that_cannot_be_answered_as_asked_is_refused(served: Served, given: Any, message: str) -> None:
+    body = given if isinstance(given, bytes) else {"messages": [HELLO], **given}
+    status, told = posted(served, "v1/chat/completions", body)
+    assert (status, message in told) == (400, True), told
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logit_bias": {"128": 1}}, "the model has no token 128"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "a\ud800"}, "'prompt' is no Unicode text"),
+        ({"stop": ""}, "stop"),
+        ({"stop": list("abcde")}, "List should have at most 4 items"),
+        ({"stop": ["x" * 65]}, "String should have at most 64 characters"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "2"}, "max_tokens"),
+        ({"max_tokens": 2.0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens: 3 is more than max_tokens, 2"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: only with stream"),
+        ({"n": 2}, "n: Input should be less than or equal to 1"),
+        ({"n": True}, "n: "),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"suffix": "!"}, "suffix"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"seed": "1"}, "seed"),
+        ({"generation_config": "{}"}, "generation_config"),
+        ({"best_off": 2}, "best_off: Extra inputs are not permitted"),
+        ({"prompt": "a" * 2048}, "the prompt has 2,048 tokens: the model's context is 2,048"),
+        ({"prompt": "a" * 2000, "max_tokens": 49}, "49 would follow"),
+        ({"prompt": "a" * 2000, "min_tokens": 49}, "49 would follow"),
+    ],
+)
+def test_a_completion_that_cannot_be_made_as_asked_is_refused(served: Served, given: Any, message: str) -> None:
+    status, told = posted(served, "v1/completions", {"prompt": "a", **given})
+    assert (status, message in told) == (400, True), told
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("v1/completions", {"prompt": "a", "model": "gpt-9"}, 404, "no model 'gpt-9'"),
+        ("v1/completions", b" " * ((16 << 20) + 1), 413, "16,777,216 bytes"),
+        ("load_model", {"model": "other"}, 404, "Not Found"),
+    ],
+)
+def test_what_is_not_here_is_refused(served: Served, path: str, body: Any, status: int, message: str) -> None:
+    refused, told = posted(served, path, body)
+    assert (refused, message in told) == (status, True), told
+
+
+@pytest.mark.parametrize(("body", "params"), [(ChatBody, ChatParams), (CompletionBody, CompletionParams)])
+def test_every_field_of_openais_is_known(body: type[ChatBody], params: Any) -> None:
+    """One that a later version adds is refused as any other word."""
+    assert set(params.__mutable_keys__) <= set(body.model_fields)
+
+
+def test_a_body_of_no_type_is_refused(served: Served) -> None:
+    """A web page may send one to this machine, and browsers do not ask before."""
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}')
+        assert connection.getresponse().status == 400
+
+
+def test_what_asks_for_nothing_is_taken(served: Served) -> None:
+    nothing: dict[str, Any] = {"n": 1, "presence_penalty": 0.0, "stop": [], "logit_bias": {}, "logprobs": False}
+    nothing |= {"user": "me", "metadata": {"run": "1"}, "store": False, "service_tier": "auto", "modalities": ["text"]}
+    ask: dict[str, Any] = {"model": served.name, "messages": [HELLO], "max_completion_tokens": 3}
+    assert served.client.chat.completions.create(**ask, **nothing).usage.completion_tokens == 3
+
+
+def test_an_answer_ends_at_its_end_token_unless_more_is_asked_for(served: Served) -> None:
+    ask: dict[str, Any] = {"model": served.name, "prompt": "End. " * 8, "max_tokens": 6, "temperature": 0}
+    said = [
+        served.client.completions.create(**ask, logit_bias=ENDS, extra_body=more)
+        for more in ({}, {"min_tokens": 3}, {"ignore_eos": True})
+    ]
+    assert [answer.usage.completion_tokens for answer in said] == [1, 4, 6]
+    assert [answer.choices[0].finish_reason for answer in said] == ["stop", "stop", "length"]
+
+
+def test_a_least_length_is_more_than_a_longest_one_that_nobody_asked_for(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specache_compile.serving.generation.ANSWER", 4)
+    ask: dict[str, Any] = {"model": served.name, "prompt": "End. " * 8, "temperature": 0, "logit_bias": ENDS}
+    assert served.client.completions.create(**ask, extra_body={"min_tokens": 7}).usage.completion_tokens == 7
+
+
+def test_penalties_are_for_what_was_said_and_not_for_the_prompt() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 2]])
+    scores = Penalties(frequency=0.5, presence=1.0, prompt=2)(ids, torch.zeros(1, 4))
+    assert scores.tolist() == [[0.0, -2.0, -1.5, 0.0]]
+
+
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
+def test_a_penalty_makes_room_for_another_token(served: Served, penalty: str) -> None:
+    ask: dict[str, Any] = {"model": served.name, "prompt": "z. " * 8, "max_tokens": 8, "temperature": 0}
+    ask["logit_bias"] = {str(ord("z")): 100, str(ord("y")): 98.5}
+    assert served.client.completions.create(**ask).choices[0].text == "zzzzzzzz"
+    assert "y" in served.client.completions.create(**ask, **{penalty: 2.0}).choices[0].text
+
+
+def asked(template: str, **given: Any) -> str:
+    """The prompt that a chat of these fields becomes."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    served: Any = SimpleNamespace(name="tiny", tokenizer=tokenizer, model=tiny_llama(), vocabulary=128)
+    question = chat(served, ChatBody(**{"messages": [HELLO], **given}))
+    prompt = bytes(question.inputs["input_ids"][0].tolist()).decode()
+    assert prompt.endswith("<assistant>")
+    assert question.opening == len("<assistant>")
+    return prompt
+
+
+WITH_TOOLS = "{% if tools %}{{ tools | map(attribute='function.name') | join }}{% endif %}" + TEMPLATE
+
+
+def test_a_model_is_told_of_the_tools_that_it_may_call() -> None:
+    assert asked(WITH_TOOLS, tools=[TOOL]).startswith("look<user>")
+    assert asked(WITH_TOOLS, tools=[TOOL], tool_choice="none").startswith("<user>")
+
+
+def test_a_template_has_all_of_a_message() -> None:
+    template = "{% for m in messages %}{{ m.name }}: {{ m.content }} {{ m.tool_calls[0].function.arguments.x }}"
+    template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 7}'}}]
+    message = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "See"}], "tool_calls": calls}
+    assert asked(template, messages=[message]).startswith("Ada: See 7")
+
+
+def test_the_server_has_one_model_and_says_which(served: Served) -> None:
+    assert served.client.models.retrieve(served.name).id == served.name
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-9' here"):
+        served.client.models.retrieve("gpt-9")
+
+
+def test_health_may_be_asked_for_its_status_alone(served: Served) -> None:
+    connection = http.client.HTTPConnection(served.url.removeprefix("http://"))
+    with contextlib.closing(connection):
+        connection.request("HEAD", "/health")
+        assert connection.getresponse().status == 200

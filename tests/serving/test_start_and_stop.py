@@ -1,0 +1,111 @@
+"""What is found out before a model is loaded, and what a server that is stopped leaves."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from served import figures, serving, wait_for, write_checkpoint
+from specache_compile.cli import main
+from specache_compile.serving import server
+from specache_compile.serving.command import bound
+from specache_compile.serving.session_folder import SessionFolder
+
+pytestmark = pytest.mark.one_process
+
+
+@pytest.mark.parametrize("flag", ["--session-host-gib", "--session-device-gib", "--session-disk-gib"])
+def test_less_than_no_memory_is_refused(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0", flag, "-1"]) == 2
+    assert f"{flag} -1.0: give a number" in capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """Why a server with these flags does not start; it would say that there is no such model once it came so far."""
+    assert main(["serve", "/no/such/model", "--port", "0", *flags]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        told = refused(capsys, "--port", str(taken.getsockname()[1]))
+    assert "cannot listen at --host 127.0.0.1" in told
+
+
+def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with bound("127.0.0.1", 0) as other:
+        assert "cannot listen at" in refused(capsys, "--port", str(other.getsockname()[1]))
+
+
+def test_a_port_is_free_again_as_soon_as_its_server_has_stopped(tmp_path: Path) -> None:
+    checkpoint, port = write_checkpoint(tmp_path), "0"
+    for _ in range(2):
+        with serving(checkpoint, "--port", port) as served:
+            port = served.url.rpartition(":")[2]
+            with socket.create_connection(("127.0.0.1", int(port))) as client:
+                client.sendall(b"GET /health HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+                while client.recv(99):  # the server closes first, and has the connection in TIME_WAIT
+                    pass
+
+
+def test_a_folder_that_is_none_is_told_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        told = refused(capsys, "--session-folder", str(folder))
+        assert f"--session-folder {folder}: sessions cannot be kept there" in told
+        assert "give a folder that can be written to" in told
+
+
+def test_so_is_one_that_cannot_be_written_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*given: object, **more: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("specache_compile.serving.session_folder.FileLock.acquire", read_only)
+    assert "kept there (Read-only file system): give" in refused(capsys, "--session-folder", str(tmp_path))
+
+
+def test_so_is_one_that_another_server_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    other = SessionFolder(tmp_path, 0)
+    assert "another server keeps its sessions in" in refused(capsys, "--session-folder", str(tmp_path))
+    other.close()
+
+
+def test_a_folder_is_free_again_where_the_model_cannot_be_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "/no/such/model" in refused(capsys, "--session-folder", str(tmp_path))
+    SessionFolder(tmp_path, 0).close()
+
+
+def test_a_stream_that_outlasts_the_server_is_told_so_and_its_session_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "STOPPING", 0.1)
+    body = {"prompt": "Go on. " * 9, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    lines: list[str] = []
+    with serving(write_checkpoint(tmp_path / "model"), "--session-folder", str(tmp_path / "sessions")) as served:
+        request = urllib.request.Request(
+            f"{served.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        client = threading.Thread(
+            target=lambda: lines.extend(line.decode() for line in urllib.request.urlopen(request))
+        )
+        client.start()
+        wait_for(served, "specache_running", 1)
+        while not figures(served)["specache_generated_tokens_total"]:
+            pass
+    client.join()
+    last = json.loads(lines[-2].removeprefix("data: "))["error"]
+    assert (last["code"], last["type"]) == (503, "server_error")
+    assert "the server is being stopped" in last["message"]
+    assert "Traceback" not in capfd.readouterr().err
+    assert len(list((tmp_path / "sessions").glob("session-*"))) == 1
