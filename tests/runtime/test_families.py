@@ -24,7 +24,7 @@ WIDENED = [family for family in FAMILIES if family.rewritten and family.lanes ==
 # What differs behind the graph's words: positions, masks, softcap, sinks, experts, exact layers beside rewritten ones.
 DISTINCT = (
     "llama 3", "llama, dynamic rope", "llama, eager attention", "mixtral", "gemma2", "gemma3_text", "phi3, longrope",
-    "smollm3", "gpt_neox", "opt", "gpt_oss",
+    "smollm3", "gpt_neox", "opt", "gpt_oss", "qwen3_5_text",
 )  # fmt: skip
 # What differs in positions and masks, which is what padding touches.
 PADDED = ("llama 3", "llama, eager attention", "gemma2", "phi3, longrope", "gpt_neox", "opt", "gpt_oss")
@@ -84,7 +84,9 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
     assert lanes == ({family.lanes} if family.rewritten else set())
 
 
-@pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else []) for one in OTHERS]
+)
 def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     """Long enough that tokens leave the recent tier (64) for the low-bit tier; rewritten and widened as listed. Where
     layers are alike one of them tells; several are `DISTINCT`'s."""
