@@ -32,8 +32,8 @@ from .methods.drafting import TIERS
 
 
 def route_verification() -> None:
-    """Extend `GenerationMixin._sample`, and have `_beam_search` tell that it drafts nothing, once for the process, where
-    transformers has all that is needed; where not, the backend refuses the option."""
+    """Extend `GenerationMixin._sample`, and have `_beam_search` tell that it drafts nothing, once for the process and
+    where transformers has all that is needed; where not, the backend refuses the option."""
     original: Any = GenerationMixin._sample
     if getattr(original, "routes_verification", False) or missing_for_drafts() is not None:
         return

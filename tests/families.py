@@ -171,7 +171,7 @@ FAMILIES = (
     Family("olmo_hybrid", "OlmoHybridConfig", LINEAR, 1, note=HYBRID, slow=True),
     Family("lfm2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}, 1, note=HYBRID, slow=True),
     Family("falcon_h1", "FalconH1Config", MAMBA, note="hybrid: each layer has both", slow=True),
-    Family("zamba2", "Zamba2Config", ZAMBA, 1, note=HYBRID, slow=True),
+    Family("zamba2", "Zamba2Config", ZAMBA, 1, lanes=1, note=HYBRID, slow=True),
     Family(
         "granitemoehybrid",
         "GraniteMoeHybridConfig",

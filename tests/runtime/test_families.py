@@ -24,7 +24,7 @@ WIDENED = [family for family in FAMILIES if family.rewritten and family.lanes ==
 # What differs behind the graph's words: positions, masks, softcap, sinks, experts, exact layers beside rewritten ones.
 DISTINCT = (
     "llama 3", "llama, dynamic rope", "llama, eager attention", "mixtral", "gemma2", "gemma3_text", "phi3, longrope",
-    "smollm3", "gpt_neox", "opt", "gpt_oss", "qwen3_5_text",
+    "smollm3", "gpt_neox", "opt", "gpt_oss",
 )  # fmt: skip
 # What differs in positions and masks, which is what padding touches.
 PADDED = ("llama 3", "llama, eager attention", "gemma2", "phi3, longrope", "gpt_neox", "opt", "gpt_oss")
