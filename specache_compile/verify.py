@@ -32,8 +32,8 @@ from .methods.drafting import TIERS
 
 
 def route_verification() -> None:
-    """Extend `GenerationMixin._sample`, once for the process, where transformers has all that is needed; where not, the
-    backend refuses the option."""
+    """Extend `GenerationMixin._sample`, and have `_beam_search` tell that it drafts nothing, once for the process and
+    where transformers has all that is needed; where not, the backend refuses the option."""
     original: Any = GenerationMixin._sample
     if getattr(original, "routes_verification", False) or missing_for_drafts() is not None:
         return
@@ -50,12 +50,27 @@ def route_verification() -> None:
         if reason is None:
             candidates = LookedUp if asked == TIERS else Drafts
             return verified(candidates(self, logits_processor, stopping_criteria, generation_config), *given, **kw)
-        tell = not_looked_up if asked == TIERS else not_drafted
-        warnings.warn(tell(reason), SpecacheWarning, stacklevel=3)
+        tell_not_drafted(asked, reason)
         return original(self, *given, **kw)
+
+    beam_search = GenerationMixin._beam_search
+
+    @functools.wraps(beam_search)
+    def search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = verify_of(self)
+        if asked is not None:
+            tell_not_drafted(asked, "assisted decoding says one sequence, and a beam search several")
+        return beam_search(self, *args, **kwargs)
 
     sample.routes_verification = True  # type: ignore[attr-defined]
     GenerationMixin._sample = sample  # type: ignore[method-assign, assignment]
+    GenerationMixin._beam_search = search  # type: ignore[method-assign, assignment]
+
+
+def tell_not_drafted(asked: int | str, reason: str) -> None:
+    """One warning, at the caller of `generate`'s loop."""
+    tell = not_looked_up if asked == TIERS else not_drafted
+    warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)
 
 
 def verify_of(model: torch.nn.Module) -> int | str | None:

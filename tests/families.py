@@ -28,14 +28,16 @@ class Family:
 
     @property
     def one_layer(self) -> Family:
-        """Its first layer alone, for a family whose layers are all alike."""
+        """Its first layer alone, where its layers are all alike."""
+        if {"layer_types", "layers_block_type"} & self.settings.keys():
+            return self
         return replace(self, settings={**self.settings, "num_hidden_layers": 1}, rewritten=1)
 
     def model(self) -> Any:
         """The model in float32, never stopping early; weights large enough that logits are well apart, biases and
         norms random too."""
         torch.manual_seed(0)
-        settings = {**COMMON, **self.settings}
+        settings = {name: value for name, value in {**COMMON, **self.settings}.items() if value is not LEFT_OUT}
         config = getattr(transformers, self.config)(**settings)
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, token, None)
@@ -46,6 +48,7 @@ class Family:
         return model
 
 
+LEFT_OUT = object()  # in place of a setting that a config computes itself
 COMMON = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2,
@@ -71,6 +74,34 @@ GROUPED_EXPERTS = {
 }  # fmt: skip
 ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 SLIDING = "sliding-window layers stay exact"
+# Every other layer has a state of one size in place of a cache, and no attention.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 32}
+MAMBA = {
+    "mamba_d_state": 16, "mamba_d_head": 16, "mamba_n_heads": 8, "mamba_expand": 2, "mamba_d_ssm": 128,
+    "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
+ZAMBA = {
+    "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "attention_head_dim": 32,
+    "attention_hidden_size": 128, "adapter_rank": 8, "mamba_d_state": 16, "mamba_headdim": 16, "n_mamba_heads": 8,
+    "mamba_ngroups": 1, "chunk_size": 16,
+}  # fmt: skip
+NEMOTRON = {
+    "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+    "n_groups": 1, "chunk_size": 16,
+}  # fmt: skip
+GEMMA4 = {
+    **ALTERNATE, "global_head_dim": 16, "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,
+}  # fmt: skip
+LLAMA4 = {
+    **EXPERTS, "intermediate_size_mlp": 96, "layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0],
+    "interleave_moe_layer_step": 2,
+}  # fmt: skip
+HYBRID = "hybrid: one layer of two has attention"
 
 FAMILIES = (
     Family("llama 2", "LlamaConfig", {"num_key_value_heads": 4}),
@@ -120,4 +151,33 @@ FAMILIES = (
     Family("gpt_neox", "GPTNeoXConfig"),
     Family("opt", "OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     Family("gpt_oss", "GptOssConfig", {**EXPERTS, **ALTERNATE}, 1, 1, note="sinks; " + SLIDING),
+    Family("olmo", "OlmoConfig"),
+    Family("olmo3", "Olmo3Config", ALTERNATE, 1, 1, note=SLIDING),
+    Family("olmoe", "OlmoeConfig", EXPERTS),
+    Family("granitemoe", "GraniteMoeConfig", {**EXPERTS, **GRANITE}),
+    Family("hunyuan_v1_dense", "HunYuanDenseV1Config"),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1Config", {**EXPERTS, "moe_topk": 2}),
+    Family("minimax_m2", "MiniMaxM2Config", EXPERTS),
+    Family("gemma4_text", "Gemma4TextConfig", GEMMA4, 1, 1, note=SLIDING),
+    Family("gpt_bigcode", "GPTBigCodeConfig", {"n_inner": 96}, note="one KV head"),
+    Family("biogpt", "BioGptConfig"),
+    Family("gptj", "GPTJConfig", {"rotary_dim": 8}, lanes=1),
+    Family("falcon, alibi", "FalconConfig", {"alibi": True, "head_dim": LEFT_OUT}, lanes=1),
+    Family("llama4_text", "Llama4TextConfig", LLAMA4, lanes=1),
+    Family("qwen3_5_text", "Qwen3_5TextConfig", LINEAR, 1, note=HYBRID),
+    Family("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),
+    Family("qwen3_next", "Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),
+    Family("olmo_hybrid", "OlmoHybridConfig", LINEAR, 1, note=HYBRID),
+    Family("lfm2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}, 1, note=HYBRID),
+    Family("falcon_h1", "FalconH1Config", MAMBA, note="hybrid: each layer has both"),
+    Family("zamba2", "Zamba2Config", ZAMBA, 1, lanes=1, note=HYBRID),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridConfig",
+        {**EXPERTS, **MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
+        1,
+        lanes=1,
+        note=HYBRID,
+    ),
+    Family("nemotron_h", "NemotronHConfig", NEMOTRON, 1, lanes=1, note=HYBRID),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import threading
 import time
 import weakref
@@ -322,3 +323,28 @@ def test_the_worker_has_no_threads_of_its_own() -> None:
     before = torch.get_num_threads()
     assert copy_queue.worker().submit(torch.get_num_threads).result() == 1
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_for_the_copies_under_way_and_the_child_copies_on_its_own(queue: CopyQueue) -> None:
+    mine, log = slots(), list[str]()
+    queue.submit_prefetch(mine, lambda: (time.sleep(0.1), mine.fill_(1)))
+    queue.submit_offload(lambda: (time.sleep(0.1), notes(log, "parent")()))
+
+    def child() -> None:
+        assert (mine[0], log) == (1, ["parent"])
+        queue.submit_offload(notes(log, "child"))
+        queue.submit_prefetch(mine, lambda: mine.fill_(2))
+        queue.drain()
+        assert (mine[0], log) == (2, ["parent", "child"])
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(PATIENCE)
+    hangs = process.is_alive()
+    process.kill()
+    assert not hangs
+    assert process.exitcode == 0
+    queue.submit_offload(notes(log, "after"))
+    queue.drain()
+    assert log == ["parent", "after"]

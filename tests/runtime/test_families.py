@@ -85,7 +85,7 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
 
 
 @pytest.mark.quick_for(
-    "llama 2", "llama, dynamic rope", "mistral, sliding", "qwen2_moe", "qwen3", "phi", "cohere2", "glm4"
+    "llama 2", "llama, dynamic rope", "mistral, sliding", "qwen2_moe", "phi", "cohere2", "glm4", "gptj", "qwen3_5_text"
 )
 @pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
 def test_tokens_equal_the_uncompiled_models(family: Family) -> None:

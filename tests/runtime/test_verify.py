@@ -188,6 +188,15 @@ def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> N
         assert torch.equal(greedy(twin, prompt(80, 2), 12), greedy(llama, prompt(80, 2), 12))
 
 
+@pytest.mark.parametrize("asked", [6, "tiers"])
+def test_a_beam_search_is_not_drafted_and_says_why(llama: LlamaForCausalLM, asked: int | str) -> None:
+    def beams(model: Any) -> Tensor:
+        return greedy(model, prompt(50), 6, num_beams=2)
+
+    with pytest.warns(sc.SpecacheWarning, match="drafted.*and a beam search several"):
+        assert torch.equal(beams(compile_copy(llama, verify=asked)), beams(llama))
+
+
 def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) -> None:
     twin = verifying(llama, min_context=100)
     assert torch.equal(greedy(twin, prompt(80), 45), greedy(llama, prompt(80), 45))

@@ -1,0 +1,185 @@
+"""Several threads generate with one compiled model, and a child of a fork with its parent's."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
+
+import specache_compile as sc
+from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from specache_compile import SpecacheWarning
+from specache_compile.compiled_options import options_of
+from specache_compile.runtime.held import HeldTensor
+
+PATIENCE = 60.0  # seconds after which a test that hangs fails instead
+
+
+@pytest.fixture
+def plain() -> LlamaForCausalLM:
+    return tiny_llama(num_hidden_layers=1)
+
+
+def compiled_as(form: str, model: LlamaForCausalLM, **options: Any) -> Any:
+    twin = copy.deepcopy(model)
+    how: dict[str, Any] = {"backend": "specache", "options": {**LOSSLESS, **options}}
+    if form == "torch.compile(model)":
+        return torch.compile(twin, **how)
+    twin.compile(**how)
+    return twin
+
+
+class Meet(LogitsProcessor):
+    """Has all generations stand at their first step until each of them is there."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier, self.met = barrier, False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self.met:
+            self.barrier.wait(PATIENCE)
+            self.met = True
+        return scores
+
+
+def together(models: list[Any], tokens: list[int]) -> list[tuple[Tensor, DynamicCache]]:
+    """Generations at the same time, a thread for each, and their caches; all are under way at one moment."""
+    barrier = threading.Barrier(len(models))
+
+    def generate(seed: int) -> tuple[Tensor, DynamicCache]:
+        cache = DynamicCache()
+        ids = prompt(60, seed=seed)
+        try:
+            made = greedy(models[seed], ids, tokens[seed], past_key_values=cache, logits_processor=[Meet(barrier)])
+        except BaseException:
+            barrier.abort()  # nobody need wait for this one
+            raise
+        return made, cache
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(len(models)) as threads:
+        warnings.simplefilter("error", SpecacheWarning)
+        return list(threads.map(generate, range(len(models))))
+
+
+def is_held(cache: DynamicCache) -> bool:
+    return all(isinstance(layer.keys, HeldTensor) for layer in cache.layers)
+
+
+FORMS = pytest.mark.parametrize(
+    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.slow)]
+)
+
+
+@FORMS
+def test_two_threads_generate_with_one_model(plain: LlamaForCausalLM, form: str) -> None:
+    """The one that ends first leaves the other's calls compiled."""
+    model, tokens = compiled_as(form, plain), [6, 24]
+    for seed, (made, cache) in enumerate(together([model, model], tokens)):
+        assert torch.equal(made, greedy(plain, prompt(60, seed=seed), tokens[seed]))
+        assert is_held(cache)
+    if form == "torch.compile(model)":
+        assert model._orig_mod._compiled_call_impl is None, "the wrapped model itself must stay uncompiled"
+
+
+@pytest.mark.slow
+@FORMS
+def test_three_threads_generate_with_three_models(plain: LlamaForCausalLM, form: str) -> None:
+    others = [plain, tiny_llama(1, num_hidden_layers=1), tiny_llama(2, num_hidden_layers=1)]
+    tokens = [6, 24, 12]
+    for seed, (made, cache) in enumerate(together([compiled_as(form, one) for one in others], tokens)):
+        assert torch.equal(made, greedy(others[seed], prompt(60, seed=seed), tokens[seed]))
+        assert is_held(cache)
+
+
+@pytest.mark.slow
+def test_a_thread_generates_as_its_own_compiled_module_asks(plain: LlamaForCausalLM) -> None:
+    """One wrapped model, compiled twice, and not at all."""
+    twin = copy.deepcopy(plain)
+    models = [torch.compile(twin, backend="specache", options={**LOSSLESS, "bits": bits}) for bits in (1, 2)]
+    ran = together([*models, twin], [24, 12, 24])
+    for seed, (made, cache) in enumerate(ran):
+        assert torch.equal(made, greedy(plain, prompt(60, seed=seed), made.shape[1] - 60))
+        assert is_held(cache) == (seed < 2)
+    assert [cache.layers[0].keys.handle.session.options.bits for _, cache in ran[:2]] == [1, 2]
+    assert twin._compiled_call_impl is None
+
+
+def test_a_call_on_one_thread_is_compiled_while_another_thread_generates(plain: LlamaForCausalLM) -> None:
+    model = compiled_as("torch.compile(model)", plain)
+    seen: list[Any] = []
+
+    class Calls(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            def call() -> None:
+                with torch.no_grad():
+                    seen.append((options_of(model._orig_mod), model(prompt(60, seed=9), use_cache=True)))
+
+            if not seen:
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join(PATIENCE)
+            return scores
+
+    assert torch.equal(greedy(model, prompt(60), 8, logits_processor=[Calls()]), greedy(plain, prompt(60), 8))
+    options, out = seen[0]
+    assert options is None, "what another thread calls the wrapped model with is no business of this one"
+    assert is_held(out.past_key_values)
+    torch.testing.assert_close(out.logits, plain(prompt(60, seed=9)).logits, atol=1e-3, rtol=0)
+
+
+def test_a_generation_that_fails_leaves_the_wrapped_model_uncompiled(plain: LlamaForCausalLM) -> None:
+    model = compiled_as("torch.compile(model)", plain)
+
+    class Fails(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, prompt(60), 8, logits_processor=[Fails()])
+    assert model._orig_mod._compiled_call_impl is None
+
+
+def in_a_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a child that is forked now."""
+    fork = multiprocessing.get_context("fork")
+    mine, its = fork.Pipe(duplex=False)
+
+    def run() -> None:
+        torch.set_num_threads(1)  # torch itself: a child has none of the threads that OpenMP would wait for
+        its.send(work())
+
+    child = fork.Process(target=run)
+    child.start()
+    try:
+        assert mine.poll(PATIENCE), "the child hangs"
+        return mine.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_goes_on_with_its_parents_cache_and_so_does_the_parent(plain: LlamaForCausalLM) -> None:
+    model, cache = compile_copy(plain), DynamicCache()
+    said = greedy(model, prompt(60), 12, past_key_values=cache)
+    turns = [torch.cat([said, prompt(5, seed=seed)], 1) for seed in (7, 8)]
+    expected = [greedy(plain, turn, 12) for turn in turns]
+
+    def child() -> list[Any]:
+        new = greedy(model, prompt(60), 12)
+        old = greedy(model, turns[1], 12, past_key_values=cache)
+        return [new.tolist(), old.tolist(), sc.stats(model).decodes]
+
+    new, old, decodes = in_a_child(child)
+    assert (new, old) == (said.tolist(), expected[1].tolist())
+    assert decodes > 0
+    assert torch.equal(greedy(model, turns[0], 12, past_key_values=cache), expected[0])

@@ -1,0 +1,74 @@
+"""Models whose weights another library has quantised generate as they do uncompiled, with the cache compressed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from specache_compile import SpecacheWarning
+from specache_compile.runtime.held import HeldTensor
+
+pytestmark = pytest.mark.slow
+
+
+def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Its linear layers but the last, each with the module and the name that hold it."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            owner, _, place = name.rpartition(".")
+            yield model.get_submodule(owner), place, layer
+
+
+# Each imports its library itself, so that nobody pays for them who does not run these tests.
+
+
+def quanto_int8(model: nn.Module) -> None:
+    from optimum.quanto import freeze, qint8, quantize
+
+    quantize(model, weights=qint8, exclude="lm_head")
+    freeze(model)
+
+
+def hqq_4bit(model: nn.Module) -> None:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    config = BaseQuantizeConfig(nbits=4, group_size=32)
+    for owner, place, layer in linears(model):
+        setattr(owner, place, HQQLinear(layer, config, compute_dtype=torch.float32, device="cpu"))
+
+
+def bitsandbytes_8bit(model: nn.Module) -> None:
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    for owner, place, layer in linears(model):
+        kept = {"has_fp16_weights": False, "threshold": 6.0}  # as Hugging Face loads them
+        new = Linear8bitLt(layer.in_features, layer.out_features, bias=False, **kept)
+        new.weight = Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
+        setattr(owner, place, new.to("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("quantise", [quanto_int8, hqq_4bit, bitsandbytes_8bit], ids=lambda one: one.__name__)
+def test_tokens_equal_the_uncompiled_quantised_models(quantise: Callable[[nn.Module], None]) -> None:
+    def quantised() -> Any:
+        model = tiny_llama(num_hidden_layers=1)
+        quantise(model)
+        return model.eval()
+
+    ids, model, plain = prompt(60), quantised(), quantised()
+    logits, whole = plain(ids).logits, tiny_llama(num_hidden_layers=1)(ids).logits
+    assert not torch.allclose(logits, whole, atol=1e-3), "the weights must have changed"
+    model.compile(backend="specache", options=LOSSLESS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpecacheWarning)
+        for new in (16, 8):
+            cache = DynamicCache()
+            assert torch.equal(greedy(model, ids, new, past_key_values=cache), greedy(plain, ids, new))
+            assert isinstance(cache.layers[0].keys, HeldTensor)
