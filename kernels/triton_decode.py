@@ -204,7 +204,7 @@ def attend_tiers(
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
             stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED, UNBIASED=UNBIASED,
-            ROWS=ROWS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
+            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head

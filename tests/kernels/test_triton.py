@@ -107,6 +107,8 @@ CASES = [
     *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
     Case(bits=1, head_dim=80),
     Case(bits=1, head_dim=72),  # an odd number of bytes a plane
+    *(Case(bits=bits, head_dim=8) for bits in (1, 4, 16)),  # fewer channels than a product's smallest side
+    *(Case(bits=1, head_dim=16, rotate=rotate) for rotate in (False, True)),  # one element a plane
     *(Case(bits=bits, head_dim=96) for bits in (1, 4)),  # planes and value groups that straddle one another
     Case(bits=4, head_dim=128, group=32),
     Case(heads=1, queries=1),
@@ -429,7 +431,7 @@ def unpack_example(
     column, token = tl.arange(0, columns), tl.arange(0, group)
     channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, WIDTH=width)
     tl.store(channels + column, channel)
-    packed = low_bit.load_keys(elements, group, width, 2 * width, True)
+    packed = low_bit.load_keys(elements, group, width, 2 * width, WIDTH=width, WORDS=True)
     numbers = low_bit.unpacked_keys(packed, planes, bits, tl.float32)
     tl.store(key_numbers + token[:, None] * columns + column[None, :], numbers)
     runs: tl.constexpr = planes // shared
