@@ -20,6 +20,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 CURSOR_SIZE = 4
 LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE = range(CURSOR_SIZE)
@@ -34,7 +35,9 @@ def new_cursor(device: torch.device) -> Tensor:
 
 
 def publish(cursor: Tensor, length: int) -> None:
-    """Note the length that a device cursor holds from the next kernel on."""
+    """Note the length that a device cursor holds from the next kernel on; a fake one is at no address."""
+    if isinstance(cursor, FakeTensor):
+        return
     if cursor.data_ptr() not in _lengths:
         weakref.finalize(cursor, _lengths.pop, cursor.data_ptr(), None)
     _lengths[cursor.data_ptr()] = length

@@ -19,6 +19,7 @@ from typing import TypeVar
 import psutil
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .cgroup import remaining_memory
 
@@ -184,7 +185,9 @@ def release_host_memory() -> None:
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backed: int | None = None) -> Tensor:
     """A tensor on the host, of which `device` can read the first `backed` places of dim 0 (all, if not given), with
     anything in it: nothing is read of a host tier that was not written before. Pinned for a GPU; where that fails,
-    ordinary memory and one warning."""
+    ordinary memory and one warning. Under a fake mode there is no memory to pin."""
+    if isinstance(torch.empty(0), FakeTensor):
+        return torch.empty(shape, dtype=dtype)
     addresses, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
     size = addresses if backed is None else backed * unit
     lease = _pool.lend(size, addresses, unit, device) if device.type == "cuda" and size else None
@@ -203,7 +206,7 @@ def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed
     """`old` where it is, with the places along dim 0 of `shape`, of which `device` can read the first `backed` (all, if
     not given); None where it must move for that. Ordinary memory of that shape already stays: there all can be read."""
     unit = math.prod(shape[1:]) * old.dtype.itemsize
-    if device.type != "cuda" or not _pool.lent_at(old.data_ptr()):
+    if device.type != "cuda" or isinstance(old, FakeTensor) or not _pool.lent_at(old.data_ptr()):
         return old if old.shape == shape else None
     lease = _pool.grow(old.data_ptr(), unit * (shape[0] if backed is None else backed), unit * shape[0])
     if lease is None:

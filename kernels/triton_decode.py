@@ -118,7 +118,7 @@ def attend_exact(
             values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
         logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         logits = capped(logits * scale, softcap, CAP)
-        causal = (block < slot_blocks + recent_blocks) | (within[None, :] <= lane[:, None])
+        causal = (place[None, :] < (slot_blocks + recent_blocks) * EXACT) | (within[None, :] <= lane[:, None])
         seen = real[:, None] & shown(there, mask, tokens * m_token, MASK)[None, :] & causal
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         highest = tl.max(logits, 1)
@@ -126,7 +126,8 @@ def attend_exact(
             base = tl.zeros([ROWS], tl.float32)
             if not VALUES:  # nothing but the ring is scored: there are no slots
                 base, number = finite(highest), low_bit // EXACT + block
-                tl.store(base_row + number, base, kept & (block < recent_blocks) & (number * EXACT < candidates))
+                if (block < recent_blocks) & (number * EXACT < candidates):
+                    tl.store(base_row + number, base, kept)
             tl.store(logits_row[:, None] + tokens[None, :], logits - base[:, None], kept[:, None] & scored[None, :])
         weights, shrink, peak, total = grown(logits, highest, peak, total)
         if VALUES:
@@ -204,7 +205,7 @@ def attend_tiers(
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
             stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED, UNBIASED=UNBIASED,
-            ROWS=ROWS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
+            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head

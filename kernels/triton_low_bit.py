@@ -172,9 +172,11 @@ def value_rows(
 
 
 @triton.jit
-def load_keys(tile_codes, group: tl.constexpr, width: tl.constexpr, stride: tl.constexpr, WORDS: tl.constexpr):
+def load_keys(
+    tile_codes, group: tl.constexpr, width: tl.constexpr, stride: tl.constexpr, WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
     """A tile's key codes: [group, WIDTH] elements, or [group, WIDTH / 2] words of two, so that none needs joining."""
-    WIDTH: tl.constexpr = triton.next_power_of_2(width)
     token = tl.arange(0, group)[:, None]
     if WORDS:
         words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -229,8 +231,8 @@ def attend_low_bit(
     codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr,
-    CAP: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
 
@@ -247,6 +249,8 @@ def attend_low_bit(
     key_planes: tl.constexpr = 1 if plain else 8 // key_bits
     key_plane_width: tl.constexpr = d // key_planes
     key_width: tl.constexpr = key_plane_width // halves
+    # Elements are unpacked in pairs.
+    KEY_WIDTH: tl.constexpr = max(CHANNELS // (key_planes * halves), 2)
     planes: tl.constexpr = 1 if plain else 8 // value_bits
     plane_width: tl.constexpr = d // planes
     width: tl.constexpr = plane_width // halves
@@ -255,13 +259,13 @@ def attend_low_bit(
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
     # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
-    KEYS_AS_THEY_LIE: tl.constexpr = key_planes >= 2 and d & (d - 1) == 0 and key_width > 1
+    KEYS_AS_THEY_LIE: tl.constexpr = key_planes >= 2 and key_width == KEY_WIDTH
     VALUES_AS_THEY_LIE: tl.constexpr = groups == GROUPS
 
     if KEYS:
         key_channel, key_plane, key_element = key_columns(
             fields=key_planes * halves, planes=key_planes, plane_width=key_plane_width,
-            WIDTH=triton.next_power_of_2(key_width),
+            WIDTH=KEY_WIDTH,
         )  # fmt: skip
         inside = key_element < key_width
         query = tl.load(q_row[:, None] + key_channel[None, :], real[:, None] & inside[None, :], 0.0)
@@ -292,7 +296,7 @@ def attend_low_bit(
         tile_codes = codes + first * stride
         tokens = tile * group + within
         if KEYS:
-            key_codes = load_keys(tile_codes, group=group, width=key_width, stride=stride, WORDS=WORDS)
+            key_codes = load_keys(tile_codes, group=group, width=key_width, stride=stride, WIDTH=KEY_WIDTH, WORDS=WORDS)
             if plain:
                 logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
             else:

@@ -10,6 +10,7 @@ the launches of a layer.
 
     python tests/compile_kernels.py              every shape of every kernel for both, some two minutes
     python tests/compile_kernels.py --in-turn    one shape for the one, the next for the other
+    python tests/compile_kernels.py --only='1 bits, d 16'    the shapes whose label has these words
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from specache_compile.runtime.state import allocate
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
 ROUNDS = itertools.cycle([[name] for name in TARGETS] if "--in-turn" in sys.argv[1:] else [list(TARGETS)])
+ONLY = next((given.removeprefix("--only=") for given in sys.argv[1:] if given.startswith("--only=")), "")
 # What the arguments are, by name, where it is not a 32-bit integer.
 FLOATS = ("scale", "softcap", "limit")
 POINTERS = {
@@ -79,6 +81,8 @@ def build(
     **constants: Any,
 ) -> None:  # fmt: skip
     """Compile one kernel with these constants, for all targets or for the next; other arguments have types by name."""
+    if ONLY not in label:
+        return
     known = {**POINTERS, **dict.fromkeys(MODEL, f"*{dtype}"), **dict.fromkeys(FLOATS, "fp32"), **(types or {})}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -204,8 +208,8 @@ def build_attention(
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
         "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False,
         "CENTERED": False, "UNBIASED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
-        "CHANNELS": next_power_of_2(d), "SPAN": span, "EXACT": decode.EXACT_BLOCK, "m_token": 1,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span, "EXACT": decode.EXACT_BLOCK,
+        "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
     build(
         decode.attend_tiers, label, dtype, warps=decode.WARPS,
@@ -227,6 +231,7 @@ def main() -> None:
     for dtype, bits, d, group in [
         ("bf16", 2, 128, 64), ("bf16", 1, 128, 64), ("fp16", 4, 128, 32), ("bf16", 8, 96, 128), ("bf16", 1, 80, 32),
         ("bf16", 2, 256, 64), ("fp32", 2, 64, 32), ("bf16", 16, 128, 32),
+        ("fp32", 1, 16, 32), ("bf16", 1, 8, 32), ("bf16", 16, 8, 32),
     ]:  # fmt: skip
         label = f"{dtype}, {bits} bits, d {d}, g {group}"
         build_attention(label, dtype, bits, bits, d, group)
@@ -243,11 +248,13 @@ def main() -> None:
         build_attention(label, "bf16", 2, 2, 128, 64, MASK=kind)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
     build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True, UNBIASED=True)
-    for bits, group in [(2, 64), (16, decode.PLAIN_BLOCK)]:
-        half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": 128, "group": group, "stored": 2}
+    for bits, d, group in [(2, 128, 64), (16, 128, decode.PLAIN_BLOCK), (1, 16, 32)]:
+        half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": d, "group": group, "stored": 2}
         unused = {"slot_index": "*i64"}  # the cursor stands for what is not read
-        build_attention(f"{bits} bits, to logits", types=unused, top_k=0, VALUES=False, ROTATED=bits < 16, **half)
-        build_attention(f"{bits} bits, from logits", KEYS=False, **half)
+        build_attention(
+            f"{bits} bits, d {d}, to logits", types=unused, top_k=0, VALUES=False, ROTATED=bits < 16, **half
+        )
+        build_attention(f"{bits} bits, d {d}, from logits", KEYS=False, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip
     build(center.find_center, "bf16, d 128", d=128, turning=64, window=128, PADDED=True, CHANNELS=128,

@@ -93,18 +93,17 @@ def families() -> str:
 
 
 def versions() -> str:
-    """The oldest and the newest versions that the tests run on, as they are pinned."""
+    """The versions that the tests run on, as they are pinned."""
 
     def pinned(name: str) -> dict[str, str]:
         lines = (ROOT / name).read_text().splitlines()
         requirements = [Requirement(line) for line in lines if re.match(r"\w", line)]
         return {one.name: str(one.specifier).removeprefix("==") for one in requirements}
 
-    oldest, newest = pinned("constraints-oldest.txt"), pinned("constraints.txt")
-    names = ("torch", "transformers", "triton")
-    return markdown(
-        ("", "`make test`", "`make test-oldest`"), [(n, newest.get(n, "–"), oldest.get(n, "–")) for n in names]
-    )
+    kinds = ("", "-oldest", "-newest")
+    pins = [pinned(f"constraints{kind}.txt") for kind in kinds]
+    rows = [(n, *(one.get(n, "–") for one in pins)) for n in ("torch", "transformers", "triton")]
+    return markdown(("", *(f"`make test{kind}`" for kind in kinds)), rows)
 
 
 def accepted(name: str, declared: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.kernels import copy_stream
 from specache_compile.kernels.host_memory import host_empty, host_grown
@@ -149,8 +150,8 @@ def with_memory(field: Field, tensor: Tensor, backed: int) -> Tensor:
 
 
 def adopt(state: LayerState, layer: LayerShape) -> None:
-    """On CUDA, make the copy stream's use of a layer's slots known."""
-    if layer.device.type == "cuda" and "slots" in state:
+    """On CUDA, make the copy stream's use of a layer's slots known; fakes are on none."""
+    if layer.device.type == "cuda" and "slots" in state and not isinstance(state["slots"], FakeTensor):
         copy_stream.adopt(state)
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 import math
 import mmap
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from conftest import prompt
 from specache_compile.kernels import cgroup, host_memory
+from specache_compile.kernels.cursor import new_cursor, publish
+from specache_compile.kernels.segments import SEGMENT
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime import state as tiers
@@ -229,6 +234,20 @@ def test_a_layers_host_tier_has_memory_for_its_tokens_and_addresses_for_its_buck
     twin = tiers.copied(state, options, LAYER, 768, torch.tensor([0, 0]))
     assert driver.given[-1] == (twin["host"].data_ptr(), 2 * 3 * SEGMENT_BYTES)
     assert torch.equal(twin["host"][:3], state["host"][:3].repeat(1, 2, 1, 1, 1, 1))
+
+
+def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_asked_for(driver: Driver) -> None:
+    """As `explain` of a model on CUDA has it: a host tier that no machine has memory for."""
+    size = 1 << 20, 1 << 24, 1 << 24
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiers.allocate(parse_options(None), replace(LAYER, head_dim=8), *size)
+        offload = parse_options({"method": "offload"})
+        state = tiers.allocate(offload, LAYER, *size)
+        larger = tiers.allocate(offload, LAYER, 1 << 20, 1 << 25, 1 << 25, state)
+        publish(new_cursor(CUDA), 1 << 24)
+    assert larger["host"].shape[0] == 2 * state["host"].shape[0] == (1 << 25) // SEGMENT
+    assert driver.calls == []
 
 
 def test_a_layers_host_tier_that_cannot_grow_where_it_is_moves_with_what_it_holds(

@@ -107,6 +107,8 @@ CASES = [
     *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
     Case(bits=1, head_dim=80),
     Case(bits=1, head_dim=72),  # an odd number of bytes a plane
+    *(Case(bits=bits, head_dim=8) for bits in (1, 4, 16)),  # fewer channels than a product's smallest side
+    *(Case(bits=1, head_dim=16, rotate=rotate) for rotate in (False, True)),  # one element a plane
     *(Case(bits=bits, head_dim=96) for bits in (1, 4)),  # planes and value groups that straddle one another
     Case(bits=4, head_dim=128, group=32),
     Case(heads=1, queries=1),
@@ -431,7 +433,7 @@ def unpack_example(
     column, token = tl.arange(0, columns), tl.arange(0, group)
     channel, _, _ = low_bit.key_columns(planes * 2, planes, plane_width, WIDTH=width)
     tl.store(channels + column, channel)
-    packed = low_bit.load_keys(elements, group, width, 2 * width, True)
+    packed = low_bit.load_keys(elements, group, width, 2 * width, WIDTH=width, WORDS=True)
     numbers = low_bit.unpacked_keys(packed, planes, bits, tl.float32)
     tl.store(key_numbers + token[:, None] * columns + column[None, :], numbers)
     runs: tl.constexpr = planes // shared
@@ -678,11 +680,25 @@ def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, s
     assert torch.equal(host, in_segments(expected))
 
 
+def compiled(*given: str) -> str:
+    """What is told of the kernels that were compiled without a GPU, in a process of its own: what runs in the
+    interpreter cannot be compiled in the same one."""
+    script = Path(__file__).parents[1] / "compile_kernels.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--in-turn", *given], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
+    told = compiled("--only=fp32, 1 bits, d 16")
+    assert "attend_tiers" in told
+    assert "quantize_groups" in told
+
+
 @pytest.mark.slow
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
-    """Without a GPU, in a process of its own: what runs in the interpreter cannot be compiled in the same one. The two
-    GPUs in turn: each kernel but the smallest has several shapes."""
-    script = Path(__file__).parents[1] / "compile_kernels.py"
-    done = subprocess.run([sys.executable, str(script), "--in-turn"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("sm_90") + done.stdout.count("sm_80") > 50
+    """The two GPUs in turn: each kernel but the smallest has several shapes."""
+    told = compiled()
+    assert told.count("sm_90") + told.count("sm_80") > 50
