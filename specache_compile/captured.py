@@ -17,6 +17,7 @@ from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.local_shards import local_shards
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
+from specache_compile.passes.plain_vmaps import plain_vmaps
 
 from .errors import SpecacheError, unmatched_held
 from .methods.field import LayerShape
@@ -108,6 +109,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
     )
     if reason is None:
+        plain_vmaps(graph_module)
         find_attention(graph_module, context)
     else:
         context.left_alone.append(LeftAlone("every site", reason))
