@@ -223,6 +223,21 @@ def went_uncompiled(size: int, tokens: int, batch: int) -> str:
     )
 
 
+def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
+    return (
+        f"a graph that uses this cache could not be rewritten ({why}), so the cache became plain keys and values, "
+        f"{size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch {batch}: nothing is lost, and nothing "
+        "compressed any more"
+    )
+
+
+def one_lane(reason: str) -> str:
+    return (
+        f"this model's decode runs one token at a time, without the speculative one beside it: {reason}. Its cache is "
+        "held and compressed all the same; pairs are fetched for the token before. speculate=False asks for that"
+    )
+
+
 def stale_cache() -> HeldTensorError:
     return HeldTensorError(
         "this cache has gone on since these keys and values were taken from it, and its tiers changed in place. "

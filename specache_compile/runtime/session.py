@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from specache_compile.errors import (
     evicted_half_way,
     no_host_memory,
     stale_cache,
+    went_exact,
     went_uncompiled,
 )
 from specache_compile.kernels import copy_stream
@@ -428,15 +430,16 @@ class Session:
         found = decoded(pairs[:, :, :, int(part == "values")], layer.dtype)
         return found.to(layer.device, copy=True)
 
-    def give_up(self, handle: Handle) -> Tensor:
-        """The plain copy that a call without a compiled graph goes on with, of the view that `handle` has; the first
-        one warns."""
+    def give_up(self, handle: Handle, why: str | None = None) -> Tensor:
+        """The plain copy that a call goes on with whose graph could not be rewritten, and `why` (None: that no compiled
+        graph runs), of the view that `handle` has; the first one warns."""
         self.replay(handle.version, handle.edits)
         plain = self.plain(handle.site, handle.part)
         if not self.told_uncompiled:
             self.told_uncompiled = True
             size = full_cache_bytes(self.layers, self.batch, self.length)
-            warnings.warn(went_uncompiled(size, self.length, self.batch), SpecacheWarning, stacklevel=2)
+            message = went_uncompiled if why is None else functools.partial(went_exact, why)
+            warnings.warn(message(size, self.length, self.batch), SpecacheWarning, stacklevel=2)
         return plain
 
     def abandon_step(self) -> None:
