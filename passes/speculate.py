@@ -82,7 +82,9 @@ def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
                 and value.shape[2] == vocabulary
             ):
                 return ids, position
-    return "no logits over the vocabulary come out" if embeddings else "no token ids come in (inputs_embeds?)"
+    if embeddings:
+        return "no logits over the vocabulary come out"
+    return "no token ids come in (inputs_embeds, or a graph break before?)"
 
 
 def looked_up(embedding: Node) -> tuple[Node, Node]:

@@ -90,7 +90,8 @@ def made_plain(value: Any, why: str) -> Any:
     """What a graph that could not be rewritten, and `why`, reads in place of held keys or values."""
     if not isinstance(value, HeldTensor) or value.handle is None:
         return value
-    return value.handle.session.give_up(value.handle, why)
+    handle = value.handle.now
+    return handle.session.give_up(handle, why)
 
 
 def compile_sites(captured: Captured) -> CompiledGraph:

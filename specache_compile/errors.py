@@ -259,6 +259,13 @@ def mixed_caches() -> SpecacheError:
     )
 
 
+def parts_differ(differences: str) -> SpecacheError:
+    return SpecacheError(
+        "a graph break parts this model's prompt and not its steps, and the parts of its cache were made with unlike "
+        f"options ({differences}): give bits in place of memory, or mend the break (TORCH_LOGS=graph_breaks shows it)"
+    )
+
+
 def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
     reasons = "; ".join(sorted({item.reason for item in left_alone})) or "no attention was found in this graph"
     return SpecacheError(

@@ -84,7 +84,7 @@ def session_of(cache: Any) -> Session | None:
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
         if isinstance(keys, HeldTensor) and keys.handle is not None:
-            return keys.handle.session
+            return keys.handle.now.session
     return None
 
 
@@ -117,6 +117,8 @@ class Session:
         self.layers = layers
         # The model's, by which a saved session knows it again.
         self.weights: list[weakref.ref[Tensor]] = []
+        # Layers that another session has taken over, and their numbers there.
+        self.moved: dict[int, tuple[Session, int]] = {}
         self.batch = batch
         self.length = 0
         self.version = 0
@@ -392,6 +394,7 @@ class Session:
             raise stale_cache()
         self.drain()
         other = copy.copy(self)
+        other.moved = {}
         pairs = zip(self.state, self.layers, strict=True)
         other.state = [copied(state, self.options, layer, self.room) for state, layer in pairs]
         for layer, state in zip(other.layers, other.state, strict=True):
