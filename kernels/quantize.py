@@ -70,7 +70,7 @@ def encode(
     there: as for `scale_and_zero`.
     """
     groups = groups.float()
-    limit = torch.finfo(dtype).max
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     scale, zero = (t.clamp(-limit, limit).to(dtype) for t in scale_and_zero(groups, dim, bits, zero_point, there))
     levels = (groups - zero.float()) / scale.float()  # a scale of 0: not finite, and any code will do
     codes = levels.nan_to_num(nan=0.0).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)

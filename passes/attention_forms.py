@@ -19,14 +19,19 @@ from .context import value_of
 
 MATMULS = (torch.matmul, operator.matmul, "matmul", torch.bmm)
 SOFTMAXES = (F.softmax, torch.softmax, "softmax")
-CASTS = ("contiguous", "to", "type_as", "float", torch.clone, "clone")
+CASTS = ("contiguous", "to", "type", "type_as", "float", torch.clone, "clone")
 WHOLE = slice(None)
 # What softmax by hand does to q·kᵀ, last to first. A row's softmax is the same whatever is subtracted from all of it.
 SHIFT, SINKS, MASK, SOFTCAP, SCALE, CAST = range(6)
 
 
 class NoMatch(Exception):
-    """Why an attention cannot be rewritten; the message becomes the reason that a person reads."""
+    """Why an attention cannot be rewritten; the message becomes the reason that a person reads. `by_model`: so it is
+    in every such step of this model, and no other call would change it."""
+
+    def __init__(self, reason: str, by_model: bool = False) -> None:
+        super().__init__(reason)
+        self.by_model = by_model
 
 
 @dataclass
@@ -72,7 +77,7 @@ def match_form(attention: Node) -> Form:
     if form.mask is not None:
         mask, tokens = value_of(form.mask), value_of(form.keys).shape[2]
         if mask.dim() != 4 or (statically_known_true(mask.shape[3] == 1) and not statically_known_true(tokens == 1)):
-            raise NoMatch(f"its mask {tuple(mask.shape)} has no column for each key")
+            raise NoMatch(f"its mask {tuple(mask.shape)} has no column for each key", by_model=True)
     return form
 
 

@@ -52,10 +52,12 @@ class Site:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """An attention, or a whole graph, that stays as Hugging Face wrote it."""
+    """An attention, or a whole graph, that stays as Hugging Face wrote it; `by_model`: whatever a person calls it
+    with."""
 
     node: str
     reason: str
+    by_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Context:
     # Output positions that HF's cache will see as held tensors → the site's number, and which part of it.
     held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1
+    # Why a decode that was to be widened runs one lane.
+    one_lane: str | None = None
     # The name of the input of token ids [B, 1], in a graph of more than one lane.
     tokens: str | None = None
     # The graph's last output is the guess of the next speculative token [B, 1].

@@ -13,8 +13,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .context import Context, LeftAlone, PassReport, Site, output_node, value_of
-from .in_place import unknown_write
+from .in_place import memory_of, unknown_write, written
 from .masks import read_mask
+
+UNKNOWN_FORM = (
+    "the attention that reads this cache update is in none of the forms that are known: 'sdpa', and 'eager' as most "
+    "models write it. With another attn_implementation, use 'sdpa' where this model has it"
+)
 
 
 def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
@@ -38,7 +43,7 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
                 raise NoMatch(f"the graph writes to its inputs in place ({foreign.name}), and lanes would write twice")
             context.sites.append(site)
         except NoMatch as reason:
-            context.left_alone.append(LeftAlone(attention.name, str(reason)))
+            context.left_alone.append(LeftAlone(attention.name, str(reason), reason.by_model))
     if not context.sites and not context.left_alone:
         context.left_alone.extend(unread_updates(graph_module))
     return graph_module, PassReport(
@@ -57,6 +62,8 @@ class Update:
 
 def match_site(attention: Node, context: Context) -> Site:
     form = match_form(attention)
+    for part in (form.keys, form.values):
+        check_read_as_cached(part)
     keys, values = match_update(form.keys), match_update(form.values)
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
@@ -98,6 +105,42 @@ def carried_mask(form: Form, context: Context) -> tuple[Node | None, bool]:
     if one_row and not statically_known_true(value_of(form.q).shape[2] == 1):
         raise NoMatch("its mask hides the same tokens from all its new ones (bidirectional attention?)")
     return form.mask, False
+
+
+def check_read_as_cached(part: Node) -> None:
+    """What an attention reads is the update itself, and nothing that is made of it."""
+    if part.target is not torch.cat and any(is_update(behind) for behind in behind_writes(part)):
+        raise NoMatch(
+            "its keys or values are computed from what the cache keeps (latent attention, say), and the form in which "
+            "this model does so is not rewritten yet"
+        )
+
+
+def is_update(node: Node) -> bool:
+    """Whether a node is a cache update that the cache keeps."""
+    try:
+        match_update(node)
+    except NoMatch:
+        return False
+    return any(user.op == "output" for user in node.users)
+
+
+def behind_writes(node: Node) -> Iterator[Node]:
+    """Every node that this one comes from, by in-place writes to its memory too."""
+    writers: dict[int, list[Node]] = {}
+    for other in node.graph.nodes:
+        _, memory = written(other)
+        if memory is not None:
+            writers.setdefault(memory, []).append(other)
+    seen, todo = {node}, [node]
+    while todo:
+        at = todo.pop()
+        memory = memory_of(at)
+        for behind in (*at.all_input_nodes, *(writers.get(memory, ()) if memory is not None else ())):
+            if behind not in seen:
+                seen.add(behind)
+                todo.append(behind)
+                yield behind
 
 
 def match_update(node: Node) -> Update:
@@ -188,12 +231,5 @@ def nodes_behind(node: Node) -> Iterator[Node]:
 
 def unread_updates(graph_module: GraphModule) -> list[LeftAlone]:
     """Cache updates in a graph in which no attention was recognised: it has one that is written in another way."""
-    found = []
-    for node in output_node(graph_module).all_input_nodes:
-        try:
-            match_update(node)
-        except NoMatch:
-            continue
-        reason = "no known attention reads this cache update: use attn_implementation='sdpa' or 'eager'"
-        found.append(LeftAlone(node.name, reason))
-    return found
+    updates = [node for node in output_node(graph_module).all_input_nodes if is_update(node)]
+    return [LeftAlone(node.name, UNKNOWN_FORM) for node in updates]

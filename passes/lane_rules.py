@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_compile.errors import no_lanes_for
 
@@ -186,7 +189,22 @@ def lanes_first(factor: Tensor, dim: int | None, rank: int) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., m] · weightᵀ [m, n] + bias [n], as one product of rows."""
     rows = x.reshape(-1, x.shape[-1])
-    return F.linear(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+    product = linear_of_its_class if is_traceable_wrapper_subclass(weight) else F.linear
+    return product(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_of_its_class(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One node of the traced graph. The class of a quantised weight (torchao's) knows what a linear layer is, and not
+    the operations that torch would take it apart into; it is not asked within a rule, and the tensors that it holds are
+    no inputs of the graph."""
+    mode = get_proxy_mode()
+    with torch._C._EnableTorchFunction(), disable_proxy_modes_tracing():
+        out = F.linear(rows, weight, bias)
+    if mode is None:
+        return out
+    arguments = pytree.tree_map(mode.tracer.unwrap_proxy, (rows, weight, bias))
+    node = mode.tracer.create_proxy("call_function", F.linear, arguments, {})
+    return track_tensor_tree(out, node, constant=None, tracer=mode.tracer)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

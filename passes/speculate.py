@@ -42,7 +42,7 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
         return graph_module, PassReport("speculate", {"lanes": 1})
     found = find_tokens(graph_module)
     if isinstance(found, str):
-        return graph_module, PassReport("speculate", {"lanes": 1}, (f"one lane: {found}",))
+        return graph_module, one_lane(context, found)
     ids, logits = found
     if not context.phase.speculates:
         append_guess(graph_module, logits)
@@ -50,12 +50,18 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
     sources = position_sources(graph_module, ids)
     if not sources:
-        return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane: no position tensor was found",))
+        return graph_module, one_lane(context, "no position tensor was found")
     widened = widen(graph_module, ids, logits, sources)
     context.inputs.append(Input("guess"))
     context.lanes, context.guesses, context.tokens = LANES, True, ids.name
     follow_sites(widened, context)
     return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
+
+
+def one_lane(context: Context, reason: str) -> PassReport:
+    """The report of a graph that cannot be widened; a person is told the reason too."""
+    context.one_lane = reason
+    return PassReport("speculate", {"lanes": 1}, (f"one lane: {reason}",))
 
 
 def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
@@ -76,7 +82,9 @@ def find_tokens(graph_module: GraphModule) -> tuple[Node, int] | str:
                 and value.shape[2] == vocabulary
             ):
                 return ids, position
-    return "no logits over the vocabulary come out" if embeddings else "no token ids come in (inputs_embeds?)"
+    if embeddings:
+        return "no logits over the vocabulary come out"
+    return "no token ids come in (inputs_embeds, or a graph break before?)"
 
 
 def looked_up(embedding: Node) -> tuple[Node, Node]:

@@ -26,6 +26,7 @@ from .methods import parse_options
 from .methods.drafting import TIERS
 from .options import MethodOptions
 from .rewritten import Rewrites
+from .runtime.held import HeldTensor
 from .runtime.session import options_at
 from .runtime.state import bucket, predicted_bytes
 from .runtime.step import CompiledGraph
@@ -71,14 +72,26 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     if captured.sites:
         return compile_sites(captured)
     kept = drop_unread_held(captured)
+    why = reasons(captured.left_alone)
 
     def taken(arguments: Sequence[Any]) -> list[Any]:
-        return [own_part(arguments[i], captured.fakes[i]) for i in kept]
+        return [made_plain(own_part(arguments[i], captured.fakes[i]), why) for i in kept]
 
-    options = captured.options
-    lowered = lower(captured.graph_module, taken(example_inputs), options.lowering, options.inductor, captured.mode)
+    options, examples = captured.options, [*example_inputs]
+    for node, i in zip(captured.placeholders, kept, strict=True):
+        if isinstance(held := captured.fakes[i], HeldTensor):
+            examples[i] = node.meta["example_value"] = held.anchor.new_empty(held.shape)
+    lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
     return lowered if as_they_are else lambda *arguments: lowered(*taken(arguments))
+
+
+def made_plain(value: Any, why: str) -> Any:
+    """What a graph that could not be rewritten, and `why`, reads in place of held keys or values."""
+    if not isinstance(value, HeldTensor) or value.handle is None:
+        return value
+    handle = value.handle.now
+    return handle.session.give_up(handle, why)
 
 
 def compile_sites(captured: Captured) -> CompiledGraph:
@@ -105,9 +118,15 @@ def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:
     """One warning that says how many attentions stay as Hugging Face wrote them, and why."""
     if not left_alone:
         return
-    reasons: dict[str, list[str]] = {}
-    for item in left_alone:
-        reasons.setdefault(item.reason, []).append(item.node)
-    told = "; ".join(f"{len(nodes)} ({nodes[0]}, ...): {reason}" for reason, nodes in reasons.items())
+    told = reasons(left_alone)
     message = f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {told}"
     warnings.warn(message, SpecacheWarning, stacklevel=2)
+
+
+def reasons(left_alone: Sequence[LeftAlone]) -> str:
+    """Each reason once, with how many attentions it is of, and the first."""
+    nodes: dict[str, list[str]] = {}
+    for item in left_alone:
+        nodes.setdefault(item.reason, []).append(item.node)
+    told = (f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
+    return "; ".join(told)

@@ -17,6 +17,7 @@ from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.local_shards import local_shards
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
+from specache_compile.passes.plain_vmaps import plain_vmaps
 
 from .errors import SpecacheError, unmatched_held
 from .methods.field import LayerShape
@@ -108,6 +109,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
     )
     if reason is None:
+        plain_vmaps(graph_module)
         find_attention(graph_module, context)
     else:
         context.left_alone.append(LeftAlone("every site", reason))
@@ -151,12 +153,15 @@ def reason_to_leave_alone(inputs: Sequence[Any], options: MethodOptions) -> str 
 
 def drop_unread_held(captured: Captured) -> list[int]:
     """Drop held inputs that a graph without sites takes only for their length (a graph break makes such graphs);
-    returns the inputs that remain. One that is read is an error."""
+    returns the inputs that remain. One that is read is an error, where another call would have been rewritten: the
+    cache stays as it is for that. Where none would, the cache is to become plain."""
     graph, placeholders = captured.graph_module.graph, captured.placeholders
-    for node in (placeholders[i] for i in captured.held):
-        if any(user.users or user.op == "output" for user in node.users):
-            raise unmatched_held(captured.left_alone)
+    dropped = [i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)]
+    lasting = bool(captured.left_alone) and all(item.by_model for item in captured.left_alone)
+    if len(dropped) < len(captured.held) and not lasting:
+        raise unmatched_held(captured.left_alone)
+    for node in (placeholders[i] for i in dropped):
         for dead in (*node.users, node):
             graph.erase_node(dead)
     captured.graph_module.recompile()
-    return [i for i in range(len(placeholders)) if i not in captured.held]
+    return [i for i in range(len(placeholders)) if i not in dropped]

@@ -230,6 +230,21 @@ def went_uncompiled(size: int, tokens: int, batch: int) -> str:
     )
 
 
+def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
+    return (
+        f"a graph that uses this cache could not be rewritten ({why}), so the cache became plain keys and values, "
+        f"{size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch {batch}: nothing is lost, and nothing "
+        "compressed any more"
+    )
+
+
+def one_lane(reason: str) -> str:
+    return (
+        f"this model's decode runs one token at a time, without the speculative one beside it: {reason}. Its cache is "
+        "held and compressed all the same; pairs are fetched for the token before. speculate=False asks for that"
+    )
+
+
 def stale_cache() -> HeldTensorError:
     return HeldTensorError(
         "this cache has gone on since these keys and values were taken from it, and its tiers changed in place. "
@@ -248,6 +263,13 @@ def mixed_caches() -> SpecacheError:
     return SpecacheError(
         "the keys and values in this cache come from different caches, or from different moments of one; edit a cache "
         "only through its own methods (crop, reorder_cache, batch_repeat_interleave, batch_select_indices)"
+    )
+
+
+def parts_differ(differences: str) -> SpecacheError:
+    return SpecacheError(
+        "a graph break parts this model's prompt and not its steps, and the parts of its cache were made with unlike "
+        f"options ({differences}): give bits in place of memory, or mend the break (TORCH_LOGS=graph_breaks shows it)"
     )
 
 

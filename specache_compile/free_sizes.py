@@ -34,6 +34,9 @@ def free_sizes(placeholders: Sequence[Node], fakes: Sequence[Any], inputs: Seque
         if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) and has_numbers(node, fake)
     ]
     if any(told):
+        # What Dynamo has noted of its way so far it compares with the next, which may be another: through a vmap, say,
+        # over a size that is now a symbol.
+        InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
         raise TensorifyScalarRestartAnalysis(restart_reason="specache: batch sizes and lengths are to be symbols")
 
 

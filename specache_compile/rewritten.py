@@ -23,7 +23,7 @@ from specache_compile.passes.context import Context, Input, Part
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 
 from .captured import Captured
-from .errors import SpecacheWarning, unchecked_sizes
+from .errors import SpecacheWarning, one_lane, unchecked_sizes
 from .methods import METHODS
 from .runtime.state import fields_of
 from .runtime.variant import Variant, selects
@@ -37,7 +37,8 @@ observers: list[Callable[[Rewrites, Variant], object]] = []
 class Rewritten:
     """A rewritten graph and its callable. inputs: where each comes from at run time. held_outputs: output positions
     that are to be held tensors → site and part. guesses: its last output is the next guess. capture: a CUDA graph is
-    to be made of it. assumes: of Dynamo's symbols, what its guards do not say; each call is to be checked."""
+    to be made of it. one_lane: why it was not widened, though it was to be. assumes: of Dynamo's symbols, what its
+    guards do not say; each call is to be checked."""
 
     variant: Variant
     run: Callable[..., Any]
@@ -48,6 +49,7 @@ class Rewritten:
     lanes: int
     capture: bool
     trace: Trace
+    one_lane: str | None = None
     assumes: tuple[sympy.Basic, ...] = ()
 
     @property
@@ -65,6 +67,7 @@ class Rewrites:
         self.name = f"graph{next(_graph_numbers)}"
         self.made: dict[Variant, Rewritten] = {}
         self.guarded: int | None = None
+        self.told_one_lane = False
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
         """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
@@ -74,9 +77,16 @@ class Rewrites:
             make = functools.partial(rewrite, self.captured, variant, self.name)
             with compiling(f"{self.name}, {variant.phase}"):
                 self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
+            self.tell_one_lane(self.made[variant].one_lane)
             for observe in observers:
                 observe(self, variant)
         return self.made[variant]
+
+    def tell_one_lane(self, reason: str | None) -> None:
+        """Say once that a decode runs without the speculative token, and why."""
+        if reason is not None and not self.told_one_lane:
+            self.told_one_lane = True
+            warnings.warn(one_lane(reason), SpecacheWarning, stacklevel=2)
 
     def late(self, make: Callable[[], Rewritten]) -> Rewritten:
         """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
@@ -112,7 +122,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     run = lower(graph_module, [fakes.of(i) for i in context.inputs], how, patches, captured.mode)
     return Rewritten(
         variant, run, graph_module, tuple(context.inputs), context.held_outputs, context.guesses, context.lanes,
-        is_to_capture(captured.mode, graph_module, context), trace,
+        is_to_capture(captured.mode, graph_module, context), trace, context.one_lane,
     )  # fmt: skip
 
 

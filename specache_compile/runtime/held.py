@@ -54,6 +54,14 @@ class Handle:
     part: Part
     edits: tuple[Edit, ...] = field(default=())
 
+    @property
+    def now(self) -> Handle:
+        """The same layer, by the session that has it now (`regroup.py`)."""
+        session, site = self.session, self.site
+        while site in session.moved:
+            session, site = session.moved[site]
+        return self if session is self.session else replace(self, session=session, site=site)
+
 
 class HeldTensor(Tensor):
     """Keys or values [B, H, n, d] of one layer, without storage. `anchor` carries dtype and device."""
@@ -82,12 +90,13 @@ class HeldTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldTensor:
         if self.handle is None:
             raise held_read("copy.deepcopy")
-        key = id(self.handle.session), self.handle.version
+        handle = self.handle.now
+        key = id(handle.session), handle.version
         forks = memo.setdefault(id(HeldTensor), {})
         if key not in forks:
-            forks[key] = self.handle.session.fork(self.handle)
+            forks[key] = handle.session.fork(handle)
         fork: Session = forks[key]
-        return HeldTensor(self.anchor, self.shape, replace(self.handle, session=fork, version=fork.version))
+        return HeldTensor(self.anchor, self.shape, replace(handle, session=fork, version=fork.version))
 
     def __copy__(self) -> HeldTensor:
         return HeldTensor(self.anchor, self.shape, self.handle)
@@ -148,7 +157,8 @@ def uncompiled_cat(parts: list[Tensor], dim: int = 0) -> Tensor:
     held, *new = parts
     if not isinstance(held, HeldTensor) or held.handle is None or dim not in (2, -2):
         raise held_read("a cat that is not an update of the cache")
-    return torch.cat([held.handle.session.give_up(held.handle), *new], dim)
+    handle = held.handle.now
+    return torch.cat([handle.session.give_up(handle), *new], dim)
 
 
 def edited(held: HeldTensor, shape: Any, edit: Edit) -> HeldTensor:

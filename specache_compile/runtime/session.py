@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from specache_compile.errors import (
     evicted_half_way,
     no_host_memory,
     stale_cache,
+    went_exact,
     went_uncompiled,
 )
 from specache_compile.kernels import copy_stream
@@ -82,7 +84,7 @@ def session_of(cache: Any) -> Session | None:
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
         if isinstance(keys, HeldTensor) and keys.handle is not None:
-            return keys.handle.session
+            return keys.handle.now.session
     return None
 
 
@@ -115,6 +117,8 @@ class Session:
         self.layers = layers
         # The model's, by which a saved session knows it again.
         self.weights: list[weakref.ref[Tensor]] = []
+        # Layers that another session has taken over, and their numbers there.
+        self.moved: dict[int, tuple[Session, int]] = {}
         self.batch = batch
         self.length = 0
         self.version = 0
@@ -390,6 +394,7 @@ class Session:
             raise stale_cache()
         self.drain()
         other = copy.copy(self)
+        other.moved = {}
         pairs = zip(self.state, self.layers, strict=True)
         other.state = [copied(state, self.options, layer, self.room) for state, layer in pairs]
         for layer, state in zip(other.layers, other.state, strict=True):
@@ -428,15 +433,16 @@ class Session:
         found = decoded(pairs[:, :, :, int(part == "values")], layer.dtype)
         return found.to(layer.device, copy=True)
 
-    def give_up(self, handle: Handle) -> Tensor:
-        """The plain copy that a call without a compiled graph goes on with, of the view that `handle` has; the first
-        one warns."""
+    def give_up(self, handle: Handle, why: str | None = None) -> Tensor:
+        """The plain copy that a call goes on with whose graph could not be rewritten, and `why` (None: that no compiled
+        graph runs), of the view that `handle` has; the first one warns."""
         self.replay(handle.version, handle.edits)
         plain = self.plain(handle.site, handle.part)
         if not self.told_uncompiled:
             self.told_uncompiled = True
             size = full_cache_bytes(self.layers, self.batch, self.length)
-            warnings.warn(went_uncompiled(size, self.length, self.batch), SpecacheWarning, stacklevel=2)
+            message = went_uncompiled if why is None else functools.partial(went_exact, why)
+            warnings.warn(message(size, self.length, self.batch), SpecacheWarning, stacklevel=2)
         return plain
 
     def abandon_step(self) -> None:

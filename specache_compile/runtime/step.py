@@ -15,7 +15,6 @@ import torch
 from specache_compile.errors import (
     SpecacheWarning,
     copy_failed,
-    mixed_caches,
     other_center,
     other_shapes,
     other_sizes,
@@ -25,9 +24,10 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.options import MethodOptions, own_options
 from specache_compile.passes.phase import Phase
 
-from .held import Handle, HeldTensor
+from .held import HeldTensor
 from .ranks import check_same, ranks_of
 from .records import record_of
+from .regroup import agreed_session
 from .session import Session
 from .variant import selects
 
@@ -204,19 +204,6 @@ def warn_of_other_options(made_under: MethodOptions, compiled_with: MethodOption
             stacklevel=2,
         )
     return bool(told)
-
-
-def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
-    """The one session that all layers' keys and values belong to, in the same version and with the same edits."""
-    first = handles[0][1]
-    for site, handle in handles:
-        if handle is None or first is None or handle.session is not first.session or handle.site != site:
-            raise mixed_caches()
-        if handle.version != first.version or handle.edits != first.edits:
-            raise mixed_caches()
-    assert first is not None
-    first.session.replay(first.version, first.edits)
-    return first.session
 
 
 def session_behind(cache: DynamicCache) -> Session:

@@ -295,3 +295,13 @@ def test_the_largest_float16_numbers_keep_the_bound(bits: int) -> None:
     x = torch.linspace(-65504, 65504, 32 * 32, dtype=torch.float64).view(1, 1, 32, 32).half()
     off = (round_trip_keys(x, 32, bits, "midpoint").double() - x.double()).abs()
     assert (off <= bound(x.amin(2, True), x.amax(2, True), bits, "midpoint", torch.float16)).all()
+
+
+@pytest.mark.parametrize("bits", [1, 8])
+def test_float64_is_quantised_within_what_float32_can_say(bits: int) -> None:
+    keys = torch.randn(1, 2, 64, 16, dtype=torch.float64)
+    codes, params = quantize_keys(keys, 32, bits, "midpoint")
+    assert params.dtype == torch.float64
+    single = quantize_keys(keys.float(), 32, bits, "midpoint")
+    assert torch.equal(codes, single[0])
+    assert torch.equal(params.float(), single[1])

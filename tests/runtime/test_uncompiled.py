@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
-from families import FAMILIES
+from families import FAMILIES, Family
 from specache_compile.methods import METHODS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
@@ -198,6 +198,24 @@ def edit(cache: Any) -> None:
     cache.crop(-7)
     cache.reorder_cache(torch.tensor([1, 0, 1]))
     cache.batch_repeat_interleave(2)
+
+
+MINIMAX = Family(
+    "minimax",
+    "MiniMaxConfig",
+    {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "num_experts_per_tok": 1},
+)
+
+
+def test_a_step_that_no_call_of_this_model_would_have_rewritten_makes_the_cache_plain() -> None:
+    """MiniMax's prompt is rewritten; its padded steps have a mask [B, 1, 1, 1], without a column for each key."""
+    model, inputs = MINIMAX.model(), {"attention_mask": padded()["attention_mask"][:, 70:]}
+    model.compile(backend="specache", options=LOSSLESS)
+    with told(1) as messages:
+        tokens = greedy(model, prompt(20, 3), 4, **inputs)
+    assert torch.equal(tokens, greedy(MINIMAX.model(), prompt(20, 3), 4, **inputs))
+    assert "has no column for each key" in messages[0]
+    assert "no compiled graph" not in messages[0]
 
 
 @pytest.mark.one_process

@@ -76,7 +76,7 @@ class Inspected:
 def session_of(cache: Any) -> Session:
     """The session behind a held cache; SpecacheError where not every layer is in it."""
     keys = [layer.keys for layer in cache.layers]
-    sessions = [k.handle.session for k in keys if isinstance(k, HeldTensor) and k.handle is not None]
+    sessions = [k.handle.now.session for k in keys if isinstance(k, HeldTensor) and k.handle is not None]
     if len(sessions) < len(keys):
         raise SpecacheError(
             f"{len(keys) - len(sessions)} of this model's {len(keys)} attentions stay as Hugging Face wrote them (the "

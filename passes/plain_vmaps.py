@@ -1,0 +1,93 @@
+"""A model's own `torch.vmap`, written as the batched operations that it comes to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch._functorch import predispatch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .context import value_of
+
+
+def plain_vmaps(graph_module: GraphModule) -> int:
+    """Trace every vmapped stretch of a graph into plain operations; returns how many there were.
+
+        _vmap_increment_nesting(n)                     unsqueeze = aten.unsqueeze(q, -1)
+        one = _add_batch_dim(q, 0, 1)                  seen = aten.le(kv, unsqueeze)
+        le = le(kv, one)
+        seen = _remove_batch_dim(le, 1, n, 0)
+        _vmap_decrement_nesting()
+
+    Dynamo writes a vmap as calls that open and close a level, which no data flow orders and whose numbers are right
+    outside of any other vmap alone: a pass that drops, moves or widens nodes must not meet them.
+    """
+    stretches = list(vmapped(graph_module.graph))
+    for stretch in stretches:
+        make_plain(graph_module, stretch)
+    if stretches:
+        graph_module.recompile()
+    return len(stretches)
+
+
+def vmapped(graph: Graph) -> Iterator[list[Node]]:
+    """The nodes from where an outermost vmap opens its level to where it closes it."""
+    stretch: list[Node] = []
+    depth = 0
+    for node in list(graph.nodes):
+        depth += node.target is predispatch._vmap_increment_nesting
+        if depth:
+            stretch.append(node)
+        depth -= node.target is predispatch._vmap_decrement_nesting
+        if stretch and not depth:
+            yield stretch
+            stretch = []
+
+
+def make_plain(graph_module: GraphModule, stretch: Sequence[Node]) -> None:
+    graph, own = graph_module.graph, set(stretch)
+    inputs = list(dict.fromkeys(node for inner in stretch for node in inner.all_input_nodes if node not in own))
+    outputs = [node for node in stretch if not own.issuperset(node.users)]
+    traced = traced_alone(graph_module, stretch, inputs, outputs)
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.inserting_before(stretch[0]):
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                for before, after in zip(outputs, node.args[0], strict=True):
+                    before.replace_all_uses_with(copies[after])
+            elif node.op == "get_attr":
+                copies[node] = constant(graph_module, getattr(traced, node.target), node)
+            elif node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in reversed(stretch):
+        graph.erase_node(node)
+
+
+def traced_alone(
+    graph_module: GraphModule, stretch: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
+) -> GraphModule:
+    """A graph of plain operations from `inputs` to `outputs`."""
+    alone = Graph()
+    copies = {node: alone.placeholder(node.name) for node in inputs}
+    for node in stretch:
+        copies[node] = alone.node_copy(node, copies.__getitem__)
+    alone.output(tuple(copies[node] for node in outputs))
+    fakes = [value_of(node) for node in inputs]
+    values = (value_of(node) for node in graph_module.graph.nodes)
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    with torch.no_grad(), next(modes, contextlib.nullcontext()):
+        return make_fx(Interpreter(GraphModule(graph_module, alone)).run)(*fakes)
+
+
+def constant(graph_module: GraphModule, value: torch.Tensor, node: Node) -> Node:
+    """A tensor that tracing found to be the same in each call, as an attribute of the graph."""
+    number = sum(name.startswith("vmapped_constant") for name in vars(graph_module))
+    name = f"vmapped_constant_{number}"
+    setattr(graph_module, name, value)
+    made = graph_module.graph.get_attr(name)
+    made.meta = dict(node.meta)
+    return made

@@ -1,0 +1,123 @@
+"""Sessions of one cache joined, or one parted, where a graph break cuts one phase of a model and not another."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from specache_compile.errors import mixed_caches, parts_differ
+from specache_compile.kernels.cursor import QUEUE
+from specache_compile.lowering.cuda_graphs import RecordedSteps
+from specache_compile.options import MethodOptions
+
+from .held import Handle
+from .records import Statistics
+from .session import Session
+from .state import full_cache_bytes
+
+Place = tuple[Session, int]
+
+
+def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
+    """The session that all these keys and values belong to, in the same version and with the same edits. Where they are
+    those of several sessions, or of a part of one, it is made of those."""
+    first = handles[0][1]
+    places: dict[int, Place] = {}
+    for site, handle in handles:
+        if handle is None or first is None or (handle.version, handle.edits) != (first.version, first.edits):
+            raise mixed_caches()
+        now = handle.now
+        if places.setdefault(site, (now.session, now.site)) != (now.session, now.site):
+            raise mixed_caches()
+    assert first is not None
+    ordered = list(places.values())
+    sources = check_neighbours(ordered)
+    for session in sources:
+        session.replay(first.version, first.edits)
+    one = sources[0]
+    return one if len(sources) == 1 and len(ordered) == len(one.layers) else regrouped(sources, ordered)
+
+
+def check_neighbours(places: Sequence[Place]) -> list[Session]:
+    """The sessions of these layers; SpecacheError where they are not neighbours, as those of one graph are: in their
+    order, and from one session's last layer to the next one's first."""
+    for (session, site), (other, following) in itertools.pairwise(places):
+        stays = other is session and following == site + 1
+        if not stays and not (other is not session and site == len(session.layers) - 1 and following == 0):
+            raise mixed_caches()
+    return list(dict.fromkeys(session for session, _ in places))
+
+
+def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
+    """A session of the layers at `places`, and others of what is left of `sources`, which have none any more."""
+    check_alike(sources)
+    for session in sources:
+        session.drain()
+    made = session_from(places)
+    before = [(sources[0], site) for site in range(places[0][1])]
+    behind = [(sources[-1], site) for site in range(places[-1][1] + 1, len(sources[-1].layers))]
+    for rest in (before, behind):
+        if rest:
+            session_from(rest)
+    for session in sources:
+        session.state, session.layers, session.anchors = [], [], []
+        session.recorded.clear()
+    return made
+
+
+def check_alike(sources: Sequence[Session]) -> None:
+    """SpecacheError where sessions are not parts of one cache, or went different ways."""
+    first = sources[0]
+    for other in sources[1:]:
+        sizes = [(s.length, s.batch, s.version, s.capacity, s.room, s.allocated) for s in (first, other)]
+        if sizes[0] != sizes[1]:
+            raise mixed_caches()
+        for name in ("asked", "options", "pending_options"):
+            ours, theirs = (getattr(session, name) for session in (first, other))
+            if ours != theirs:
+                raise parts_differ(differing(ours, theirs))
+
+
+def differing(ours: MethodOptions | None, theirs: MethodOptions | None) -> str:
+    """The options of two parts that are not alike."""
+    values = [vars(options) if options is not None else {} for options in (ours, theirs)]
+    names = sorted(name for name in {**values[0], **values[1]} if values[0].get(name) != values[1].get(name))
+    return ", ".join(f"{name} {values[0].get(name)!r} and {values[1].get(name)!r}" for name in names)
+
+
+@torch.inference_mode(False)
+def session_from(places: Sequence[Place]) -> Session:
+    """A session that takes over the layers at `places`, of sessions that are alike and at rest. The steps that it had
+    are the first one's; it has no guess, and no draft is under way in it."""
+    sources = list(dict.fromkeys(session for session, _ in places))
+    first = sources[0]
+    made = copy.copy(first)
+    made.moved = {}
+    made.layers = [replace(session.layers[site], number=number) for number, (session, site) in enumerate(places)]
+    made.state = [session.state[site] for session, site in places]
+    made.anchors = [session.anchors[site] for session, site in places]
+    made.weights = list({id(weight): weight for session in sources for weight in session.weights}.values())
+    made.padding = next((session.padding for session in sources if session.padding is not None), None)
+    made.padded = any(session.padded for session in sources)
+    made.slots_ready, made.guess, made.guessed = False, None, None
+    made.drafting, made.verifying, made.draft_length = False, False, None
+    made.queue = made.new_queue()
+    made.recorded, made.deferred = RecordedSteps(), made.new_deferred()
+    made.statistics = Statistics(made.queue)
+    made.statistics.steps = dict(first.statistics.steps)
+    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, made.batch, made.length)
+    for session in sources:
+        share = sum(source is session for source, _ in places) / len(session.layers)
+        made.statistics.seconds += session.statistics.seconds * share
+        made.statistics.python_seconds += session.statistics.python_seconds * share
+        made.statistics.bytes_to_host += round(session.statistics.bytes_to_host * share)
+    made.note_memory()
+    made.cursor = first.cursor.clone()
+    made.cursor[QUEUE] = made.queue.number
+    for number, (session, site) in enumerate(places):
+        session.moved[site] = (made, number)
+    return made

@@ -1,0 +1,117 @@
+"""A model's own `torch.vmap` in a captured graph: plain operations by the time that the passes see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import expecttest
+import torch
+from torch import Tensor
+from torch._functorch.predispatch import (
+    _add_batch_dim,
+    _remove_batch_dim,
+    _vmap_decrement_nesting,
+    _vmap_increment_nesting,
+)
+from torch.fx import GraphModule
+from transformers import LlamaForCausalLM
+
+from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from families import Family
+from graphs import GraphBuilder, text
+from specache_compile.passes.plain_vmaps import plain_vmaps
+from specache_compile.runtime.records import find_record
+
+JAMBA = Family(
+    "jamba", "JambaConfig",
+    {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
+)  # fmt: skip
+
+
+def sums_graph() -> GraphModule:
+    """Every sum of a number of x and one of y, as Dynamo writes two vmaps, one in the other."""
+    builder = GraphBuilder()
+    x, y = builder.input("x", 3), builder.input("y", 4)
+    builder.call(_vmap_increment_nesting, (), 3, "error")
+    one = builder.call(_add_batch_dim, (), x, 0, 1)
+    builder.call(_vmap_increment_nesting, (), 4, "error")
+    other = builder.call(_add_batch_dim, (), y, 0, 2)
+    both = builder.call(torch.add, (), one, other)
+    row = builder.call(_remove_batch_dim, (4,), both, 2, 4, 0)
+    builder.call(_vmap_decrement_nesting, ())
+    rows = builder.call(_remove_batch_dim, (3, 4), row, 1, 3, 0)
+    builder.call(_vmap_decrement_nesting, ())
+    return builder.finish(builder.call(torch.neg, (3, 4), rows))
+
+
+class TestSnapshots(expecttest.TestCase):
+    def test_plain_vmaps(self) -> None:
+        graph_module = sums_graph()
+        assert plain_vmaps(graph_module) == 1
+        graph_module.graph.lint()
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+select = aten.select.int(y, 0, 0)
+select_1 = aten.select.int(x, 0, 0)
+view = aten.view.default(x, [3, 1])
+add_1 = aten.add.Tensor(view, y)
+neg = neg(add_1)
+return (neg,)
+""",
+        )
+
+
+def test_what_it_computes_stays() -> None:
+    graph_module, x, y = sums_graph(), torch.randn(3), torch.randn(4)
+    plain_vmaps(graph_module)
+    assert torch.equal(graph_module(x, y)[0], -(x[:, None] + y))
+
+
+def test_a_graph_without_vmap_stays_as_it_is() -> None:
+    builder = GraphBuilder()
+    graph_module = builder.finish(builder.call(torch.neg, (3,), builder.input("x", 3)))
+    before = text(graph_module)
+    assert plain_vmaps(graph_module) == 0
+    assert text(graph_module) == before
+
+
+def no_later(i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
+
+
+class MaskedByVmap(torch.nn.Module):
+    """Llama whose prompt has a mask that is a function of two positions, vmapped over both."""
+
+    def __init__(self, llama: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.llama = llama
+
+    def forward(self, ids: Tensor, past_key_values: Any = None, **inputs: Any) -> Any:
+        if past_key_values is None:
+            tokens = torch.arange(ids.shape[1])
+            inputs["attention_mask"] = torch.vmap(torch.vmap(no_later, (None, 0)), (0, None))(tokens, tokens)[
+                None, None
+            ]
+        return self.llama(ids, past_key_values=past_key_values, **inputs)
+
+
+def test_a_mask_made_with_vmap_is_read() -> None:
+    model = MaskedByVmap(tiny_llama(num_hidden_layers=1))
+    twin = compile_copy(model)
+    expected = greedy_unmasked(model, prompt(40), 8)
+    assert torch.equal(greedy_unmasked(twin, prompt(40), 8), expected)
+    record = find_record(twin)
+    assert record is not None
+    assert {graph.phase for graph in record.graphs} == {"prefill", "decode"}
+    assert all(graph.captured.sites and graph.captured.is_causal for graph in record.graphs)
+
+
+def test_jambas_scan_is_a_vmap_of_its_own() -> None:
+    model = JAMBA.model()
+    expected = greedy(JAMBA.model(), prompt(6), 3)
+    model.compile(backend="specache", options={"lowering": "eager", "bits": 16})
+    assert torch.equal(greedy(model, prompt(6), 3), expected)
+    record = find_record(model)
+    assert record is not None
+    assert all(len(graph.captured.sites) == 1 for graph in record.graphs)

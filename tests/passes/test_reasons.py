@@ -1,0 +1,87 @@
+"""Why a model's attention is left as it is: said of what the model does, and not of what somebody else's might."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt
+from families import COMMON, Family
+from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, context_for
+from specache_compile.passes.find_attention import find_attention
+from specache_compile.passes.phase import DECODE
+from specache_compile.runtime.records import find_record
+
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8,
+    "first_k_dense_replace": 9, "num_key_value_heads": 4, "num_hidden_layers": 1,
+}  # fmt: skip
+COMPUTED = "computed from what the cache keeps"
+LEFT = {
+    "deepseek_v3": (Family("deepseek_v3", "DeepseekV3Config", LATENT), COMPUTED),
+    "diffllama": (Family("diffllama", "DiffLlamaConfig", {"num_hidden_layers": 1}), COMPUTED),
+    "bloom": (Family("bloom", "BloomConfig", {"n_head": 4, "n_layer": 1}), "in none of the forms that are known"),
+}
+
+
+def said(family: Family, tokens: int) -> list[str]:
+    """What a generation warns of, whose tokens are the uncompiled model's."""
+    model = family.model()
+    model.compile(backend="specache", options=LOSSLESS)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        made = greedy(model, prompt(20), tokens)
+    assert torch.equal(made, greedy(family.model(), prompt(20), tokens))
+    return [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_model_with_the_default_cache_and_attention_is_not_told_to_use_them(name: str) -> None:
+    family, reason = LEFT[name]
+    (message,) = said(family, 1)
+    assert reason in message
+    assert "DynamicCache" not in message
+
+
+def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_all_the_same() -> None:
+    """As latent attention makes them: a walk back through arguments alone ends at the empty tensor."""
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    own = builder.call(torch.empty, (BATCH, HEADS, PAST + 1, DIM), (BATCH, HEADS, PAST + 1, DIM))
+    half = builder.call(torch.narrow, (), own, 3, 0, DIM // 2)
+    half.meta["example_value"] = own.meta["example_value"].narrow(3, 0, DIM // 2)
+    read = builder.call(torch.narrow, (BATCH, HEADS, PAST + 1, DIM // 2), keys, 3, 0, DIM // 2)
+    builder.call(torch.Tensor.copy_, (BATCH, HEADS, PAST + 1, DIM // 2), half, read)
+    again = builder.graph.node_copy(out, lambda node: own if node is keys else node)
+    out.replace_all_uses_with(again)
+    builder.graph.erase_node(out)
+    context = context_for(builder, DECODE)
+    find_attention(builder.finish(again, keys, values), context)
+    assert COMPUTED in context.left_alone[0].reason
+
+
+def test_gpt2s_eager_attention_is_known() -> None:
+    """It casts its weights by `type`."""
+    settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "attn_implementation": "eager"}
+    assert said(Family("gpt2", "GPT2Config", settings), 2) == []
+
+
+def test_one_lane_is_told_once_with_its_reason() -> None:
+    config = LlamaConfig(**{**COMMON, "num_hidden_layers": 1})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.compile(backend="specache", options=LOSSLESS)
+    embedded = model.get_input_embeddings()(prompt(20))
+    with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        cache = model(inputs_embeds=embedded, use_cache=True).past_key_values
+        for _ in range(2):
+            model(inputs_embeds=embedded[:, :1], past_key_values=cache)
+    (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
+    assert "one token at a time" in message
+    assert "no token ids come in" in message
+    assert find_record(model) is not None

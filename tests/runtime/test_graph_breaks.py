@@ -1,0 +1,159 @@
+"""A graph break in one phase and not in another: the parts of a cache are joined, or parted, where a graph wants them
+so, and tokens stay the uncompiled model's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.session import session_of
+
+# Of a layer's output [B, T, width]: whether it is to break the graph.
+BREAKS: dict[str, Callable[[Tensor], bool]] = {
+    "in the prompt": lambda hidden: hidden.shape[1] > 1,
+    "in the steps": lambda hidden: hidden.shape[1] == 1,
+    "in both": lambda hidden: True,
+}
+
+
+def broken(model: LlamaForCausalLM, where: str) -> LlamaForCausalLM:
+    """A copy, compiled with the lossless settings, with a hook on its first layer that breaks the graph there."""
+    return compile_copy(hooked(model, where))
+
+
+def hooked(model: LlamaForCausalLM, where: str) -> LlamaForCausalLM:
+    twin = copy.deepcopy(model)
+
+    def hook(layer: Any, inputs: Any, output: Tensor) -> None:
+        if BREAKS[where](output):
+            torch._dynamo.graph_break()
+
+    twin.model.layers[0].register_forward_hook(hook)
+    return twin
+
+
+@torch.no_grad()
+def step(model: Any, ids: Tensor, cache: Any = None) -> Any:
+    return model(ids, past_key_values=cache, use_cache=True)
+
+
+def is_held(cache: Any) -> bool:
+    return all(isinstance(t, HeldTensor) for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got.logits, expected.logits, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", BREAKS)
+def test_a_generation_is_compressed_and_says_the_same(llama: LlamaForCausalLM, where: str) -> None:
+    twin = broken(llama, where)
+    tokens = greedy(twin, prompt(60), 8, return_dict_in_generate=True)
+    assert torch.equal(tokens.sequences, greedy(llama, prompt(60), 8))
+    assert is_held(tokens.past_key_values)
+    assert sc.stats(twin).decodes == 7
+
+
+def test_three_parts_are_joined() -> None:
+    llama = tiny_llama(num_hidden_layers=3)
+    twin = copy.deepcopy(llama)
+    for layer in twin.model.layers[:2]:
+        layer.register_forward_hook(lambda layer, inputs, out: torch._dynamo.graph_break() if len(out[0]) > 1 else None)
+    twin = compile_copy(twin)
+    assert torch.equal(greedy(twin, prompt(40), 4), greedy(llama, prompt(40), 4))
+
+
+@pytest.mark.one_process
+class TestOneModel:
+    """Of a prompt in two parts, whose steps and further turns are in one graph, or in two."""
+
+    def caches(self, llama: LlamaForCausalLM) -> tuple[LlamaForCausalLM, Any, Any]:
+        twin = broken(llama, "in the prompt")
+        return twin, *(step(model, prompt(50, 2)).past_key_values for model in (twin, llama))
+
+    def test_a_second_turn_parts_what_a_step_has_joined(self, llama: LlamaForCausalLM) -> None:
+        twin, held, plain = self.caches(llama)
+        for ids in (prompt(1, 2), prompt(9, 2, seed=5), prompt(1, 2, seed=6)):
+            close(step(twin, ids, held), step(llama, ids, plain))
+        assert is_held(held)
+
+    def test_parts_are_joined_after_their_edits(self, llama: LlamaForCausalLM) -> None:
+        twin, held, plain = self.caches(llama)
+        for cache in (held, plain):
+            cache.crop(-7)
+            cache.reorder_cache(torch.tensor([1, 1]))
+        close(step(twin, prompt(1, 2), held), step(llama, prompt(1, 2), plain))
+
+    def test_a_copy_of_parts_goes_its_own_way(self, llama: LlamaForCausalLM) -> None:
+        twin, held, plain = self.caches(llama)
+        fork = copy.deepcopy(held)
+        for cache, other, seed in ((held, copy.deepcopy(plain), 3), (fork, plain, 4)):
+            for ids in (prompt(1, 2, seed=seed), prompt(1, 2, seed=9)):
+                close(step(twin, ids, cache), step(llama, ids, other))
+
+    def test_a_plain_copy_has_all_parts(self, llama: LlamaForCausalLM) -> None:
+        _, held, plain = self.caches(llama)
+        for ours, theirs in zip(sc.materialize(held).layers, plain.layers, strict=True):
+            torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values), atol=1e-4, rtol=1e-4)
+
+    def test_an_uncompiled_model_goes_on_from_parts_that_were_joined(self, llama: LlamaForCausalLM) -> None:
+        twin, held, plain = self.caches(llama)
+        close(step(twin, prompt(1, 2), held), step(llama, prompt(1, 2), plain))
+        with pytest.warns(sc.SpecacheWarning, match="became plain"):
+            got = step(llama, prompt(1, 2), held)
+        close(got, step(llama, prompt(1, 2), plain))
+
+    def test_a_step_that_failed_can_be_taken_again(
+        self, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its held tensors are those of the parts still."""
+        twin, held, plain = self.caches(llama)
+        with monkeypatch.context() as patch:
+            patch.setattr("specache_compile.runtime.step.CompiledGraph.run", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step(twin, prompt(1, 2), held)
+        close(step(twin, prompt(1, 2), held), step(llama, prompt(1, 2), plain))
+
+    def test_a_view_from_before_they_were_joined_is_stale(self, llama: LlamaForCausalLM) -> None:
+        twin, held, _ = self.caches(llama)
+        old = copy.copy(held)
+        old.layers = [copy.copy(layer) for layer in held.layers]
+        step(twin, prompt(1, 2), held)
+        with pytest.raises(sc.HeldTensorError, match="deepcopy"):
+            step(twin, prompt(1, 2), old)
+
+    def test_a_part_of_another_cache_is_refused(self, llama: LlamaForCausalLM) -> None:
+        twin, held, _ = self.caches(llama)
+        step(twin, prompt(1, 2), held)
+        other = step(twin, prompt(1, 2), step(twin, prompt(50, 2, seed=8)).past_key_values).past_key_values
+        held.layers[1] = other.layers[1]
+        with pytest.raises(sc.SpecacheError, match="different caches"):
+            step(twin, prompt(1, 2), held)
+
+    def test_the_tiers_count_every_part(self, llama: LlamaForCausalLM) -> None:
+        twin, held, _ = self.caches(llama)
+        part = session_of(held).statistics.bytes_by_tier["host"]
+        step(twin, prompt(1, 2), held)
+        assert session_of(held).statistics.bytes_by_tier["host"] == 2 * part
+
+
+def interrupt(*arguments: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_parts_that_were_given_unlike_bits_say_so() -> None:
+    """Each part of a prompt is fitted into `memory` by itself, one layer with more bits than two."""
+    twin = hooked(tiny_llama(num_hidden_layers=3), "in the prompt")
+    twin.compile(backend="specache", options={"lowering": "eager", "memory": 250_000, "top_k": 16, "min_context": 0})
+    cache = step(twin, prompt(700)).past_key_values
+    with pytest.raises(sc.SpecacheError, match="parts of its cache were made with unlike options"):
+        step(twin, prompt(1), cache)
