@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -13,9 +12,9 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import response_events_to_chunks
 
 from .metrics import Metrics
+from .parts import Parts
 from .stops import Stops
 
 
@@ -64,10 +63,9 @@ class Answer:
         self.prompt = 0
         self.stops = Stops(question.stop)
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        self.rust, parser = tokenizer._tokenizer, question.parser
-        self.decoder = DecodeStream([], skip_special_tokens=parser is None)  # a parser goes by them
-        if parser is not None:
-            self.send(response_events_to_chunks(parser.initial_events))
+        self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)
+        self.decoder = DecodeStream([], skip_special_tokens=self.parts.plain)  # a parser goes by them
+        self.send(self.parts.opened())
 
     @property
     def said(self) -> int:
@@ -106,19 +104,16 @@ class Answer:
         tells it."""
 
     def close(self) -> None:
-        self.send_text(self.stops.withheld)
-        if self.question.parser is not None:
-            with contextlib.suppress(ValueError, RuntimeError):  # a call of a tool was cut short by `max_tokens`
-                self.send(response_events_to_chunks(self.question.parser.finalize()[1]))
-        self.send([None])
+        self.send([*self.parts.feed(self.stops.withheld, last=True), None])
 
     def fail(self, error: Exception) -> None:
         self.send([error])
 
     def send_text(self, text: str) -> None:
-        if text:
-            parser = self.question.parser
-            self.send([text] if parser is None else response_events_to_chunks(parser.feed(text)))
+        plain = self.parts.plain
+        self.send(self.parts.feed(text))
+        if self.parts.plain and not plain:
+            self.decoder = DecodeStream([], skip_special_tokens=True)
 
     def send(self, pieces: list[Any]) -> None:
         for piece in pieces:

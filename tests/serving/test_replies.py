@@ -93,14 +93,14 @@ def test_an_answer_of_nothing_has_a_role_too() -> None:
     assert ChatCompletionChunk.model_validate_json(events[0]).choices[0].delta.role == "assistant"
 
 
-def test_reasoning_and_calls_of_tools_are_no_text() -> None:
+def parser(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
+    """Of a model's answer to this prompt."""
     model: Any = tiny_llama()
     model.config.model_type = "qwen3"
-    ids = list(b"<|im_start|>assistant\n<think>\n")
+    return build_response_parser(TOKENIZER, model, list(prompt.encode()))
 
-    def parser() -> Any:
-        return build_response_parser(TOKENIZER, model, ids)
 
+def test_reasoning_and_calls_of_tools_are_no_text() -> None:
     choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=parser())).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
@@ -110,3 +110,15 @@ def test_reasoning_and_calls_of_tools_are_no_text() -> None:
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
     assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
     assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["look"]
+
+
+@pytest.mark.parametrize("call", ['{"name": "look", "arguments": {x}}', "[1]", '{"name": "look"}', '{"name": "lo'])
+def test_a_call_that_cannot_be_read_is_text(call: str) -> None:
+    """What the model has written, and no error: the client may ask again, or read it another way."""
+    end = "" if call.endswith("lo") else "</tool_call> So."
+    text = f"I look.\n<tool_call>{call}{end}"
+    choice = reply(text, ChatReply, parser=parser("<|im_start|>assistant\n"))["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    *events, _, _ = reply(text, ChatReply, streamed=True, parser=parser("<|im_start|>assistant\n"))
+    deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
+    assert "".join(delta.content or "" for delta in deltas) == text
