@@ -65,7 +65,8 @@ class Answer:
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)
         self.decoder = DecodeStream([], skip_special_tokens=self.parts.plain)  # a parser goes by them
-        self.send(self.parts.opened())
+        ends = question.config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
 
     @property
     def said(self) -> int:
@@ -74,7 +75,8 @@ class Answer:
 
     @property
     def finish(self) -> str:
-        return "length" if not self.stops.found and self.said >= (self.question.config.max_new_tokens or 0) else "stop"
+        ended = self.stops.found or self.ids[-1] in self.ends
+        return "length" if not ended and self.said >= (self.question.config.max_new_tokens or 0) else "stop"
 
     def put(self, tokens: Tensor) -> None:
         """Called by `generate`. ClientLeft and Stopped end it."""
@@ -89,10 +91,11 @@ class Answer:
     def say(self, tokens: list[int]) -> None:
         if not self.said:
             self.metrics.first_token.observe(time.perf_counter() - self.ticket.came)
+            self.send(self.parts.opened())  # not before: it would be taken for a token
         for token in tokens:
             self.ids.append(token)
             self.metrics.generated_tokens.inc()
-            text = self.decoder.step(self.rust, token) or ""
+            text = "" if token in self.ends else self.decoder.step(self.rust, token) or ""
             # As vLLM has it: a stop string that comes too early is text.
             watched = self.said > (self.question.config.min_new_tokens or 0)
             self.send_text(self.stops.feed(text) if watched else text)

@@ -31,9 +31,11 @@ def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once:
     """What a client gets where a model says this text, so many tokens at once: a response, or a list of events."""
 
     async def said() -> Any:
-        config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None))
+        config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None), eos_token_id=[7, 8])
         answer = Answer(Ticket(), Question({"input_ids": PROMPT}, config, **asked), TOKENIZER, Metrics())
         answer.put(PROMPT)
+        await asyncio.sleep(0)
+        assert answer.queue.empty(), "something was said before the first token"
         tokens = torch.tensor(list(text.encode()))
         try:
             for some in tokens.split(at_once):
@@ -74,6 +76,14 @@ def test_a_stop_string_that_comes_before_the_least_tokens_is_text() -> None:
     said = reply("a.b.c.d", stop=["."], min_tokens=3)
     assert said["choices"][0]["text"] == "a.b"
     assert said["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(("text", "finish"), [("x" * 199 + "\a", "stop"), ("x" * 200, "length"), ("x\b", "stop")])
+def test_an_end_token_is_no_text_and_an_end_at_the_longest_length_too(text: str, finish: str) -> None:
+    said = reply(text)
+    assert said["choices"][0]["text"] == text.strip("\a\b")
+    assert said["choices"][0]["finish_reason"] == finish
+    assert said["usage"]["completion_tokens"] == len(text)
 
 
 def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
