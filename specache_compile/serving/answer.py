@@ -97,8 +97,7 @@ class Answer:
             self.metrics.generated_tokens.inc()
             text = "" if token in self.ends else self.decoder.step(self.rust, token) or ""
             # As vLLM has it: a stop string that comes too early is text.
-            watched = self.said > (self.question.config.min_new_tokens or 0)
-            self.send_text(self.stops.feed(text) if watched else text)
+            self.send_text(self.stops.feed(text, self.said > (self.question.config.min_new_tokens or 0)))
             if self.stops.found:
                 raise Stopped
 

@@ -78,6 +78,12 @@ def test_a_stop_string_that_comes_before_the_least_tokens_is_text() -> None:
     assert said["usage"]["completion_tokens"] == 4
 
 
+def test_one_that_is_complete_after_them_ends_the_answer() -> None:
+    said = reply("abcdef", stop=["cd", "abc"], min_tokens=3)
+    assert said["choices"][0]["text"] == "ab"
+    assert said["usage"]["completion_tokens"] == 4
+
+
 @pytest.mark.parametrize(("text", "finish"), [("x" * 199 + "\a", "stop"), ("x" * 200, "length"), ("x\b", "stop")])
 def test_an_end_token_is_no_text_and_an_end_at_the_longest_length_too(text: str, finish: str) -> None:
     said = reply(text)
