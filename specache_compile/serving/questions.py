@@ -73,6 +73,7 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
     if body.temperature is not None or body.top_p is not None:
         config.do_sample = body.temperature != 0
+        config.top_k = config.top_k or 0  # None would be 50
     if not config.do_sample:
         config.temperature = config.top_p = config.top_k = None
     else:

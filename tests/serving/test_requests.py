@@ -14,11 +14,12 @@ import pytest
 import torch
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from transformers import GenerationConfig
 
 from conftest import tiny_llama
 from served import TEMPLATE, Served, posted, serving, write_checkpoint
 from specache_compile.serving.model import byte_tokenizer
-from specache_compile.serving.questions import Penalties, chat
+from specache_compile.serving.questions import Penalties, chat, config_of
 from specache_compile.serving.requests import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.one_process
@@ -208,6 +209,24 @@ WITH_TOOLS = "{% if tools %}{{ tools | map(attribute='function.name') | join }}{
 def test_a_model_is_told_of_the_tools_that_it_may_call() -> None:
     assert asked(WITH_TOOLS, tools=[TOOL]).startswith("look<user>")
     assert asked(WITH_TOOLS, tools=[TOOL], tool_choice="none").startswith("<user>")
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "drawn"),
+    [
+        ({}, {"temperature": 1.5}, (True, 1.5, None, 0)),
+        ({}, {"top_p": 0.5}, (True, None, 0.5, 0)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"top_p": 0.5}, (True, 0.6, 0.5, 20)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {}, (True, 0.6, None, 20)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0}, (False, None, None, None)),
+    ],
+)
+def test_a_token_is_drawn_from_all_where_neither_checkpoint_nor_request_says_less(
+    own: dict[str, Any], given: dict[str, Any], drawn: tuple[Any, ...]
+) -> None:
+    served: Any = SimpleNamespace(model=SimpleNamespace(generation_config=GenerationConfig(**own)), vocabulary=128)
+    config = config_of(served, CompletionBody(prompt="a", **given))
+    assert (config.do_sample, config.temperature, config.top_p, config.top_k) == drawn
 
 
 def test_a_template_has_all_of_a_message() -> None:
