@@ -17,6 +17,9 @@ from .metrics import Metrics
 from .parts import Parts
 from .stops import Stops
 
+# Tokens of a prompt that its continuation is read with: as many as a character may have, and more.
+BEFORE = 8
+
 
 class ClientLeft(Exception):
     """Nobody waits for what is being generated."""
@@ -38,7 +41,8 @@ class Ticket:
 class Question:
     """What the model is asked. `opening`: tokens that the template puts before an answer, at the prompt's end: the next
     turn's may lack them. `penalties`: for frequency and presence. `parser`: what takes reasoning and calls of tools out
-    of an answer, if anything does."""
+    of an answer, if anything does. `continued`: whether the answer goes on with the prompt's text, and is none of its
+    own, whose first space some tokenizers take away."""
 
     inputs: Any
     config: GenerationConfig
@@ -47,6 +51,7 @@ class Question:
     seed: int | None = None
     penalties: tuple[float, float] = (0.0, 0.0)
     parser: Any = None
+    continued: bool = False
 
     @property
     def tokens(self) -> int:
@@ -83,6 +88,8 @@ class Answer:
         new = tokens.flatten().tolist()
         if not self.prompt:
             self.ids, self.prompt = new, len(new)
+            if self.question.continued:
+                self.decoder = DecodeStream(new[-BEFORE:], skip_special_tokens=True)
         else:
             self.say(new)
         if self.ticket.left.is_set():

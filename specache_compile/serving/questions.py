@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .requests import Body, ChatBody, CompletionBody, Message
 
 
 def completion(served: ServedModel, body: CompletionBody) -> Question:
-    return question(served, body, served.tokenizer(body.prompt, return_tensors="pt"))
+    return replace(question(served, body, served.tokenizer(body.prompt, return_tensors="pt")), continued=True)
 
 
 def chat(served: ServedModel, body: ChatBody) -> Question:

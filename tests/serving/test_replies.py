@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
@@ -138,3 +140,20 @@ def test_a_call_that_cannot_be_read_is_text(call: str) -> None:
     *events, _, _ = reply(text, ChatReply, streamed=True, parser=parser("<|im_start|>assistant\n"))
     deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
     assert "".join(delta.content or "" for delta in deltas) == text
+
+
+@pytest.mark.parametrize(("continued", "text"), [(True, " is a"), (False, "is a")])
+def test_a_continuation_keeps_its_first_space(continued: bool, text: str) -> None:
+    """Llama 2's tokenizer takes it from any text, as it has put it there."""
+    rust = Tokenizer(models.BPE(vocab={"▁is": 0, "▁a": 1, "▁Here": 2}, merges=[]))
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    question = Question({"input_ids": torch.tensor([[2]])}, GenerationConfig(), continued=continued)
+
+    async def said() -> Any:
+        answer = Answer(Ticket(), question, SimpleNamespace(_tokenizer=rust), Metrics())
+        for token in (2, 0, 1):
+            answer.put(torch.tensor([[token]]))
+        answer.close()
+        return "".join([piece async for piece in answer.pieces()])
+
+    assert asyncio.run(said()) == text
