@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from fastapi import HTTPException
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cli.serving.utils import build_response_parser
@@ -23,18 +24,22 @@ def completion(served: ServedModel, body: CompletionBody) -> Question:
 
 
 def chat(served: ServedModel, body: ChatBody) -> Question:
-    """400 where there is no template, or it would leave the tools out."""
+    """400 where there is no template, or it does not take the messages, or would leave the tools out."""
     tokenizer = served.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise HTTPException(400, f"{served.name} has no chat template: ask /v1/completions")
     messages = [as_templates_have_it(message) for message in body.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
+    offered = [] if body.tool_choice == "none" else body.tools or []
+    tools = [tool.model_dump(exclude_none=True) for tool in offered] or None
 
     def text(answer: bool = True, tools: Any = tools) -> str:
         more = body.chat_template_kwargs or {}
-        rendered = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
-        )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
+            )
+        except (TemplateError, TypeError) as error:  # messages that it does not take
+            raise HTTPException(400, f"the chat template: {error}") from error
         return str(rendered)
 
     whole, asked = text(), text(answer=False)

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from fastapi import HTTPException
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from transformers import GenerationConfig
@@ -235,6 +236,13 @@ def test_a_template_has_all_of_a_message() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 7}'}}]
     message = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "See"}], "tool_calls": calls}
     assert asked(template, messages=[message]).startswith("Ada: See 7")
+
+
+def test_messages_that_a_template_fails_at_are_refused() -> None:
+    template = "{% for name, value in messages[0].tool_calls[0].function.arguments | items %}{% endfor %}"
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "3"}}]}
+    with pytest.raises(HTTPException, match="400: the chat template: Can only get item pairs from a mapping"):
+        asked(template, messages=[message])
 
 
 def test_the_server_has_one_model_and_says_which(served: Served) -> None:
