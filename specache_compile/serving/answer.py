@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -13,10 +12,13 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import response_events_to_chunks
 
 from .metrics import Metrics
+from .parts import Parts
 from .stops import Stops
+
+# Tokens of a prompt that its continuation is read with: as many as a character may have, and more.
+BEFORE = 8
 
 
 class ClientLeft(Exception):
@@ -39,7 +41,8 @@ class Ticket:
 class Question:
     """What the model is asked. `opening`: tokens that the template puts before an answer, at the prompt's end: the next
     turn's may lack them. `penalties`: for frequency and presence. `parser`: what takes reasoning and calls of tools out
-    of an answer, if anything does."""
+    of an answer, if anything does. `continued`: whether the answer goes on with the prompt's text, and is none of its
+    own, whose first space some tokenizers take away."""
 
     inputs: Any
     config: GenerationConfig
@@ -48,6 +51,7 @@ class Question:
     seed: int | None = None
     penalties: tuple[float, float] = (0.0, 0.0)
     parser: Any = None
+    continued: bool = False
 
     @property
     def tokens(self) -> int:
@@ -64,10 +68,10 @@ class Answer:
         self.prompt = 0
         self.stops = Stops(question.stop)
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        self.rust, parser = tokenizer._tokenizer, question.parser
-        self.decoder = DecodeStream([], skip_special_tokens=parser is None)  # a parser goes by them
-        if parser is not None:
-            self.send(response_events_to_chunks(parser.initial_events))
+        self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)
+        self.decoder = DecodeStream([], skip_special_tokens=self.parts.plain)  # a parser goes by them
+        ends = question.config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
 
     @property
     def said(self) -> int:
@@ -76,13 +80,16 @@ class Answer:
 
     @property
     def finish(self) -> str:
-        return "length" if not self.stops.found and self.said >= (self.question.config.max_new_tokens or 0) else "stop"
+        ended = self.stops.found or self.ids[-1] in self.ends
+        return "length" if not ended and self.said >= (self.question.config.max_new_tokens or 0) else "stop"
 
     def put(self, tokens: Tensor) -> None:
         """Called by `generate`. ClientLeft and Stopped end it."""
         new = tokens.flatten().tolist()
         if not self.prompt:
             self.ids, self.prompt = new, len(new)
+            if self.question.continued:
+                self.decoder = DecodeStream(new[-BEFORE:], skip_special_tokens=True)
         else:
             self.say(new)
         if self.ticket.left.is_set():
@@ -91,13 +98,13 @@ class Answer:
     def say(self, tokens: list[int]) -> None:
         if not self.said:
             self.metrics.first_token.observe(time.perf_counter() - self.ticket.came)
+            self.send(self.parts.opened())  # not before: it would be taken for a token
         for token in tokens:
             self.ids.append(token)
             self.metrics.generated_tokens.inc()
-            text = self.decoder.step(self.rust, token) or ""
+            text = "" if token in self.ends else self.decoder.step(self.rust, token) or ""
             # As vLLM has it: a stop string that comes too early is text.
-            watched = self.said > (self.question.config.min_new_tokens or 0)
-            self.send_text(self.stops.feed(text) if watched else text)
+            self.send_text(self.stops.feed(text, self.said > (self.question.config.min_new_tokens or 0)))
             if self.stops.found:
                 raise Stopped
 
@@ -106,19 +113,16 @@ class Answer:
         tells it."""
 
     def close(self) -> None:
-        self.send_text(self.stops.withheld)
-        if self.question.parser is not None:
-            with contextlib.suppress(ValueError, RuntimeError):  # a call of a tool was cut short by `max_tokens`
-                self.send(response_events_to_chunks(self.question.parser.finalize()[1]))
-        self.send([None])
+        self.send([*self.parts.feed(self.stops.withheld, last=True), None])
 
     def fail(self, error: Exception) -> None:
         self.send([error])
 
     def send_text(self, text: str) -> None:
-        if text:
-            parser = self.question.parser
-            self.send([text] if parser is None else response_events_to_chunks(parser.feed(text)))
+        plain = self.parts.plain
+        self.send(self.parts.feed(text))
+        if self.parts.plain and not plain:
+            self.decoder = DecodeStream([], skip_special_tokens=True)
 
     def send(self, pieces: list[Any]) -> None:
         for piece in pieces:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 from fastapi import HTTPException
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cli.serving.utils import build_response_parser
@@ -18,22 +20,26 @@ from .requests import Body, ChatBody, CompletionBody, Message
 
 
 def completion(served: ServedModel, body: CompletionBody) -> Question:
-    return question(served, body, served.tokenizer(body.prompt, return_tensors="pt"))
+    return replace(question(served, body, served.tokenizer(body.prompt, return_tensors="pt")), continued=True)
 
 
 def chat(served: ServedModel, body: ChatBody) -> Question:
-    """400 where there is no template, or it would leave the tools out."""
+    """400 where there is no template, or it does not take the messages, or would leave the tools out."""
     tokenizer = served.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise HTTPException(400, f"{served.name} has no chat template: ask /v1/completions")
     messages = [as_templates_have_it(message) for message in body.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
+    offered = [] if body.tool_choice == "none" else body.tools or []
+    tools = [tool.model_dump(exclude_none=True) for tool in offered] or None
 
     def text(answer: bool = True, tools: Any = tools) -> str:
         more = body.chat_template_kwargs or {}
-        rendered = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
-        )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
+            )
+        except (TemplateError, TypeError) as error:  # messages that it does not take
+            raise HTTPException(400, f"the chat template: {error}") from error
         return str(rendered)
 
     whole, asked = text(), text(answer=False)
@@ -73,6 +79,7 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
     if body.temperature is not None or body.top_p is not None:
         config.do_sample = body.temperature != 0
+        config.top_k = config.top_k or 0  # None would be 50
     if not config.do_sample:
         config.temperature = config.top_p = config.top_k = None
     else:

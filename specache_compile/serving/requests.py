@@ -193,9 +193,3 @@ class ChatBody(Body):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: another number than max_completion_tokens")
         return self
-
-    @model_validator(mode="after")
-    def has_no_tools_where_none_may_be_called(self) -> ChatBody:
-        if self.tool_choice == "none":
-            self.tools = None
-        return self

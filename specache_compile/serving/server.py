@@ -12,7 +12,6 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -92,7 +91,6 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, n
 
     app.add_exception_handler(StarletteHTTPException, refused)
     app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(TemplateError, unfit)
     app.add_exception_handler(SpecacheError, refused)  # without a traceback: it says all
     app.add_exception_handler(Exception, refused)
     return app
@@ -177,8 +175,3 @@ async def malformed(request: Request, exception: Any) -> JSONResponse:
     """A body that is no JSON, or whose fields are not what they should be: each by its place."""
     faults = (f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in exception.errors())
     return await refused(request, HTTPException(400, "; ".join(faults)))
-
-
-async def unfit(request: Request, exception: Exception) -> JSONResponse:
-    """Messages that the chat template does not take, in its words."""
-    return await refused(request, HTTPException(400, f"the chat template: {exception}"))

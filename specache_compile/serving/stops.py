@@ -12,12 +12,12 @@ class Stops:
     def __init__(self, strings: Sequence[str]) -> None:
         self.strings, self.withheld, self.found = strings, "", False
 
-    def feed(self, text: str) -> str:
-        """What may be said, now that `text` follows."""
+    def feed(self, text: str, heeded: bool = True) -> str:
+        """What may be said, now that `text` follows. heeded: whether a stop string that is complete with it is one."""
         text = self.withheld + text
         # The one that is complete first, so that it is the same one however the text comes.
         ends = [(at + len(string), at) for string in self.strings if (at := text.find(string)) >= 0]
-        if ends:
+        if ends and heeded:
             self.found, self.withheld = True, ""
             return text[: min(ends)[1]]
         at = len(text) - max((overlap(text, string) for string in self.strings), default=0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
@@ -31,9 +33,11 @@ def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once:
     """What a client gets where a model says this text, so many tokens at once: a response, or a list of events."""
 
     async def said() -> Any:
-        config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None))
+        config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None), eos_token_id=[7, 8])
         answer = Answer(Ticket(), Question({"input_ids": PROMPT}, config, **asked), TOKENIZER, Metrics())
         answer.put(PROMPT)
+        await asyncio.sleep(0)
+        assert answer.queue.empty(), "something was said before the first token"
         tokens = torch.tensor(list(text.encode()))
         try:
             for some in tokens.split(at_once):
@@ -76,6 +80,20 @@ def test_a_stop_string_that_comes_before_the_least_tokens_is_text() -> None:
     assert said["usage"]["completion_tokens"] == 4
 
 
+def test_one_that_is_complete_after_them_ends_the_answer() -> None:
+    said = reply("abcdef", stop=["cd", "abc"], min_tokens=3)
+    assert said["choices"][0]["text"] == "ab"
+    assert said["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(("text", "finish"), [("x" * 199 + "\a", "stop"), ("x" * 200, "length"), ("x\b", "stop")])
+def test_an_end_token_is_no_text_and_an_end_at_the_longest_length_too(text: str, finish: str) -> None:
+    said = reply(text)
+    assert said["choices"][0]["text"] == text.strip("\a\b")
+    assert said["choices"][0]["finish_reason"] == finish
+    assert said["usage"]["completion_tokens"] == len(text)
+
+
 def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
     """The role is no event of its own: it would come before the request has its turn, as if it were a token."""
     *events, done = reply("Yes", ChatReply, streamed=True)
@@ -93,14 +111,14 @@ def test_an_answer_of_nothing_has_a_role_too() -> None:
     assert ChatCompletionChunk.model_validate_json(events[0]).choices[0].delta.role == "assistant"
 
 
-def test_reasoning_and_calls_of_tools_are_no_text() -> None:
+def parser(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
+    """Of a model's answer to this prompt."""
     model: Any = tiny_llama()
     model.config.model_type = "qwen3"
-    ids = list(b"<|im_start|>assistant\n<think>\n")
+    return build_response_parser(TOKENIZER, model, list(prompt.encode()))
 
-    def parser() -> Any:
-        return build_response_parser(TOKENIZER, model, ids)
 
+def test_reasoning_and_calls_of_tools_are_no_text() -> None:
     choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=parser())).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
@@ -110,3 +128,32 @@ def test_reasoning_and_calls_of_tools_are_no_text() -> None:
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
     assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
     assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["look"]
+
+
+@pytest.mark.parametrize("call", ['{"name": "look", "arguments": {x}}', "[1]", '{"name": "look"}', '{"name": "lo'])
+def test_a_call_that_cannot_be_read_is_text(call: str) -> None:
+    """What the model has written, and no error: the client may ask again, or read it another way."""
+    end = "" if call.endswith("lo") else "</tool_call> So."
+    text = f"I look.\n<tool_call>{call}{end}"
+    choice = reply(text, ChatReply, parser=parser("<|im_start|>assistant\n"))["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    *events, _, _ = reply(text, ChatReply, streamed=True, parser=parser("<|im_start|>assistant\n"))
+    deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
+    assert "".join(delta.content or "" for delta in deltas) == text
+
+
+@pytest.mark.parametrize(("continued", "text"), [(True, " is a"), (False, "is a")])
+def test_a_continuation_keeps_its_first_space(continued: bool, text: str) -> None:
+    """Llama 2's tokenizer takes it from any text, as it has put it there."""
+    rust = Tokenizer(models.BPE(vocab={"▁is": 0, "▁a": 1, "▁Here": 2}, merges=[]))
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    question = Question({"input_ids": torch.tensor([[2]])}, GenerationConfig(), continued=continued)
+
+    async def said() -> Any:
+        answer = Answer(Ticket(), question, SimpleNamespace(_tokenizer=rust), Metrics())
+        for token in (2, 0, 1):
+            answer.put(torch.tensor([[token]]))
+        answer.close()
+        return "".join([piece async for piece in answer.pieces()])
+
+    assert asyncio.run(said()) == text

@@ -12,13 +12,15 @@ from typing import Any
 import openai
 import pytest
 import torch
+from fastapi import HTTPException
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from transformers import GenerationConfig
 
 from conftest import tiny_llama
 from served import TEMPLATE, Served, posted, serving, write_checkpoint
 from specache_compile.serving.model import byte_tokenizer
-from specache_compile.serving.questions import Penalties, chat
+from specache_compile.serving.questions import Penalties, chat, config_of
 from specache_compile.serving.requests import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.one_process
@@ -210,12 +212,37 @@ def test_a_model_is_told_of_the_tools_that_it_may_call() -> None:
     assert asked(WITH_TOOLS, tools=[TOOL], tool_choice="none").startswith("<user>")
 
 
+@pytest.mark.parametrize(
+    ("own", "given", "drawn"),
+    [
+        ({}, {"temperature": 1.5}, (True, 1.5, None, 0)),
+        ({}, {"top_p": 0.5}, (True, None, 0.5, 0)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"top_p": 0.5}, (True, 0.6, 0.5, 20)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {}, (True, 0.6, None, 20)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0}, (False, None, None, None)),
+    ],
+)
+def test_a_token_is_drawn_from_all_where_neither_checkpoint_nor_request_says_less(
+    own: dict[str, Any], given: dict[str, Any], drawn: tuple[Any, ...]
+) -> None:
+    served: Any = SimpleNamespace(model=SimpleNamespace(generation_config=GenerationConfig(**own)), vocabulary=128)
+    config = config_of(served, CompletionBody(prompt="a", **given))
+    assert (config.do_sample, config.temperature, config.top_p, config.top_k) == drawn
+
+
 def test_a_template_has_all_of_a_message() -> None:
     template = "{% for m in messages %}{{ m.name }}: {{ m.content }} {{ m.tool_calls[0].function.arguments.x }}"
     template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 7}'}}]
     message = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "See"}], "tool_calls": calls}
     assert asked(template, messages=[message]).startswith("Ada: See 7")
+
+
+def test_messages_that_a_template_fails_at_are_refused() -> None:
+    template = "{% for name, value in messages[0].tool_calls[0].function.arguments | items %}{% endfor %}"
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "3"}}]}
+    with pytest.raises(HTTPException, match="400: the chat template: Can only get item pairs from a mapping"):
+        asked(template, messages=[message])
 
 
 def test_the_server_has_one_model_and_says_which(served: Served) -> None:

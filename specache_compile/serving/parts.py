@@ -1,0 +1,47 @@
+"""The parts of an answer: text, reasoning, and calls of tools, as the response template of its model has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cli.serving.utils import response_events_to_chunks
+
+
+class Parts:
+    """`unread`: text that is in no part yet. Where the parser cannot read it (a call of a tool that is no JSON, or was
+    cut short), it is text, and so is all that follows: `plain`. So it is where there is no parser."""
+
+    def __init__(self, parser: Any) -> None:
+        self.parser, self.unread = parser, ""
+
+    @property
+    def plain(self) -> bool:
+        return self.parser is None
+
+    def opened(self) -> list[Any]:
+        """What the prompt began of the answer."""
+        return [] if self.plain else response_events_to_chunks(self.parser.initial_events)
+
+    def feed(self, text: str, last: bool = False) -> list[Any]:
+        """The parts that are known, now that `text` follows, which may be the `last`."""
+        self.unread += text
+        pieces: list[Any] = []
+        if not self.plain:
+            try:
+                events = self.parser.feed(text) + (self.parser.finalize()[1] if last else [])
+                pieces = response_events_to_chunks(events)
+            except (ValueError, KeyError, TypeError):  # a model has written it, and it may be anything
+                self.parser = None
+            else:
+                self.note(events)
+        if self.plain and self.unread:
+            pieces, self.unread = [self.unread], ""
+        return pieces
+
+    def note(self, events: list[dict[str, Any]]) -> None:
+        kinds = [event["type"] for event in events]
+        for event, following in zip(events, [*kinds[1:], None], strict=False):
+            if event["type"] == "region_chunk" and not event.get("dirty"):
+                self.unread = self.unread.partition(event["text"])[2]
+            elif event["type"] == "region_close" and following != "region_open":  # not by what opens the next
+                self.unread = ""
