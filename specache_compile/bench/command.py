@@ -80,9 +80,7 @@ def run_bench(args: argparse.Namespace) -> None:
         if not args.no_first_answers:
             measure_answers(methods, {**asked, "device": args.device}, results)
     except KeyboardInterrupt:
-        kept = (
-            f"{args.json} has what is finished: the same command goes on" if args.json else "--json FILE would keep it"
-        )
+        kept = f"the same command goes on with {args.json}" if args.json else "--json FILE would keep what is finished"
         print(f"interrupted: {kept}", file=sys.stderr)
         raise
     finally:

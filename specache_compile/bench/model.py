@@ -49,9 +49,7 @@ def check_room(
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 1 << 62
     if max(contexts) >= limit:
-        raise SpecacheError(
-            f"--contexts {max(contexts)}: the model's context is {limit:,} tokens; leave room for steps"
-        )
+        raise SpecacheError(f"--contexts {max(contexts)}: the model has {limit:,} tokens; leave room for steps")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = sum(p.nbytes for p in model.parameters())
@@ -63,5 +61,5 @@ def check_room(
     if wanted > free:
         raise SpecacheError(
             f"weights of {weights / 1e9:.1f} GB and {ways} caches of {max(contexts):,} tokens × {max(batches)} would "
-            f"take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: fewer --methods, shorter --contexts, or --layers"
+            f"take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: fewer --methods, shorter --contexts"
         )

@@ -19,8 +19,8 @@ from specache_compile.errors import SpecacheError
 
 
 def provenance(device: torch.device, program: str) -> dict[str, Any]:
-    """The command, the day, the device, the host's threads and the versions behind a file of results; program: a script,
-    or a command's name."""
+    """The command, the day, the device, the host's threads and the versions behind a file of results. program: a
+    script, or a command's name."""
     return {
         "command": shlex.join([*(["python"] if program.endswith(".py") else []), program, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
@@ -41,8 +41,8 @@ def processor() -> str:
 class Results:
     """The rows of one file of results, which is written anew with each of them: a run may end anywhere.
 
-    `resume`: go on with what the file has. SpecacheError where that was measured on another device, with other versions of
-    what decides, or under other `settings`: such rows do not belong into one table.
+    `resume`: go on with what the file has. SpecacheError where that was measured on another device, with other versions
+    of what decides, or under other `settings`: such rows do not belong into one table.
     """
 
     def __init__(self, out: Path | None, program: str, device: torch.device, resume: bool, **settings: Any) -> None:
@@ -76,7 +76,7 @@ class Results:
         return self.report[name]
 
     def write(self) -> None:
-        """By way of another file: who is killed meanwhile leaves the old one. Without a file rows are kept here alone."""
+        """By way of another file: who is killed meanwhile leaves the old one. Without a file, nothing."""
         if self.out is None:
             return
         self.out.parent.mkdir(parents=True, exist_ok=True)

@@ -150,7 +150,7 @@ def way(name: str, model: Any, ids: Tensor, plain: DynamicCache, room: int, how:
         return LlamaCpp(name, gguf, ids[0].tolist(), room)
     twin = twin_of(model, name, lowering)
     token, length = ids[:, -1:].clone(), ids.shape[1]
-    if name == UNCOMPILED or name == COMPILED:
+    if name in (UNCOMPILED, COMPILED):
         return Decoding(twin, copy.deepcopy(plain), token, length)
     if name in BASELINES:
         return Decoding(twin, filled(empty_cache(name, model.config, length + room), plain), token, length)
