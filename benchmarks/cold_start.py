@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import provenance
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile  # noqa: F401  (its time to be imported is nobody's wait for a graph)
+from specache_compile.bench.results import provenance
 from specache_compile.lowering import lower
 
 SMOLLM2 = {

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from baselines import QUANTIZED, empty_cache, why_not
 from llama_cpp_decode import LIBRARY, LLAMA_CPP, LlamaCpp, build_info, why_no_llama_cpp
-from measuring import provenance
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.bench.results import provenance
 from specache_compile.checkpoints import gguf_of, is_installed
 from specache_compile.evaluation.command import load
 

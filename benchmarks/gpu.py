@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Results
+
+from specache_compile.bench.results import Results
 
 ROOT = Path(__file__).parent.parent
 FEWEST_CORES = 16  # from which on tests run side by side

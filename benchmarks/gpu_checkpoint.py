@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Results
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
 from quality import LICENCES, RESULTS, SMOLLM2, arguments
+from specache_compile.bench.results import Results
 from specache_compile.cli import main as specache
 from specache_compile.evaluation.command import load
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting, running

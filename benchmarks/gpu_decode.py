@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from baselines import BASELINES, COMPILED, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
-from measuring import Results, limits, milliseconds
+from measuring import limits, milliseconds
 from tabulate import tabulate
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -37,6 +37,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.bench.results import Results
 from specache_compile.kernels.segments import SEGMENT
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options

@@ -22,11 +22,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from measuring import Results, limits, milliseconds
+from measuring import limits, milliseconds
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
+from specache_compile.bench.results import Results
 from specache_compile.kernels import (
     attention,
     tiers,

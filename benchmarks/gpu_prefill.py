@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from gpu_decode import GIB, build
-from measuring import Results, milliseconds
+from measuring import milliseconds
 from tabulate import tabulate
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.bench.results import Results
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "torch.compile": None,

@@ -27,9 +27,10 @@ if not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
-from measuring import Results, limits, milliseconds
+from measuring import limits, milliseconds
 from tabulate import tabulate
 
+from specache_compile.bench.results import Results
 from specache_compile.kernels import host_memory, triton_copy
 from specache_compile.kernels.segments import segmented, tokens_of
 

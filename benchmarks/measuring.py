@@ -1,21 +1,12 @@
-"""What benchmarks share: a clock, the device's limits, and where a figure comes from."""
+"""What the GPU benchmarks share: a clock, and the device's limits."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-import triton
 
 
 def milliseconds(
@@ -60,71 +51,3 @@ def limits(device: torch.device, size: int, repeats: int) -> dict[str, float]:
         "to host": milliseconds(lambda i: host.copy_(here, non_blocking=True), device, repeats),
     }
     return {name: size / ms / 1e6 for name, ms in times.items()}
-
-
-def provenance(device: torch.device, script: str) -> dict[str, Any]:
-    """The command, the day, the device, the host's threads and the versions behind a file of results."""
-    return {
-        "command": shlex.join(["python", script, *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "triton": triton.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
-    }  # fmt: skip
-
-
-def processor() -> str:
-    """Its model, as Linux tells it; elsewhere its kind."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    return model or platform.processor() or f"{platform.machine()} CPU"
-
-
-class Results:
-    """The rows of one file of results, which is written anew with each of them: a run may end anywhere.
-
-    `resume`: go on with what the file has. SystemExit where that was measured on another device, with other versions of
-    what decides, or under other `settings`: such rows do not belong into one table.
-    """
-
-    def __init__(self, out: Path, script: str, device: torch.device, resume: bool, **settings: Any) -> None:
-        self.out = out
-        self.report: dict[str, Any] = {"provenance": provenance(device, script), "settings": settings, "rows": []}
-        if resume and out.exists():
-            found = json.loads(out.read_text())
-            old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))
-            other = [f"{name} {old[name]}, not {new[name]}" for name in (*SAME, *settings) if old[name] != new[name]]
-            if other:
-                raise SystemExit(f"{out} was measured with {'; '.join(other)}: give another --out")
-            self.report = found
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.report["rows"]
-        return rows
-
-    def has(self, **key: Any) -> bool:
-        """Whether there is a row with these figures."""
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
-
-    def add(self, *rows: dict[str, Any]) -> None:
-        self.rows.extend(rows)
-        self.write()
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """A fact of the whole file: what it has, or else what `make` gives."""
-        if name not in self.report:
-            self.report[name] = make()
-        return self.report[name]
-
-    def write(self) -> None:
-        """By way of another file: who is killed meanwhile leaves the old one."""
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        part = self.out.with_suffix(".part")
-        part.write_text(json.dumps(self.report, indent=1) + "\n")
-        part.replace(self.out)
-
-
-# Of a provenance, what rows of one table have in common.
-SAME = ("device", "torch", "cuda", "triton", "transformers")

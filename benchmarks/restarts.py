@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import provenance
 from tabulate import tabulate
 from tqdm import tqdm
 
 import specache_compile as sc
+from specache_compile.bench.results import provenance
 from specache_compile.evaluation.command import load
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of

@@ -23,11 +23,11 @@ from typing import Any
 
 import openai
 import torch
-from measuring import provenance
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specache_compile.bench.results import provenance
 from specache_compile.cli import options_of, parser
 from specache_compile.serving.command import running
 from specache_compile.serving.model import byte_tokenizer

@@ -32,7 +32,6 @@ from unittest import mock
 import psutil
 import torch
 import transformers
-from measuring import provenance
 from soak_operations import OPERATIONS
 from soak_state import VOCABULARY, Difference, Soak, settle, some_text
 from tabulate import tabulate
@@ -41,6 +40,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.bench.results import provenance
 from specache_compile.kernels import copy_queue
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Session

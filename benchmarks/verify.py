@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import provenance
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
@@ -33,6 +32,7 @@ from tqdm import tqdm
 import edits
 import specache_compile as sc
 from edits import ASKED
+from specache_compile.bench.results import provenance
 from specache_compile.evaluation.command import load
 from specache_compile.evaluation.provenance import model_hash
 from specache_compile.evaluation.reader import Reader

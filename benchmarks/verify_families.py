@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import transformers
-from measuring import provenance
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
 import specache_compile as sc
+from specache_compile.bench.results import provenance
 from verify import equal_tokens, finished, generate
 
 SMALL = {

@@ -1,4 +1,4 @@
-"""The `specache` command: explain, generate, serve, evaluate methods, diagnose attention."""
+"""The `specache` command: explain, generate, serve, bench, evaluate methods, diagnose attention."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .bench.command import add_bench, run_bench
 from .checkpoints import is_byte_level, limit_of, placed, resolved, tell_origin
 from .errors import OptionError, SpecacheError
 from .evaluation.command import MODEL, add_eval, run_eval
@@ -86,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--device", default=device, help="default: %(default)s")
     for command in (explain, generate, serve):
         add_options(command)
+    add_bench(commands.add_parser("bench", help="a decode step, first tokens and bytes, beside other caches"))
     add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))
     add_diagnose(
         commands.add_parser("diagnose", help="attention, policies and guesses as the papers' figures show them")
@@ -196,6 +198,7 @@ class ByteTokenizer:
 
 
 RUN = {
+    "bench": run_bench,
     "explain": run_explain,
     "generate": run_generate,
     "serve": lambda args: run_serve(args, options_of(args)),

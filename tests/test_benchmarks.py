@@ -22,6 +22,8 @@ import pytest
 import torch
 
 from conftest import NEEDLE_LLAMA, prompt, tiny_llama
+from specache_compile.bench.results import Results
+from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import ByteReader
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
@@ -218,7 +220,7 @@ def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
     assert gpu.main(day) == gpu.DONE, "what is done is not done again"
     assert written.read_text() == "once "
     assert tables.read_text() == "table table ", "it is of what there is by then"
-    with pytest.raises(SystemExit, match="smoke True, not False: give another --out"):
+    with pytest.raises(SpecacheError, match="smoke True, not False: give another file"):
         gpu.Results(tmp_path / "summary.json", "benchmarks/gpu.py", torch.device("cpu"), resume=True, smoke=False)
 
 
@@ -244,7 +246,6 @@ def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import gpu_decode
-    import measuring
 
     def measure(model: Any, case: Any, batch: int, args: Any) -> dict[str, Any]:
         if batch > 16:
@@ -256,7 +257,7 @@ def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
     monkeypatch.setattr(gpu_decode, "largest_batch", lambda model, case, host: 20)
     monkeypatch.setattr(gpu_decode, "roofline_share", lambda *given: 0.5)
     cpu = torch.device("cpu")
-    results = measuring.Results(tmp_path / "out.json", "a benchmark", cpu, resume=False)
+    results = Results(tmp_path / "out.json", "a benchmark", cpu, resume=False)
     case, args = gpu_decode.Case("smoke", "HF DynamicCache", 300, 0, 0.5), SimpleNamespace(host_gib=1)
     gpu_decode.run_case(SimpleNamespace(device=cpu), case, 20, args, {}, results)
     assert [(row["at"], row["batch"]) for row in results.rows] == [("1", 1), ("equal", 16), ("largest", 16)]
@@ -277,19 +278,17 @@ def test_tests_that_have_passed_are_not_run_again(tmp_path: Path) -> None:
 def test_results_are_there_after_every_row_and_belong_to_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import measuring
-
     out, cpu = tmp_path / "out.json", torch.device("cpu")
-    first = measuring.Results(out, "a benchmark", cpu, resume=True)
+    first = Results(out, "a benchmark", cpu, resume=True)
     assert first.once("limits", lambda: 7) == 7
     first.add({"context": 5, "ms": 1.0})
-    again = measuring.Results(out, "a benchmark", cpu, resume=True)
+    again = Results(out, "a benchmark", cpu, resume=True)
     assert again.once("limits", lambda: 8) == 7
     assert (again.has(context=5), again.has(context=6)) == (True, False)
-    assert not measuring.Results(out, "a benchmark", cpu, resume=False).rows
+    assert not Results(out, "a benchmark", cpu, resume=False).rows
     monkeypatch.setattr(torch, "__version__", "0.0")
-    with pytest.raises(SystemExit, match=r"torch .*, not 0\.0: give another --out"):
-        measuring.Results(out, "a benchmark", cpu, resume=True)
+    with pytest.raises(SpecacheError, match=r"torch .*, not 0\.0: give another file"):
+        Results(out, "a benchmark", cpu, resume=True)
 
 
 @pytest.fixture

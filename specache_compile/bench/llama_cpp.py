@@ -6,7 +6,6 @@ read in bfloat16, a fifth of those in float32. Its library is built from source:
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from specache_compile.checkpoints import is_installed
 LIBRARY = "llama-cpp-python"
 # The cache's type, by its name in ggml's enumeration. On a CPU its attention shares the work of one token among threads
 # where the cache is in 16 bits alone.
-LLAMA_CPP = {"llama.cpp, f16 cache": "GGML_TYPE_F16", "llama.cpp, q4_0 cache": "GGML_TYPE_Q4_0"}
+LLAMA_CPP = {"llama.cpp-f16": "GGML_TYPE_F16", "llama.cpp-q4_0": "GGML_TYPE_Q4_0"}
 TOKEN = 0  # which token is decoded does not change the time
 
 
@@ -33,7 +32,6 @@ class LlamaCpp:
     def __init__(self, name: str, gguf: Path, ids: list[int], more: int) -> None:
         import llama_cpp
 
-        self.name = name
         cache, threads = getattr(llama_cpp, LLAMA_CPP[name]), torch.get_num_threads()
         self.llama = llama_cpp.Llama(
             str(gguf), n_ctx=len(ids) + more, n_threads=threads, n_threads_batch=threads, flash_attn=True,
@@ -41,11 +39,23 @@ class LlamaCpp:
         )  # fmt: skip
         self.llama.eval(ids)
 
-    def step(self) -> float:
-        """One decode step; seconds."""
-        start = time.perf_counter()
+        # Keys and values of so many cells, as ggml keeps them: two bytes a number, or 18 bytes for 32.
+        config = self.llama.metadata
+        architecture = config["general.architecture"]
+        heads, all_heads, width, layers = (
+            int(config[f"{architecture}.{key}"])
+            for key in ("attention.head_count_kv", "attention.head_count", "embedding_length", "block_count")
+        )
+        numbers = 2 * layers * heads * (width // all_heads) * (len(ids) + more)
+        self.size = round(numbers * (2 if LLAMA_CPP[name] == "GGML_TYPE_F16" else 18 / 32))
+
+    def step(self) -> None:
+        """One decode step."""
         self.llama.eval([TOKEN])
-        return time.perf_counter() - start
+
+    def bytes(self) -> tuple[int, int]:
+        """Of the cache, computed; none on the host beside."""
+        return self.size, 0
 
 
 def build_info() -> str:

@@ -1,0 +1,169 @@
+"""`specache bench`: every method in turn, in one run; goes on where it was."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specache_compile.checkpoints import gguf_of
+from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.command import DTYPES, MODEL
+from specache_compile.options import LOWERINGS
+
+from .first_answer import first_answers
+from .floor import bandwidth
+from .llama_cpp import LLAMA_CPP
+from .measure import Plan, cell
+from .model import check_room, config_of, is_random, open_model
+from .results import Results
+from .table import answers_table, draw, steps_table
+from .ways import BASELINES, DEFAULT, check_name, why_not
+
+EXAMPLES = """\
+examples:
+  specache bench smollm2-135m --contexts 2048 8000
+  specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json --plot steps.png
+  specache bench meta-llama/Llama-3.1-8B --layers 4 --contexts 8192      random weights of its shape
+
+baselines, where their libraries are installed:
+""" + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
+EPILOG = f"{EXAMPLES}\nother methods are spelled as `specache eval` takes them; docs/bench.md says what each column is"
+
+
+def add_bench(command: argparse.ArgumentParser) -> None:
+    """The arguments of `specache bench`."""
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = EPILOG
+    command.add_argument("model", help=f"{MODEL}; or a config.json, with random weights")
+    command.add_argument(
+        "--contexts", nargs="+", type=int, default=[2048, 8000], metavar="N", help="tokens (2048 8000)"
+    )
+    command.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="rows (default: 1)")
+    command.add_argument(
+        "--methods", nargs="+", default=list(DEFAULT), metavar="NAME", help="baselines and settings, see below (all)"
+    )
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command.add_argument("--device", default=device, help="default: %(default)s")
+    command.add_argument("--layers", type=int, help="of so many layers alone, with random weights")
+    command.add_argument("--rounds", type=int, default=8, help="turns of four timed steps a method (default: 8)")
+    command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help="of ours (default: inductor)")
+    command.add_argument("--no-first-tokens", action="store_true", help="leave out the first and second token's time")
+    command.add_argument(
+        "--no-first-answers", action="store_true", help="leave out the first answers of new processes, cold and warm"
+    )
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the rows; the next call goes on with this file"
+    )
+    command.add_argument("--plot", type=Path, metavar="FILE", help="a picture: a step against the context")
+
+
+def run_bench(args: argparse.Namespace) -> None:
+    """Check everything, load the model, measure what the file has not; print the tables."""
+    check_arguments(args)
+    config = config_of(args.model, args.layers)
+    gguf = None if is_random(args.model, args.layers) else gguf_of(args.model)
+    methods = usable(args, config, gguf)
+    dtype = DTYPES[args.dtype] if args.dtype != "auto" else config.dtype or torch.float32
+    check_room(config, args.contexts, args.batch_sizes, len(methods), dtype, args.device)
+    device = torch.device(args.device)
+    asked = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}
+    results = Results(args.json, "specache", device, resume=True, **asked)
+    results.once("bandwidth", lambda: bandwidth(device))
+    try:
+        measure_missing(args, methods, gguf, results)
+        if not args.no_first_answers:
+            measure_answers(methods, {**asked, "device": args.device}, results)
+    except KeyboardInterrupt:
+        kept = f"the same command goes on with {args.json}" if args.json else "--json FILE would keep what is finished"
+        print(f"interrupted: {kept}", file=sys.stderr)
+        raise
+    finally:
+        report(results, args)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Errors that need no model."""
+    for name in args.methods:
+        check_name(name)
+    for flag, values in (("contexts", args.contexts), ("batch-sizes", args.batch_sizes), ("rounds", [args.rounds])):
+        for value in values:
+            if value < 1:
+                raise SpecacheError(f"--{flag} {value}: give a whole number, 1 or more")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SpecacheError(f"--device {args.device}: torch sees no CUDA device")
+    for path in (args.json, args.plot):
+        if path is not None and not path.parent.is_dir():
+            raise SpecacheError(f"no folder {path.parent} for {path.name}")
+
+
+def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str]:
+    """The methods that can run here; the others are told, with the reason."""
+    kept = []
+    for name in dict.fromkeys(args.methods):
+        reason = why_not(name, config, gguf, max(args.batch_sizes))
+        if reason is None:
+            kept.append(name)
+        else:
+            print(f"{name}: left out: {reason}", file=sys.stderr)
+    if not kept:
+        raise SpecacheError("none of these methods can run here")
+    return kept
+
+
+def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | None, results: Results) -> None:
+    """The cells that the file has not whole."""
+    cells = [
+        (context, batch)
+        for context in dict.fromkeys(args.contexts)
+        for batch in dict.fromkeys(args.batch_sizes)
+        if not all(results.has(part="step", method=name, context=context, batch=batch) for name in methods)
+    ]
+    if not cells:
+        return
+    model = open_model(args.model, args.layers, args.dtype, args.device)
+    prompts = not args.no_first_tokens
+    rate = results.once("bandwidth", lambda: bandwidth(torch.device(args.device)))
+    plan = Plan(tuple(methods), args.rounds, prompts, args.lowering, gguf, rate)
+    turns = len(methods) * (2 if prompts else 1) + args.rounds
+    with tqdm(total=len(cells) * turns, file=sys.stderr, desc="specache bench", unit="turn") as bar:
+        for context, batch in cells:
+            results.add(*({"part": "step", **row} for row in cell(model, context, batch, plan, bar)))
+
+
+def measure_answers(methods: list[str], asked: dict[str, Any], results: Results) -> None:
+    """First answers, cold and warm, of what generates as transformers does, on an empty cache of its own."""
+    generating = [name for name in methods if (name not in LLAMA_CPP and name not in BASELINES) or name == "compiled"]
+    missing = [name for name in generating if not results.has(part="answer", method=name)]
+    with tqdm(
+        total=2 * len(missing), file=sys.stderr, desc="first answers", unit="process", disable=not missing
+    ) as bar:
+        for name in missing:
+            row: dict[str, Any] = {"part": "answer", "method": name}
+            for state, seconds in first_answers(name, asked):
+                row[state] = seconds
+                bar.set_postfix_str(f"{name}, {state}")
+                bar.update()
+            results.add(row)
+
+
+def report(results: Results, args: argparse.Namespace) -> None:
+    """Print the tables; draw the picture."""
+    steps = [row for row in results.rows if row["part"] == "step"]
+    answers = [row for row in results.rows if row["part"] == "answer"]
+    if not results.rows:
+        return
+    origin = results.report["provenance"]
+    print(steps_table(steps))
+    if answers:
+        print("", answers_table(answers), sep="\n")
+    print(f"\n{args.model}, {args.dtype}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}; "
+          f"1 GiB is read at {results.report['bandwidth'] / 1e9:.1f} GB/s")  # fmt: skip
+    if args.plot and steps:
+        draw(steps, args.plot)
+        print(f"written: {args.plot}", file=sys.stderr)

@@ -1,0 +1,41 @@
+"""The bytes' floor of a decode step: what it must read, over what this machine reads a second."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+GIB = 1 << 30
+READS = 12
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second: the best of several reads of 1 GiB, by all threads or by the whole GPU."""
+    numbers = torch.ones(GIB // 4, device=device)
+    best = float("inf")
+    for _ in range(READS):
+        synchronise(device)
+        start = time.perf_counter()
+        numbers.sum()
+        synchronise(device)
+        best = min(best, time.perf_counter() - start)
+    return GIB / best
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def weight_bytes(model: Any) -> int:
+    """Of the weights that a step multiplies by: all but an embedding that is looked up alone."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is not None and head.weight is table
+    return sum(p.nbytes for p in model.parameters()) - (0 if tied else table.nbytes)
+
+
+def floor(weights: int, device_bytes: int, rate: float) -> float:
+    """Milliseconds for the weights, and the cache's bytes on the device, at `rate` bytes a second."""
+    return 1e3 * (weights + device_bytes) / rate

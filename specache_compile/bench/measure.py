@@ -1,0 +1,124 @@
+"""What is timed: decode steps in turn, by rounds; first tokens; first answers of processes of their own."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specache_compile.evaluation.settings import UNCOMPILED
+from specache_compile.runtime.records import forget
+
+from .floor import floor, synchronise, weight_bytes
+from .llama_cpp import LLAMA_CPP
+from .ways import Way, first_tokens, read, twin_of, way
+
+# Steps before the timed ones: graphs are compiled in them, for the lengths that follow too.
+WARM_UP = 6
+# Of a way that has its turn, steps in a row.
+IN_A_ROW = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked. rounds: turns of each way; a turn is `IN_A_ROW` steps. lowering: of ours. gguf: llama.cpp's file.
+    rate: bytes a second that the device reads."""
+
+    methods: tuple[str, ...]
+    rounds: int
+    prompts: bool
+    lowering: str
+    gguf: Path | None
+    rate: float
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds."""
+    synchronise(device)
+    start = time.perf_counter()
+    run()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def spread(values: Sequence[float]) -> tuple[float, list[float]]:
+    """The median, and the ends of the middle half."""
+    if len(values) < 2:
+        return values[0], [values[0], values[0]]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, [low, high]
+
+
+def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[dict[str, Any]]:
+    """A row for each method at one context and batch size, all measured in turn."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, model.config.get_text_config().vocab_size, (batch, context), generator=generator)
+    ids = ids.to(model.device)
+    bar.set_postfix_str(f"reading {context:,} tokens")
+    plain = read(model, ids)
+    room = WARM_UP + plan.rounds * IN_A_ROW + 1
+    ways: dict[str, Way] = {}
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+        for name in plan.methods:
+            bar.set_postfix_str(f"{name} at {context:,} tokens, compiling")
+            ways[name] = way(name, model, ids, plain, room, (plan.lowering, plan.gguf))
+            for _ in range(WARM_UP):
+                ways[name].step()
+            bar.update()
+        del plain
+        steps = steps_in_turn(ways, model.device, plan.rounds, context, bar)
+        rows = {name: row_of(name, ways[name], steps[name], model, plan) for name in plan.methods}
+        ways.clear()
+        gc.collect()
+        for name in plan.methods if plan.prompts else ():
+            bar.set_postfix_str(f"{name} at {context:,} tokens, the first token")
+            if name not in LLAMA_CPP:
+                rows[name] |= first(name, model, ids, room, plan)
+            bar.update()
+    torch._dynamo.reset()
+    forget(model)
+    return [{"method": name, "context": context, "batch": batch, **row} for name, row in rows.items()]
+
+
+def steps_in_turn(
+    ways: dict[str, Way], device: torch.device, rounds: int, context: int, bar: tqdm
+) -> dict[str, list[float]]:
+    """Milliseconds of each step: a busy second of the machine falls on all of them alike."""
+    steps: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        bar.set_postfix_str(f"steps at {context:,} tokens, round {number + 1} of {rounds}")
+        for name, one in ways.items():
+            one.step()  # what the others left in the processor's caches
+            steps[name] += [1e3 * timed(one.step, device) for _ in range(IN_A_ROW - 1)]
+        bar.update()
+    return steps
+
+
+def row_of(name: str, one: Way, steps: list[float], model: Any, plan: Plan) -> dict[str, Any]:
+    middle, half = spread(steps)
+    on_device, on_host = one.bytes()
+    row: dict[str, Any] = {
+        "step_ms": middle, "step_ms_half": half, "steps": len(steps), "device_bytes": on_device, "host_bytes": on_host,
+    }  # fmt: skip
+    if name in LLAMA_CPP:  # weights of its own
+        return row
+    least = floor(weight_bytes(model), on_device, plan.rate)
+    return {**row, "floor_ms": least, "of_floor": middle / least}
+
+
+def first(name: str, model: Any, ids: Tensor, room: int, plan: Plan) -> dict[str, Any]:
+    """Seconds to the first token, and to the second behind it, once all that they run is compiled."""
+    twin = model if name == UNCOMPILED else twin_of(model, name, plan.lowering)
+    with torch.no_grad():
+        for _ in range(1 if name == UNCOMPILED else 2):
+            prefill, decode = first_tokens(name, twin, ids, room)
+            seconds = timed(prefill, model.device), timed(decode, model.device)
+    return {"first_token_s": seconds[0], "second_token_s": seconds[1]}

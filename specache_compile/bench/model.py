@@ -1,0 +1,65 @@
+"""The model that is measured: a checkpoint, or a config with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specache_compile.checkpoints import config_source, placed, resolved, tell_origin
+from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.command import DTYPES
+
+
+def config_of(name: str, layers: int | None) -> Any:
+    """A checkpoint's config, or a config.json's, cut to so many layers."""
+    config = AutoConfig.from_pretrained(**config_source(name))
+    if layers is not None:
+        text = config.get_text_config()
+        if not 1 <= layers <= text.num_hidden_layers:
+            raise SpecacheError(f"--layers {layers}: the model has {text.num_hidden_layers}; give 1 to that many")
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def is_random(name: str, layers: int | None) -> bool:
+    """Whether weights are drawn: of a config, or of a checkpoint that is cut."""
+    return name.endswith(".json") or layers is not None
+
+
+def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
+    """The model on its device, in `dtype`, for inference."""
+    if is_random(name, layers):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=DTYPES[dtype])
+        return placed(model.eval(), device)
+    tell_origin(name)
+    return placed(AutoModelForCausalLM.from_pretrained(resolved(name), dtype=DTYPES[dtype]), device)
+
+
+def check_room(
+    config: Any, contexts: list[int], batches: list[int], ways: int, dtype: torch.dtype, device: str
+) -> None:
+    """SpecacheError, before a weight is loaded, for a context that the model cannot have, and where weights and a
+    cache for each way would take more memory than is free."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or 1 << 62
+    if max(contexts) >= limit:
+        raise SpecacheError(f"--contexts {max(contexts)}: the model has {limit:,} tokens; leave room for steps")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = sum(p.nbytes for p in model.parameters())
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    pair = 2 * heads * width * dtype.itemsize * text.num_hidden_layers
+    wanted = weights + (ways + 1) * pair * max(contexts) * max(batches)
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    if wanted > free:
+        raise SpecacheError(
+            f"weights of {weights / 1e9:.1f} GB and {ways} caches of {max(contexts):,} tokens × {max(batches)} would "
+            f"take {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: fewer --methods, shorter --contexts"
+        )

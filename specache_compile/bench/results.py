@@ -1,0 +1,89 @@
+"""Where a figure comes from, and the file that it is kept in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+from specache_compile.errors import SpecacheError
+
+
+def provenance(device: torch.device, program: str) -> dict[str, Any]:
+    """The command, the day, the device, the host's threads and the versions behind a file of results. program: a
+    script, or a command's name."""
+    return {
+        "command": shlex.join([*(["python"] if program.endswith(".py") else []), program, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "triton": triton.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def processor() -> str:
+    """Its model, as Linux tells it; elsewhere its kind."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or f"{platform.machine()} CPU"
+
+
+class Results:
+    """The rows of one file of results, which is written anew with each of them: a run may end anywhere.
+
+    `resume`: go on with what the file has. SpecacheError where that was measured on another device, with other versions
+    of what decides, or under other `settings`: such rows do not belong into one table.
+    """
+
+    def __init__(self, out: Path | None, program: str, device: torch.device, resume: bool, **settings: Any) -> None:
+        self.out = out
+        self.report: dict[str, Any] = {"provenance": provenance(device, program), "settings": settings, "rows": []}
+        if resume and out is not None and out.exists():
+            found = json.loads(out.read_text())
+            old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))
+            other = [f"{name} {old[name]}, not {new[name]}" for name in (*SAME, *settings) if old[name] != new[name]]
+            if other:
+                raise SpecacheError(f"{out} was measured with {'; '.join(other)}: give another file")
+            self.report = found
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.report["rows"]
+        return rows
+
+    def has(self, **key: Any) -> bool:
+        """Whether there is a row with these figures."""
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        self.rows.extend(rows)
+        self.write()
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """A fact of the whole file: what it has, or else what `make` gives."""
+        if name not in self.report:
+            self.report[name] = make()
+        return self.report[name]
+
+    def write(self) -> None:
+        """By way of another file: who is killed meanwhile leaves the old one. Without a file, nothing."""
+        if self.out is None:
+            return
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        part = self.out.with_suffix(".part")
+        part.write_text(json.dumps(self.report, indent=1) + "\n")
+        part.replace(self.out)
+
+
+# Of a provenance, what rows of one table have in common.
+SAME = ("device", "torch", "cuda", "triton", "transformers")

@@ -1,0 +1,181 @@
+"""The ways to decode that stand side by side: each a model and a cache that holds the context already.
+
+A context is read once, by the uncompiled model; every way starts from its keys and values, as far as its cache takes
+them. Weights are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
+
+import specache_compile as sc
+from specache_compile.errors import OptionError, SpecacheError
+from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.session import session_of
+from specache_compile.runtime.state import device_total
+
+from .llama_cpp import LLAMA_CPP, LlamaCpp, why_no_llama_cpp
+
+COMPILED, STATIC = "compiled", "compiled-static"
+# Hugging Face's own; they dequantise the whole cache in every step, layer by layer.
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "quanto-2bit": {"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0},
+    "hqq-2bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
+    "hf-fp8": {"backend": "fp8"},
+}
+BASELINES = {
+    UNCOMPILED: "Hugging Face as it is, with its DynamicCache",
+    COMPILED: "torch.compile, with a DynamicCache",
+    STATIC: "torch.compile, with a StaticCache",
+    "quanto-2bit": "Hugging Face's QuantizedCache: optimum-quanto, 2 bits",
+    "hqq-2bit": "Hugging Face's QuantizedCache: hqq, 2 bits",
+    "hf-fp8": "Hugging Face's QuantizedCache: fp8",
+    "llama.cpp-f16": "llama.cpp on the checkpoint's GGUF file",
+    "llama.cpp-q4_0": "llama.cpp, its cache in 4 bits",
+}
+DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
+CHUNK = 2048
+
+
+def check_name(name: str) -> None:
+    """OptionError where `name` is neither a baseline nor a setting as `specache eval` takes it."""
+    if name not in BASELINES:
+        try:
+            parse_setting(name)
+        except OptionError as error:
+            raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
+
+
+def why_not(name: str, config: PreTrainedConfig, gguf: Path | None, batch: int) -> str | None:
+    """Why a way cannot run here; None where it can."""
+    if name in LLAMA_CPP:
+        return "one sequence alone" if batch > 1 else why_no_llama_cpp(gguf)
+    if name in QUANTIZED:
+        try:
+            QuantizedCache(config=config, **QUANTIZED[name])
+        except (ImportError, ValueError) as error:
+            return str(error).strip().splitlines()[0]
+    return None
+
+
+class Way(Protocol):
+    """step: decodes one token. bytes: of the cache, on the device and on the host."""
+
+    def step(self) -> None: ...
+    def bytes(self) -> tuple[int, int]: ...
+
+
+@dataclass
+class Decoding:
+    """A model and its cache. token [B, 1]: the one that is decoded next. position: where it stands."""
+
+    model: Any
+    cache: Cache
+    token: Tensor
+    position: int
+
+    @torch.no_grad()
+    def step(self) -> None:
+        place = torch.full_like(self.token, self.position)
+        out = self.model(self.token, past_key_values=self.cache, position_ids=place, use_cache=True)
+        self.token = out.logits[:, -1:].argmax(-1)
+        self.position += 1
+
+    def bytes(self) -> tuple[int, int]:
+        session, layers = session_of(self.cache), self.cache.layers
+        if session is None:
+            return sum(t.nbytes for layer in layers for t in tensors_of(vars(layer))), 0
+        plain = [layer for layer in layers if not isinstance(layer.keys, HeldTensor)]
+        tiers = session.statistics.bytes_by_tier
+        return device_total(tiers) + sum(t.nbytes for x in plain for t in tensors_of(vars(x))), tiers.get("host", 0)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Those that a layer of a cache keeps, a tensor subclass's own ones in its place."""
+    if isinstance(value, Tensor):
+        inner = getattr(value, "__tensor_flatten__", None)
+        return [value] if inner is None else [t for name in inner()[0] for t in tensors_of(getattr(value, name))]
+    if isinstance(value, dict | list | tuple):
+        return [t for item in (value.values() if isinstance(value, dict) else value) for t in tensors_of(item)]
+    return []
+
+
+def twin_of(model: Any, name: str, lowering: str) -> Any:
+    """A model of the same weights that decodes this way."""
+    twin = copy.copy(model)
+    twin.__dict__ = dict(model.__dict__)
+    twin.forward = types.MethodType(type(model).forward, twin)
+    if name in (COMPILED, STATIC):
+        twin.compile(dynamic=name == COMPILED)
+    elif name not in BASELINES:
+        options = parse_setting(name).options
+        twin.compile(backend="specache", options={"lowering": lowering, **(options or {})})
+    return twin
+
+
+def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
+    """A cache of this way's kind; a static one has room for `room` tokens."""
+    if name in QUANTIZED:
+        return QuantizedCache(config=config, **QUANTIZED[name])
+    return StaticCache(config=config, max_cache_len=room) if name == STATIC else DynamicCache(config=config)
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor) -> DynamicCache:
+    """The cache [B, H, n, d] of the uncompiled model behind `ids` [B, n], in chunks."""
+    cache = DynamicCache(config=model.config)
+    for part in ids.split(CHUNK, 1):
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def way(name: str, model: Any, ids: Tensor, plain: DynamicCache, room: int, how: tuple[str, Path | None]) -> Way:
+    """A way that holds the context `ids` [B, n], whose pairs `plain` has; `room` more tokens will follow.
+
+    how: the lowering of ours, and the checkpoint's GGUF file.
+    """
+    lowering, gguf = how
+    if name in LLAMA_CPP:
+        assert gguf is not None
+        return LlamaCpp(name, gguf, ids[0].tolist(), room)
+    twin = twin_of(model, name, lowering)
+    token, length = ids[:, -1:].clone(), ids.shape[1]
+    if name in (UNCOMPILED, COMPILED):
+        return Decoding(twin, copy.deepcopy(plain), token, length)
+    if name in BASELINES:
+        return Decoding(twin, filled(empty_cache(name, model.config, length + room), plain), token, length)
+    try:
+        held = sc.hold(plain, twin)
+    except SpecacheError:  # its own prefill keeps something else
+        held = DynamicCache(config=model.config)
+        with torch.no_grad():
+            twin(ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+    return Decoding(twin, held, token, length)
+
+
+def filled(cache: Cache, plain: DynamicCache) -> Cache:
+    for number, layer in enumerate(plain.layers):
+        cache.update(layer.keys, layer.values, number)
+    return cache
+
+
+@torch.no_grad()
+def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]:
+    """Two calls for a timer: one reads the prompt `ids` [B, n] into an empty cache, the next decodes a token."""
+    cache = empty_cache(name, model.config, ids.shape[1] + room)
+    place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    given = {"past_key_values": cache, "use_cache": True}
+    return (
+        lambda: model(ids, position_ids=place, logits_to_keep=1, **given),
+        lambda: model(ids[:, -1:], position_ids=place[:, -1:] + 1, **given),
+    )

@@ -1,0 +1,141 @@
+"""`specache bench` on a tiny config with random weights: its rows, what it keeps, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import prompt, tiny_llama
+from specache_compile.bench import measure, ways
+from specache_compile.bench.floor import floor, weight_bytes
+from specache_compile.cli import main
+
+SMALL = ("--rounds", "1", "--lowering", "eager", "--no-first-answers", "--methods", "uncompiled", "specache")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    tiny_llama().config.to_json_file(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def file(config: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows of two methods at two contexts."""
+    path = tmp_path_factory.mktemp("bench") / "steps.json"
+    assert main(["bench", config, "--contexts", "100", "300", *SMALL, "--json", str(path)]) == 0
+    return path
+
+
+def test_a_row_has_times_bytes_and_the_floor(file: Path) -> None:
+    report = json.loads(file.read_text())
+    assert report["provenance"].keys() >= {"command", "device", "threads", "torch", "transformers"}
+    assert report["provenance"]["command"].startswith("specache ")
+    assert report["bandwidth"] > 1e8
+    assert [(row["method"], row["context"]) for row in report["rows"]] == [
+        (method, context) for context in (100, 300) for method in ("uncompiled", "specache")
+    ]
+    for row in report["rows"]:
+        low, high = row["step_ms_half"]
+        assert 0 < low <= row["step_ms"] <= high
+        assert row["first_token_s"] > 0 < row["second_token_s"]
+        assert row["of_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
+
+
+def test_the_full_cache_has_its_tensors_bytes_and_the_compressed_one_a_host_tier(file: Path) -> None:
+    full, ours = (row for row in json.loads(file.read_text())["rows"] if row["context"] == 300)
+    tokens = 300 + measure.WARM_UP + measure.IN_A_ROW
+    assert (full["device_bytes"], full["host_bytes"]) == (2 * 2 * 2 * tokens * 16 * 2, 0)
+    assert ours["host_bytes"] >= full["device_bytes"]
+
+
+def test_the_next_call_measures_what_the_file_has_not(
+    file: Path, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "read", lambda *given: pytest.fail("it is measured already"))
+    picture = file.with_name("steps.png")
+    command = ["bench", config, "--contexts", "100", "300", *SMALL, "--json", str(file), "--plot", str(picture)]
+    assert main(command) == 0
+    assert capsys.readouterr().out.count("specache") == 2
+    assert picture.stat().st_size > 10_000
+
+
+def test_an_interruption_keeps_the_contexts_that_are_finished(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(model: Any, ids: torch.Tensor) -> Any:
+        if ids.shape[1] == 200:
+            raise KeyboardInterrupt
+        return ways.read(model, ids)
+
+    monkeypatch.setattr(measure, "read", read)
+    file = tmp_path / "steps.json"
+    command = ["bench", config, "--contexts", "100", "200", *SMALL[:-1], "--json", str(file), "--no-first-tokens"]
+    assert main(command) == 130
+    assert f"the same command goes on with {file}" in capsys.readouterr().err
+    assert [row["context"] for row in json.loads(file.read_text())["rows"]] == [100]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--methods", "faster"], "baselines are uncompiled"),
+        (["--methods", "llama.cpp-f16"], "none of these methods can run here"),
+        (["--contexts", "9000"], "--contexts 9000: the model has 8,192 tokens"),
+        (["--contexts", "0"], "--contexts 0: give a whole number, 1 or more"),
+        (["--batch-sizes", "100000000"], "GB are free: fewer --methods"),
+        (["--layers", "3"], "--layers 3: the model has 2"),
+        (["--json", "/no/such/folder/x.json"], "no folder /no/such/folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line_before_anything_is_measured(
+    config: str, given: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "read", lambda *given: pytest.fail("too late"))
+    assert main(["bench", config, "--methods", "uncompiled", "--no-first-answers", *given]) == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_floor_is_of_the_weights_that_are_multiplied_and_the_cache() -> None:
+    untied, tied = tiny_llama(), tiny_llama(tie_word_embeddings=True)
+    table = 128 * 64 * 4
+    every = sum(p.nbytes for p in untied.parameters())
+    assert weight_bytes(untied) == every - table
+    assert weight_bytes(tied) == weight_bytes(untied), "the table is the head, and read as such"
+    assert floor(10**9, 10**9, 20e9) == pytest.approx(100)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", ["uncompiled", "hf-fp8", "specache:setting=paper,bits=1,top_k=256", "snapkv:budget=256"]
+)
+def test_every_way_starts_behind_the_context(name: str) -> None:
+    model, ids = tiny_llama(), prompt(150)
+    expected = model(torch.cat([ids, ids[:, -1:]], 1)).logits[:, -1:].argmax(-1)
+    one = ways.way(name, model, ids, ways.read(model, ids), 8, ("eager", None))
+    one.step()
+    assert torch.equal(one.token, expected)
+
+
+@pytest.mark.slow
+def test_first_answers_are_of_processes_of_their_own(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    given = ("--contexts", "100", "--rounds", "1", "--lowering", "eager", "--methods", "specache", "--no-first-tokens")
+    assert main(["bench", config, *given, "--json", str(file)]) == 0
+    (answer,) = (row for row in json.loads(file.read_text())["rows"] if row["part"] == "answer")
+    assert answer["cold_s"] > 0 < answer["warm_s"]
+
+
+@pytest.mark.slow
+def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-answers", "--no-first-tokens")
+    methods = ("--methods", "compiled", "compiled-static")
+    assert main(["bench", config, *given, *methods, "--json", str(file)]) == 0
+    assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == [2, 2]
