@@ -40,7 +40,7 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
                 raise NoMatch(f"option exact_layers lists attention {number}")
             site = match_site(attention, context)
             if foreign is not None:
-                raise NoMatch(f"the graph writes to its inputs in place ({foreign.name}), and lanes would write twice")
+                raise NoMatch(written_twice(foreign))
             context.sites.append(site)
         except NoMatch as reason:
             context.left_alone.append(LeftAlone(attention.name, str(reason), reason.by_model))
@@ -48,6 +48,17 @@ def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphMo
         context.left_alone.extend(unread_updates(graph_module))
     return graph_module, PassReport(
         "find_attention", {"sites": len(context.sites), "left alone": len(context.left_alone)}
+    )
+
+
+def written_twice(write: Node) -> str:
+    """Why a graph with this write to one of its inputs is left alone."""
+    told = f"the graph writes to its inputs in place ({write.name}), and lanes would write twice"
+    if getattr(write.target, "__name__", write.target) != "set_":
+        return told
+    return (
+        f"{told}. Where that is a weight that is packed in its first call (bitsandbytes' 4-bit ones on a CPU), the "
+        "next generation is rewritten"
     )
 
 
@@ -169,7 +180,9 @@ def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
     if update.past is None:
         return
     if update.past.name not in held:
-        raise NoMatch("its past is a plain tensor: the cache was filled by an uncompiled model")
+        raise NoMatch(
+            "its past is a plain tensor: the cache was filled by an uncompiled model, or by a call left exact"
+        )
     if any(user is not update.node and (user.users or user.op == "output") for user in update.past.users):
         raise NoMatch(f"its past {update.past.name} is read elsewhere too")
 

@@ -27,6 +27,7 @@ from .methods.drafting import TIERS
 from .options import MethodOptions
 from .rewritten import Rewrites
 from .runtime.held import HeldTensor
+from .runtime.records import saw
 from .runtime.session import options_at
 from .runtime.state import bucket, predicted_bytes
 from .runtime.step import CompiledGraph
@@ -83,7 +84,12 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
             examples[i] = node.meta["example_value"] = held.anchor.new_empty(held.shape)
     lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
-    return lowered if as_they_are else lambda *arguments: lowered(*taken(arguments))
+
+    def left_as_it_is(*arguments: Any) -> Any:
+        saw(arguments)
+        return lowered(*(arguments if as_they_are else taken(arguments)))
+
+    return left_as_it_is
 
 
 def made_plain(value: Any, why: str) -> Any:

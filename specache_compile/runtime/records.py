@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -86,17 +88,30 @@ class ModelRecord:
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+# A parameter that a graph of this thread was given last.
+_newest = threading.local()
+
+
+def saw(arguments: Sequence[Any]) -> None:
+    """Note whose model's graphs this thread is running: a graph of attention alone, between breaks, has no weights."""
+    parameter = next((argument for argument in arguments if isinstance(argument, torch.nn.Parameter)), None)
+    if parameter is not None:
+        _newest.parameter = weakref.ref(parameter)
+
+
 def record_of(arguments: Sequence[Any]) -> ModelRecord:
     """The record of the model that these arguments of a graph belong to; a new one on first sight. A graph serves every
     model of one class and shape, as Dynamo has it: each call may be another's."""
-    parameters = (argument for argument in arguments if isinstance(argument, torch.nn.Parameter))
+    saw(arguments)
+    parameters = [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
+    before = getattr(_newest, "parameter", lambda: None)()
+    parameters = parameters or ([] if before is None else [before])
     known = next((_records[parameter] for parameter in parameters if parameter in _records), None)
     if known is not None:
         return known
     record = ModelRecord()
-    for argument in arguments:
-        if isinstance(argument, torch.nn.Parameter):
-            _records[argument] = record
+    for parameter in parameters:
+        _records[parameter] = record
     return record
 
 

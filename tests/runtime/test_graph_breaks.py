@@ -4,6 +4,7 @@ so, and tokens stay the uncompiled model's."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -150,10 +151,35 @@ def interrupt(*arguments: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_parts_that_were_given_unlike_bits_say_so() -> None:
-    """Each part of a prompt is fitted into `memory` by itself, one layer with more bits than two."""
-    twin = hooked(tiny_llama(num_hidden_layers=3), "in the prompt")
-    twin.compile(backend="specache", options={"lowering": "eager", "memory": 250_000, "top_k": 16, "min_context": 0})
-    cache = step(twin, prompt(700)).past_key_values
-    with pytest.raises(sc.SpecacheError, match="parts of its cache were made with unlike options"):
+def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> None:
+    """Each part of a prompt is fitted into the option memory by itself, and a larger one with fewer bits."""
+    twin = broken(llama, "in the prompt")
+    cache = step(twin, prompt(50)).past_key_values
+    part = cache.layers[1].keys.handle.session
+    part.options = dataclasses.replace(part.options, bits=8)
+    with pytest.raises(
+        sc.SpecacheError, match=r"made with unlike options \(bits 1 and 8\): give bits in place of memory"
+    ):
         step(twin, prompt(1), cache)
+
+
+def attention_alone(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy whose products with weights no graph has, as bitsandbytes' 8-bit ones."""
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        for projection in (
+            layer.self_attn.q_proj,
+            layer.self_attn.k_proj,
+            layer.self_attn.v_proj,
+            layer.self_attn.o_proj,
+        ):
+            projection.forward = torch.compiler.disable(projection.forward)
+    return twin
+
+
+def test_a_graph_of_attention_alone_is_counted_with_its_model() -> None:
+    llama = tiny_llama(num_hidden_layers=1)
+    first, second = compile_copy(attention_alone(llama)), compile_copy(attention_alone(llama))
+    assert torch.equal(greedy(first, prompt(40), 4), greedy(llama, prompt(40), 4))
+    greedy(second, prompt(40), 6)
+    assert (sc.stats(first).decodes, sc.stats(second).decodes) == (3, 5)
