@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from baselines import QUANTIZED, empty_cache, why_not
-from llama_cpp_decode import LIBRARY, LLAMA_CPP, LlamaCpp, build_info, why_no_llama_cpp
 from tabulate import tabulate
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
+from specache_compile.bench.llama_cpp import LIBRARY, LLAMA_CPP, LlamaCpp, build_info, why_no_llama_cpp
 from specache_compile.bench.results import provenance
 from specache_compile.checkpoints import gguf_of, is_installed
 from specache_compile.evaluation.command import load
@@ -75,6 +75,18 @@ class Method:
         return seconds
 
 
+class TimedLlamaCpp:
+    """llama.cpp's steps, in seconds."""
+
+    def __init__(self, name: str, gguf: Path, ids: list[int], more: int) -> None:
+        self.name, self.llama = name, LlamaCpp(name, gguf, ids, more)
+
+    def step(self) -> float:
+        start = time.perf_counter()
+        self.llama.step()
+        return time.perf_counter() - start
+
+
 def filled(model: Any, ids: torch.Tensor) -> DynamicCache:
     """A cache that the uncompiled `model` has filled with the whole context, in chunks."""
     cache = DynamicCache()
@@ -106,7 +118,7 @@ def prepare(name: str, model: LlamaForCausalLM, plain: DynamicCache) -> Method:
     return Method(name, twin, sc.hold(plain, twin))
 
 
-def measure(method: Method | LlamaCpp, steps: int, warm_up: int, bar: tqdm) -> dict[str, Any]:
+def measure(method: Method | TimedLlamaCpp, steps: int, warm_up: int, bar: tqdm) -> dict[str, Any]:
     """The median step of a method, and for specache the share of the steps spent in our Python."""
     for _ in range(warm_up):
         method.step()
@@ -123,7 +135,7 @@ def measure(method: Method | LlamaCpp, steps: int, warm_up: int, bar: tqdm) -> d
     return row
 
 
-def statistics_of(method: Method | LlamaCpp) -> Any:
+def statistics_of(method: Method | TimedLlamaCpp) -> Any:
     """Seconds in all and in our Python so far, of this method's own cache; None for a plain one."""
     if method.name not in SPECACHE:
         return None
@@ -143,7 +155,7 @@ def run_context(context: int, model: LlamaForCausalLM, args: argparse.Namespace,
         torch._dynamo.reset()  # graphs of other methods would cost this one their guards
         bar.set_postfix_str(f"{name} at {context} tokens")
         if name in LLAMA_CPP:
-            method = LlamaCpp(name, args.gguf, ids[0].tolist(), args.warm_up + args.steps)
+            method: Method | TimedLlamaCpp = TimedLlamaCpp(name, args.gguf, ids[0].tolist(), args.warm_up + args.steps)
         else:
             method = prepare(name, model, plain)
         rows.append({"context": context, **measure(method, args.steps, args.warm_up, bar)})

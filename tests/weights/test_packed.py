@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 import specache_compile as sc
@@ -26,15 +25,17 @@ def small() -> LlamaForCausalLM:
 @pytest.mark.parametrize(
     ("config", "lowering"),
     [
-        (Int8WeightOnlyConfig, "eager"),
-        (Int8WeightOnlyConfig, "inductor"),
-        (Int8DynamicActivationInt8WeightConfig, "eager"),  # Inductor itself rounds some activations to other codes
+        ("Int8WeightOnlyConfig", "eager"),
+        ("Int8WeightOnlyConfig", "inductor"),
+        ("Int8DynamicActivationInt8WeightConfig", "eager"),  # Inductor itself rounds some activations to other codes
     ],
 )
-def test_torchaos_int8_weights_run_two_lanes(config: Any, lowering: str) -> None:
+def test_torchaos_int8_weights_run_two_lanes(config: str, lowering: str) -> None:
     """Their class knows what a linear layer is, and no transposition."""
+    from torchao import quantization
+
     model = small()
-    quantize_(model, config())
+    quantization.quantize_(model, getattr(quantization, config)())
     expected = greedy(model, prompt(40), 5)
     model.compile(backend="specache", options={**LOSSLESS, "lowering": lowering})
     assert torch.equal(greedy(model, prompt(40), 5), expected)
