@@ -197,8 +197,9 @@ class ByteTokenizer:
         return bytes(int(token) for token in tokens).decode(errors="replace")
 
 
+# Their results tell the command that made them.
+RECORDED = {"bench": run_bench, "eval": run_eval, "diagnose": run_diagnose}
 RUN = {
-    "bench": run_bench,
     "explain": run_explain,
     "generate": run_generate,
     "serve": lambda args: run_serve(args, options_of(args)),
@@ -209,10 +210,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; a bad path, option or phase is one line on stderr and exit status 2."""
     args = parser().parse_args(arguments)
     try:
-        if args.command == "eval":
-            run_eval(args, sys.argv[1:] if arguments is None else arguments)
-        elif args.command == "diagnose":
-            run_diagnose(args, sys.argv[1:] if arguments is None else arguments)
+        if args.command in RECORDED:
+            RECORDED[args.command](args, sys.argv[1:] if arguments is None else arguments)
         else:
             parse_options(options_of(args))
             RUN[args.command](args)

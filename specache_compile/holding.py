@@ -121,6 +121,7 @@ def session_for(
     batch, _, tokens, _ = pairs[0][0].shape
     session = Session(options, layers, batch, tokens)
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.from_elsewhere = True
     session.begin(tokens, attention_mask)
     padding = session.padding if session.padded else None
     for site, (keys, values) in enumerate(pairs):

@@ -180,6 +180,7 @@ def filled(
     for name, tensor in read(files[STEP]).items():
         setattr(session, name, tensor.to(device, copy=True))
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.from_elsewhere = True
     session.note_memory()
     layers: list[Any] = list(cache.layers)
     for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plot", type=Path, metavar="FILE", help="a picture: a step against the context")
 
 
-def run_bench(args: argparse.Namespace) -> None:
+def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Check everything, load the model, measure what the file has not; print the tables."""
     check_arguments(args)
     config = config_of(args.model, args.layers)
@@ -73,7 +74,7 @@ def run_bench(args: argparse.Namespace) -> None:
     check_room(config, args.contexts, args.batch_sizes, len(methods), dtype, args.device)
     device = torch.device(args.device)
     asked = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}
-    results = Results(args.json, "specache", device, resume=True, **asked)
+    results = Results(args.json, "specache", device, resume=True, given=command, **asked)
     results.once("bandwidth", lambda: bandwidth(device))
     try:
         measure_missing(args, methods, gguf, results)

@@ -7,7 +7,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import triton
 from specache_compile.errors import SpecacheError
 
 
-def provenance(device: torch.device, program: str) -> dict[str, Any]:
+def provenance(device: torch.device, program: str, given: Sequence[str] | None = None) -> dict[str, Any]:
     """The command, the day, the device, the host's threads and the versions behind a file of results. program: a
-    script, or a command's name."""
+    script, or a command's name; given: its arguments, where they are not this process's."""
+    words = [*(["python"] if program.endswith(".py") else []), program, *(sys.argv[1:] if given is None else given)]
     return {
-        "command": shlex.join([*(["python"] if program.endswith(".py") else []), program, *sys.argv[1:]]),
+        "command": shlex.join(words),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
@@ -45,9 +46,13 @@ class Results:
     of what decides, or under other `settings`: such rows do not belong into one table.
     """
 
-    def __init__(self, out: Path | None, program: str, device: torch.device, resume: bool, **settings: Any) -> None:
+    def __init__(
+        self, out: Path | None, program: str, device: torch.device, resume: bool, given: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> None:  # fmt: skip
         self.out = out
-        self.report: dict[str, Any] = {"provenance": provenance(device, program), "settings": settings, "rows": []}
+        origin = provenance(device, program, given)
+        self.report: dict[str, Any] = {"provenance": origin, "settings": settings, "rows": []}
         if resume and out is not None and out.exists():
             found = json.loads(out.read_text())
             old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from specache_compile.errors import mixed_caches, parts_differ
 from specache_compile.kernels.cursor import QUEUE
@@ -22,9 +23,13 @@ from .state import full_cache_bytes
 Place = tuple[Session, int]
 
 
-def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
+def agreed_session(handles: Sequence[tuple[int, Handle | None]], weights: Sequence[Tensor] = ()) -> Session:
     """The session that all these keys and values belong to, in the same version and with the same edits. Where they are
-    those of several sessions, or of a part of one, it is made of those."""
+    those of several sessions, or of a part of one, it is made of those.
+
+    weights: of the graph that asks. A part is for the model alone whose graphs have filled the whole: another model's
+    cache stays one, and is refused by its number of layers.
+    """
     first = handles[0][1]
     places: dict[int, Place] = {}
     for site, handle in handles:
@@ -39,7 +44,14 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]]) -> Session:
     for session in sources:
         session.replay(first.version, first.edits)
     one = sources[0]
-    return one if len(sources) == 1 and len(ordered) == len(one.layers) else regrouped(sources, ordered)
+    whole = len(sources) == 1 and (len(ordered) == len(one.layers) or not is_of(one, weights))
+    return one if whole else regrouped(sources, ordered)
+
+
+def is_of(session: Session, weights: Sequence[Tensor]) -> bool:
+    """Whether graphs of the model with these weights have filled a session; a graph without weights says nothing."""
+    known = {id(weight()) for weight in session.weights}
+    return not session.from_elsewhere and all(id(weight) in known for weight in weights)
 
 
 def check_neighbours(places: Sequence[Place]) -> list[Session]:

@@ -117,6 +117,8 @@ class Session:
         self.layers = layers
         # The model's, by which a saved session knows it again.
         self.weights: list[weakref.ref[Tensor]] = []
+        # It was filled by no graph (`hold`, `load`).
+        self.from_elsewhere = False
         # Layers that another session has taken over, and their numbers there.
         self.moved: dict[int, tuple[Session, int]] = {}
         self.batch = batch

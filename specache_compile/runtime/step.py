@@ -77,7 +77,7 @@ class CompiledGraph:
             session.weights = [weakref.ref(value) for value in arguments if isinstance(value, torch.nn.Parameter)]
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
-            session = agreed_session(handles)
+            session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
             self.check_layers(session)
             if session.asked != captured.options and not session.told_of_options:
                 session.told_of_options = warn_of_other_options(session.asked, captured.options)

@@ -157,6 +157,7 @@ def test_the_predicted_timeline_opens_in_perfetto(explained: sc.Explanation, tmp
         assert all(a + d <= b + 1e-6 for (a, d), (b, _) in itertools.pairwise(lane))
 
 
+@pytest.mark.slow
 def test_a_measured_timeline_stands_beside_the_predicted_one(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     twin = compile_copy(llama)
     with torch.no_grad():

@@ -181,6 +181,7 @@ def code() -> dict[str, list[list[str]]]:
     return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[str, list[list[str]]]) -> None:
     before, layer, after = map(names, code["decode"])
     attention = ["offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]

@@ -119,6 +119,7 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     assert (sc.stats(model).verification is not None) == WINDOWS_TAKE_DRAFTS
 
 
+@pytest.mark.slow
 def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
     twin, ids = verifying(llama), prompt(75)
     mask = torch.ones_like(ids)
