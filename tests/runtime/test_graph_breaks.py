@@ -55,6 +55,7 @@ def close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got.logits, expected.logits, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.quick_for("in the prompt")
 @pytest.mark.parametrize("where", BREAKS)
 def test_a_generation_is_compressed_and_says_the_same(llama: LlamaForCausalLM, where: str) -> None:
     twin = broken(llama, where)
