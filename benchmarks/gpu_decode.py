@@ -435,7 +435,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.steps + args.warm_up + 4 > STEPS:
         parser.error(f"--steps and --warm-up together: at most {STEPS - 4}, for which the caches have room")
     if args.smoke:
-        args.models, args.contexts, args.caps, args.reuse = ["smoke"], [300], [0], [0.5]
+        args.models, args.contexts, args.caps, args.reuse = ["smoke"], [320], [0], [0.5]
         args.steps, args.warm_up, args.host_gib = 6, 1, 1 / 1024
     return args
 

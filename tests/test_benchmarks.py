@@ -40,7 +40,7 @@ def run(script: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> None:
     run("gpu_kernels", "--smoke", "--bits", "1", "--out", str(tmp_path / "out.json"))
     report = json.loads((tmp_path / "out.json").read_text())
@@ -65,7 +65,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
     return printed, json.loads(out.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tuple[str, dict[str, Any]]) -> None:
     printed, report = decode
     assert "break-even at batch 1" in printed
@@ -78,7 +78,7 @@ def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tupl
     assert fetching[-1]["batch"] > fetching[0]["batch"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_decode_benchmark_runs_the_baselines_it_can_and_says_why_not_the_others(
     decode: tuple[str, dict[str, Any]],
 ) -> None:

@@ -123,7 +123,7 @@ def test_every_way_starts_behind_the_context(name: str) -> None:
     assert torch.equal(one.token, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_first_answers_are_of_processes_of_their_own(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     given = ("--contexts", "100", "--rounds", "1", "--lowering", "eager", "--methods", "specache", "--no-first-tokens")
@@ -132,7 +132,7 @@ def test_first_answers_are_of_processes_of_their_own(config: str, tmp_path: Path
     assert answer["cold_s"] > 0 < answer["warm_s"]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-answers", "--no-first-tokens")

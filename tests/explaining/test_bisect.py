@@ -72,7 +72,7 @@ def belongs_to(node: torch.fx.Node, layer: int) -> bool:
     return newest == layer
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_fault_planted_in_a_kernel_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy that fills the slots overflows on large values, which one layer alone has."""
     with torch.no_grad():

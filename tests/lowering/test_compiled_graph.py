@@ -106,7 +106,7 @@ def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings:
     assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
     """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
     twin = copy.deepcopy(llama)
@@ -116,7 +116,7 @@ def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> No
     assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_bfloat16_runs_through_inductor(llama: LlamaForCausalLM) -> None:
     half = copy.deepcopy(llama).bfloat16()
     twin = copy.deepcopy(half)

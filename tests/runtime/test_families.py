@@ -146,7 +146,7 @@ class Guesses(LogitsProcessor):
         return self.plain(text, use_cache=False, attention_mask=mask, position_ids=places).logits[:, -1]
 
 
-@pytest.mark.quick_for("llama 3", "phi3, longrope", "opt")
+@pytest.mark.quick_for("llama 3", "phi3, longrope", "opt", rest="whole")
 @pytest.mark.asks_for_sizes
 @SOME
 @torch.no_grad()

@@ -168,7 +168,7 @@ def generated(model: Any, backend: str, ids: Tensor, tokens: int, **given: Any) 
     return counters["stats"]["unique_graphs"], tokens_made
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("pad", [False, True], ids=["whole", "padded"])
 def test_gpt_oss_far_below_its_window_makes_no_more_graphs_than_plain_dynamos(pad: bool) -> None:
     """Three layers, sliding, full, sliding; window 128; a prompt of 45 and 20 new tokens: below it all along."""
