@@ -70,7 +70,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     config = config_of(args.model, args.layers)
     gguf = None if is_random(args.model, args.layers) else gguf_of(args.model)
     methods = usable(args, config, gguf)
-    dtype = DTYPES[args.dtype] if args.dtype != "auto" else config.dtype or torch.float32
+    dtype: Any = DTYPES[args.dtype] if args.dtype != "auto" else config.dtype or torch.float32
     check_room(config, args.contexts, args.batch_sizes, len(methods), dtype, args.device)
     device = torch.device(args.device)
     asked = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}

@@ -92,7 +92,8 @@ class Decoding:
         self.position += 1
 
     def bytes(self) -> tuple[int, int]:
-        session, layers = session_of(self.cache), self.cache.layers
+        session = session_of(self.cache)
+        layers: list[Any] = self.cache.layers
         if session is None:
             return sum(t.nbytes for layer in layers for t in tensors_of(vars(layer))), 0
         plain = [layer for layer in layers if not isinstance(layer.keys, HeldTensor)]
@@ -164,7 +165,8 @@ def way(name: str, model: Any, ids: Tensor, plain: DynamicCache, room: int, how:
 
 
 def filled(cache: Cache, plain: DynamicCache) -> Cache:
-    for number, layer in enumerate(plain.layers):
+    layers: list[Any] = plain.layers
+    for number, layer in enumerate(layers):
         cache.update(layer.keys, layer.values, number)
     return cache
 
