@@ -51,7 +51,8 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]], weights: Sequen
 def is_of(session: Session, weights: Sequence[Tensor]) -> bool:
     """Whether graphs of the model with these weights have filled a session; a graph without weights says nothing."""
     known = {id(weight()) for weight in session.weights}
-    return not session.from_elsewhere and all(id(weight) in known for weight in weights)
+    mine = not weights or any(id(weight) in known for weight in weights)
+    return mine and not session.from_elsewhere
 
 
 def check_neighbours(places: Sequence[Place]) -> list[Session]:
