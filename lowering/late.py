@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import sympy
+from torch._dynamo import convert_frame
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 
 Made = TypeVar("Made")
+# Dynamo's own: a fake mode is on one thread at a time, and with a lock beside it two threads would wait for each other.
+compile_lock = convert_frame.compile_lock
 
 
 def made_within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made]) -> Made:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
-from specache_compile.lowering.late import guards, made_late, made_within_tracing
+from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, tell
 from specache_compile.passes.context import Context, Input, Part
@@ -71,16 +71,22 @@ class Rewrites:
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
         """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
-        if self.guarded is None and not ahead:
-            self.guarded = len(guards(self.captured.fake_mode))
-        if variant not in self.made:
-            make = functools.partial(rewrite, self.captured, variant, self.name)
-            with compiling(f"{self.name}, {variant.phase}"):
-                self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
-            self.tell_one_lane(self.made[variant].one_lane)
-            for observe in observers:
-                observe(self, variant)
+        if self.guarded is not None and variant in self.made:
+            return self.made[variant]
+        with compile_lock:
+            if self.guarded is None and not ahead:
+                self.guarded = len(guards(self.captured.fake_mode))
+            if variant not in self.made:
+                self.make(variant, ahead)
         return self.made[variant]
+
+    def make(self, variant: Variant, ahead: bool) -> None:
+        make = functools.partial(rewrite, self.captured, variant, self.name)
+        with compiling(f"{self.name}, {variant.phase}"):
+            self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
+        self.tell_one_lane(self.made[variant].one_lane)
+        for observe in observers:
+            observe(self, variant)
 
     def tell_one_lane(self, reason: str | None) -> None:
         """Say once that a decode runs without the speculative token, and why."""

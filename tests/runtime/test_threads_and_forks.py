@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
-from specache_compile import SpecacheWarning
+from specache_compile import SpecacheWarning, rewritten
 from specache_compile.compiled_options import options_of
 from specache_compile.runtime.held import HeldTensor
 
@@ -183,3 +184,42 @@ def test_a_forked_child_goes_on_with_its_parents_cache_and_so_does_the_parent(pl
     assert (new, old) == (said.tolist(), expected[1].tolist())
     assert decodes > 0
     assert torch.equal(greedy(model, turns[0], 12, past_key_values=cache), expected[0])
+
+
+@torch.no_grad()
+def test_two_threads_that_outgrow_a_bucket_at_once_rewrite_one_after_the_other(
+    plain: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake mode is on one thread at a time."""
+    twin, making, most = compile_copy(plain), [], []
+    made_late = rewritten.made_late
+
+    def slowly(*given: Any) -> Any:
+        making.append(threading.get_ident())
+        most.append(len(making))
+        time.sleep(0.2)
+        try:
+            return made_late(*given)
+        finally:
+            making.remove(threading.get_ident())
+
+    caches = [twin(prompt(60, seed=seed), use_cache=True).past_key_values for seed in (0, 1)]
+    for cache in caches:
+        twin(prompt(1), past_key_values=cache)
+        twin(prompt(30), past_key_values=cache)
+    monkeypatch.setattr(rewritten, "made_late", slowly)
+    barrier = threading.Barrier(2)
+
+    def grow(cache: DynamicCache) -> Tensor:
+        with torch.no_grad():
+            barrier.wait(PATIENCE)
+            twin(prompt(400, seed=4), past_key_values=cache)
+            return twin(prompt(1), past_key_values=cache).logits
+
+    with ThreadPoolExecutor(2) as pool:
+        logits = [future.result() for future in [pool.submit(grow, cache) for cache in caches]]
+    assert most, "a bucket was outgrown"
+    assert max(most) == 1
+    for seed, ours in enumerate(logits):
+        ids = torch.cat([prompt(60, seed=seed), prompt(1), prompt(30), prompt(400, seed=4), prompt(1)], 1)
+        torch.testing.assert_close(ours[:, -1], plain(ids).logits[:, -1], atol=1e-3, rtol=1e-3)
