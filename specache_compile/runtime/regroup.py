@@ -70,12 +70,14 @@ def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
     check_alike(sources)
     for session in sources:
         session.drain()
-    made = session_from(places)
     before = [(sources[0], site) for site in range(places[0][1])]
     behind = [(sources[-1], site) for site in range(places[-1][1] + 1, len(sources[-1].layers))]
-    for rest in (before, behind):
-        if rest:
-            session_from(rest)
+    made = session_from(places)
+    parts = [(made, places), *((session_from(rest), rest) for rest in (before, behind) if rest)]
+    # Behind all that may fail or be interrupted: until then every layer is its source's.
+    for part, taken in parts:
+        for number, (session, site) in enumerate(taken):
+            session.moved[site] = (part, number)
     for session in sources:
         session.state, session.layers, session.anchors = [], [], []
         session.recorded.clear()
@@ -104,7 +106,7 @@ def differing(ours: MethodOptions | None, theirs: MethodOptions | None) -> str:
 
 @torch.inference_mode(False)
 def session_from(places: Sequence[Place]) -> Session:
-    """A session that takes over the layers at `places`, of sessions that are alike and at rest. The steps that it had
+    """A session for the layers at `places`, of sessions that are alike and at rest. The steps that it had
     are the first one's; it has no guess, and no draft is under way in it."""
     sources = list(dict.fromkeys(session for session, _ in places))
     first = sources[0]
@@ -131,6 +133,4 @@ def session_from(places: Sequence[Place]) -> Session:
     made.note_memory()
     made.cursor = first.cursor.clone()
     made.cursor[QUEUE] = made.queue.number
-    for number, (session, site) in enumerate(places):
-        session.moved[site] = (made, number)
     return made
