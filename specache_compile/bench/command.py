@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,11 @@ from specache_compile.options import LOWERINGS
 from .first_answer import first_answers
 from .floor import bandwidth
 from .llama_cpp import LLAMA_CPP
-from .measure import Plan, cell
+from .measure import Plan, cell, steps_behind
 from .model import check_room, config_of, is_random, open_model
 from .results import Results
 from .table import answers_table, draw, steps_table
-from .ways import BASELINES, DEFAULT, check_name, why_not
+from .ways import BASELINES, COMPILED, DEFAULT, check_name, why_not
 
 EXAMPLES = """\
 examples:
@@ -71,10 +72,11 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     gguf = None if is_random(args.model, args.layers) else gguf_of(args.model)
     methods = usable(args, config, gguf)
     dtype: Any = DTYPES[args.dtype] if args.dtype != "auto" else config.dtype or torch.float32
-    check_room(config, args.contexts, args.batch_sizes, len(methods), dtype, args.device)
+    check_room(config, args.contexts, steps_behind(args.rounds), args.batch_sizes, len(methods), dtype, args.device)
     device = torch.device(args.device)
     asked = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}
-    results = Results(args.json, "specache", device, resume=True, given=command, **asked)
+    how = {"rounds": args.rounds, "threads": torch.get_num_threads()}
+    results = Results(args.json, "specache", device, resume=True, given=command, **asked, **how)
     results.once("bandwidth", lambda: bandwidth(device))
     try:
         measure_missing(args, methods, gguf, results)
@@ -119,37 +121,54 @@ def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str
 
 def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | None, results: Results) -> None:
     """The cells that the file has not whole."""
-    cells = [
-        (context, batch)
-        for context in dict.fromkeys(args.contexts)
-        for batch in dict.fromkeys(args.batch_sizes)
-        if not all(results.has(part="step", method=name, context=context, batch=batch) for name in methods)
-    ]
+    prompts = not args.no_first_tokens
+
+    def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
+        found = (row for row in results.rows if row["part"] == "step")
+        return {row["method"]: row for row in found if (row["context"], row["batch"]) == (context, batch)}
+
+    def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
+        timed = all("first_token_s" in row or name in LLAMA_CPP for name, row in rows.items())
+        return rows.keys() >= set(methods) and (timed or not prompts)
+
+    pairs = itertools.product(dict.fromkeys(args.contexts), dict.fromkeys(args.batch_sizes))
+    cells = [pair for pair in pairs if not is_whole(had(*pair))]
     if not cells:
         return
     model = open_model(args.model, args.layers, args.dtype, args.device)
-    prompts = not args.no_first_tokens
-    rate = results.once("bandwidth", lambda: bandwidth(torch.device(args.device)))
-    plan = Plan(tuple(methods), args.rounds, prompts, args.lowering, gguf, rate)
-    turns = len(methods) * (2 if prompts else 1) + args.rounds
-    with tqdm(total=len(cells) * turns, file=sys.stderr, desc="specache bench", unit="turn") as bar:
-        for context, batch in cells:
-            results.add(*({"part": "step", **row} for row in cell(model, context, batch, plan, bar)))
+    # What stands in one cell is measured in turn: the methods that it had are measured again beside those it lacks.
+    plans = [
+        Plan(
+            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, prompts, args.lowering, gguf,
+            results.report["bandwidth"],
+        )
+        for pair in cells
+    ]  # fmt: skip
+    turns = sum(len(plan.methods) * (2 if prompts else 1) + args.rounds for plan in plans)
+    with tqdm(total=turns, file=sys.stderr, desc="specache bench", unit="turn") as bar:
+        for (context, batch), plan in zip(cells, plans, strict=True):
+            rows = cell(model, context, batch, plan, bar)
+            results.drop(part="step", context=context, batch=batch)
+            results.add(*({"part": "step", **row} for row in rows))
 
 
 def measure_answers(methods: list[str], asked: dict[str, Any], results: Results) -> None:
     """First answers, cold and warm, of what generates as transformers does, on an empty cache of its own."""
-    generating = [name for name in methods if (name not in LLAMA_CPP and name not in BASELINES) or name == "compiled"]
+    generating = [name for name in methods if name not in BASELINES or name == COMPILED]
     missing = [name for name in generating if not results.has(part="answer", method=name)]
     with tqdm(
         total=2 * len(missing), file=sys.stderr, desc="first answers", unit="process", disable=not missing
     ) as bar:
         for name in missing:
             row: dict[str, Any] = {"part": "answer", "method": name}
-            for state, seconds in first_answers(name, asked):
-                row[state] = seconds
-                bar.set_postfix_str(f"{name}, {state}")
-                bar.update()
+            try:
+                for state, seconds in first_answers(name, asked):
+                    row[state] = seconds
+                    bar.set_postfix_str(f"{name}, {state}")
+                    bar.update()
+            except SpecacheError as error:  # of a process of its own: the others' are as they are
+                tqdm.write(str(error), file=sys.stderr)
+                continue
             results.add(row)
 
 

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from specache_compile.errors import SpecacheError
+
 PROMPT, NEW = 100, 8
 
 
@@ -43,7 +45,7 @@ def first_answers(method: str, asked: dict[str, Any]) -> Iterator[tuple[str, flo
 
 
 def in_new_process(asked: dict[str, Any], folder: str) -> float:
-    """Seconds; RuntimeError, with what it said, where the process failed."""
+    """Seconds; SpecacheError, with what it said, where the process failed."""
     command = [sys.executable, "-m", "specache_compile.bench.first_answer", json.dumps(asked)]
     environment = {
         **os.environ,
@@ -52,7 +54,8 @@ def in_new_process(asked: dict[str, Any], folder: str) -> float:
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"the first answer of {asked['method']}: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise SpecacheError(f"the first answer of {asked['method']}: {said[-1]}")
     return float(done.stdout.splitlines()[-1])
 
 

@@ -16,6 +16,7 @@ LIBRARY = "llama-cpp-python"
 # The cache's type, by its name in ggml's enumeration. On a CPU its attention shares the work of one token among threads
 # where the cache is in 16 bits alone.
 LLAMA_CPP = {"llama.cpp-f16": "GGML_TYPE_F16", "llama.cpp-q4_0": "GGML_TYPE_Q4_0"}
+PARTS = ("key", "value")
 TOKEN = 0  # which token is decoded does not change the time
 
 
@@ -46,7 +47,8 @@ class LlamaCpp:
             int(config[f"{architecture}.{key}"])
             for key in ("attention.head_count_kv", "attention.head_count", "embedding_length", "block_count")
         )
-        numbers = 2 * layers * heads * (width // all_heads) * (len(ids) + more)
+        widths = (int(config.get(f"{architecture}.attention.{part}_length", width // all_heads)) for part in PARTS)
+        numbers = layers * heads * sum(widths) * (len(ids) + more)
         self.size = round(numbers * (2 if LLAMA_CPP[name] == "GGML_TYPE_F16" else 18 / 32))
 
     def step(self) -> None:

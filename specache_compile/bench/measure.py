@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specache_compile.evaluation.settings import UNCOMPILED
 from specache_compile.runtime.records import forget
 
 from .floor import floor, synchronise, weight_bytes
@@ -38,6 +37,11 @@ class Plan:
     lowering: str
     gguf: Path | None
     rate: float
+
+
+def steps_behind(rounds: int) -> int:
+    """Tokens that each way decodes behind a context."""
+    return WARM_UP + rounds * IN_A_ROW + 1
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
@@ -64,7 +68,7 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
     ids = ids.to(model.device)
     bar.set_postfix_str(f"reading {context:,} tokens")
     plain = read(model, ids)
-    room = WARM_UP + plan.rounds * IN_A_ROW + 1
+    room = steps_behind(plan.rounds)
     ways: dict[str, Way] = {}
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
         for name in plan.methods:
@@ -116,9 +120,9 @@ def row_of(name: str, one: Way, steps: list[float], model: Any, plan: Plan) -> d
 
 def first(name: str, model: Any, ids: Tensor, room: int, plan: Plan) -> dict[str, Any]:
     """Seconds to the first token, and to the second behind it, once all that they run is compiled."""
-    twin = model if name == UNCOMPILED else twin_of(model, name, plan.lowering)
+    twin = twin_of(model, name, plan.lowering)
     with torch.no_grad():
-        for _ in range(1 if name == UNCOMPILED else 2):
+        for _ in range(2):
             prefill, decode = first_tokens(name, twin, ids, room)
             seconds = timed(prefill, model.device), timed(decode, model.device)
     return {"first_token_s": seconds[0], "second_token_s": seconds[1]}

@@ -42,14 +42,15 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
 
 
 def check_room(
-    config: Any, contexts: list[int], batches: list[int], ways: int, dtype: torch.dtype, device: str
+    config: Any, contexts: list[int], steps: int, batches: list[int], ways: int, dtype: torch.dtype, device: str
 ) -> None:
-    """SpecacheError, before a weight is loaded, for a context that the model cannot have, and where weights and a
+    """SpecacheError, before a weight is loaded, for a context that the model cannot have with so many steps behind it,
+    and where weights and a
     cache for each way would take more memory than is free."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 1 << 62
-    if max(contexts) >= limit:
-        raise SpecacheError(f"--contexts {max(contexts)}: the model has {limit:,} tokens; leave room for steps")
+    if max(contexts) + steps > limit:
+        raise SpecacheError(f"--contexts {max(contexts)}: the model has {limit:,} tokens, and {steps} steps follow")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     weights = sum(p.nbytes for p in model.parameters())

@@ -74,6 +74,10 @@ class Results:
         self.rows.extend(rows)
         self.write()
 
+    def drop(self, **key: Any) -> None:
+        """Leave out the rows with these figures: others take their place."""
+        self.rows[:] = [row for row in self.rows if any(row.get(name) != value for name, value in key.items())]
+
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """A fact of the whole file: what it has, or else what `make` gives."""
         if name not in self.report:

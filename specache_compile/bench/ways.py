@@ -7,7 +7,6 @@ them. Weights are shared.
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ class Decoding:
         layers: list[Any] = self.cache.layers
         if session is None:
             return sum(t.nbytes for layer in layers for t in tensors_of(vars(layer))), 0
-        plain = [layer for layer in layers if not isinstance(layer.keys, HeldTensor)]
+        plain = [layer for layer in layers if not isinstance(getattr(layer, "keys", None), HeldTensor)]
         tiers = session.statistics.bytes_by_tier
         return device_total(tiers) + sum(t.nbytes for x in plain for t in tensors_of(vars(x))), tiers.get("host", 0)
 
@@ -115,7 +114,6 @@ def twin_of(model: Any, name: str, lowering: str) -> Any:
     """A model of the same weights that decodes this way."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
-    twin.forward = types.MethodType(type(model).forward, twin)
     if name in (COMPILED, STATIC):
         twin.compile(dynamic=name == COMPILED)
     elif name not in BASELINES:
@@ -161,6 +159,9 @@ def way(name: str, model: Any, ids: Tensor, plain: DynamicCache, room: int, how:
         held = DynamicCache(config=model.config)
         with torch.no_grad():
             twin(ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+    session = session_of(held)
+    if session is not None:
+        session.capacity_for(length + room)  # no bucket ends, and no graph is compiled, among the timed steps
     return Decoding(twin, held, token, length)
 
 

@@ -139,3 +139,19 @@ def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
     methods = ("--methods", "compiled", "compiled-static")
     assert main(["bench", config, *given, *methods, "--json", str(file)]) == 0
     assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == [2, 2]
+
+
+def test_other_methods_are_measured_beside_those_that_the_file_has(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "steps.json"
+    for methods in (["uncompiled"], ["hf-fp8"]):
+        given = ("--contexts", "100", "--rounds", "1", "--no-first-answers", "--no-first-tokens", "--methods", *methods)
+        assert main(["bench", config, *given, "--json", str(file)]) == 0
+    assert [row["method"] for row in json.loads(file.read_text())["rows"]] == ["uncompiled", "hf-fp8"]
+
+
+def test_what_was_measured_otherwise_is_no_part_of_the_table(
+    file: Path, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", config, "--contexts", "100", *SMALL, "--json", str(file), "--rounds", "2"]
+    assert main(command) == 2
+    assert "was measured with rounds 1, not 2" in capsys.readouterr().err
