@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch._C import _functorch
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -79,15 +80,26 @@ def traced_alone(
     fakes = [value_of(node) for node in inputs]
     values = (value_of(node) for node in graph_module.graph.nodes)
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
-    with torch.no_grad(), next(modes, contextlib.nullcontext()):
+    with torch.no_grad(), levels_closed(), next(modes, contextlib.nullcontext()):
         return make_fx(Interpreter(GraphModule(graph_module, alone)).run)(*fakes)
 
 
+@contextlib.contextmanager
+def levels_closed() -> Iterator[None]:
+    """What fails inside leaves no level of a vmap open: whatever the process computes next would be in one."""
+    before = _functorch.maybe_current_level()
+    try:
+        yield
+    finally:
+        while _functorch.maybe_current_level() != before:
+            predispatch._vmap_decrement_nesting()
+
+
 def constant(graph_module: GraphModule, value: torch.Tensor, node: Node) -> Node:
-    """A tensor that tracing found to be the same in each call, as an attribute of the graph."""
-    number = sum(name.startswith("vmapped_constant") for name in vars(graph_module))
+    """A tensor that tracing found to be the same in each call, as a buffer of the graph."""
+    number = sum(name.startswith("vmapped_constant") for name, _ in graph_module.named_buffers())
     name = f"vmapped_constant_{number}"
-    setattr(graph_module, name, value)
+    graph_module.register_buffer(name, value)
     made = graph_module.graph.get_attr(name)
-    made.meta = dict(node.meta)
+    made.meta = {**node.meta, "val": value}
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from .errors import SpecacheWarning, not_drafted, not_looked_up
 from .methods.drafting import TIERS
 from .runtime.draft_length import DraftLength
 from .runtime.ranks import everyones
 from .runtime.records import find_record
-from .runtime.session import Session, session_of
+from .runtime.session import Session, session_of, sessions_of
 
 # Criteria that do not go by what the last token is, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
@@ -38,6 +40,7 @@ class Drafts(CandidateGenerator):
         # Of the round under way: its session, when it began, graphs compiled before it, and the tokens drafted.
         self.session: Session | None = None
         self.start, self.compiles, self.drafted = 0.0, 0, 0
+        self.told_of_parts = False
 
     def get_candidates(self, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """input_ids [1, n], of which the cache lacks the last; returns [1, n + γ], and the drafted tokens' processed
@@ -48,11 +51,14 @@ class Drafts(CandidateGenerator):
         self.start, self.compiles, self.drafted = time.perf_counter(), self.compiled(), 0
         self.model_kwargs_overrides = {}
         self.session = None if given["is_first_iteration"] else session_of(self.cache)
-        if self.session is None or not self.serves(self.session.options.verify):
+        if self.session is None or not self.serves(self.session.options.verify) or self.is_parted():
             self.session = None
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
         ids, logits = self.draft(input_ids, kwargs, min(self.length(), room)) if room > 0 else (input_ids, None)
+        if self.is_parted():  # by the steps of the draft, which were exact
+            self.session = None
+            return input_ids, None
         self.drafted = ids.shape[1] - input_ids.shape[1]
         if self.drafted and "logits_to_keep" in kwargs:
             self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number for each γ would be a graph for each
@@ -61,6 +67,17 @@ class Drafts(CandidateGenerator):
     def serves(self, verify: int | str | None) -> bool:
         """Whether these are the drafts of a cache that was made under this option."""
         return verify not in (None, TIERS)
+
+    def is_parted(self) -> bool:
+        """Whether the cache is, or was, several sessions', of which a draft would mark one; told once."""
+        if not self.told_of_parts and sessions_of(self.cache) != [self.session]:
+            self.told_of_parts = True
+            assert self.session is not None
+            tell_not_drafted(
+                self.session.options.verify,
+                "a graph break in the model leaves its cache in parts, each with a step of its own",
+            )
+        return self.told_of_parts
 
     def length(self) -> int:
         """γ of the next round."""
@@ -147,3 +164,9 @@ class Drafts(CandidateGenerator):
         """Graphs of the model that were rewritten so far."""
         record = find_record(self.model)
         return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
+
+
+def tell_not_drafted(asked: int | str | None, reason: str) -> None:
+    """One warning, at the caller of `generate`'s loop."""
+    tell = not_looked_up if asked == TIERS else not_drafted
+    warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)

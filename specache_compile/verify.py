@@ -12,7 +12,6 @@ decode: nothing is more exact than a decode of one token, and what is not drafte
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +23,7 @@ from transformers.generation.utils import GenerationMixin
 
 from .compat import WINDOWS_TAKE_DRAFTS, missing_for_drafts
 from .compiled_options import options_of
-from .drafts import HANDLED, Drafts
-from .errors import SpecacheWarning, not_drafted, not_looked_up
+from .drafts import HANDLED, Drafts, tell_not_drafted
 from .look_up import LookedUp
 from .methods import parse_options
 from .methods.drafting import TIERS
@@ -65,12 +63,6 @@ def route_verification() -> None:
     sample.routes_verification = True  # type: ignore[attr-defined]
     GenerationMixin._sample = sample  # type: ignore[method-assign, assignment]
     GenerationMixin._beam_search = search  # type: ignore[method-assign, assignment]
-
-
-def tell_not_drafted(asked: int | str, reason: str) -> None:
-    """One warning, at the caller of `generate`'s loop."""
-    tell = not_looked_up if asked == TIERS else not_drafted
-    warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)
 
 
 def verify_of(model: torch.nn.Module) -> int | str | None:

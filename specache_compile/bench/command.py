@@ -109,7 +109,7 @@ def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str
     """The methods that can run here; the others are told, with the reason."""
     kept = []
     for name in dict.fromkeys(args.methods):
-        reason = why_not(name, config, gguf, max(args.batch_sizes))
+        reason = why_not(name, config, gguf, args.batch_sizes, args.contexts)
         if reason is None:
             kept.append(name)
         else:

@@ -45,8 +45,7 @@ def check_room(
     config: Any, contexts: list[int], steps: int, batches: list[int], ways: int, dtype: torch.dtype, device: str
 ) -> None:
     """SpecacheError, before a weight is loaded, for a context that the model cannot have with so many steps behind it,
-    and where weights and a
-    cache for each way would take more memory than is free."""
+    and where weights and a cache for each way would take more memory than is free."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 1 << 62
     if max(contexts) + steps > limit:

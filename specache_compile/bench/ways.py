@@ -7,6 +7,7 @@ them. Weights are shared.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "hqq-2bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "hf-fp8": {"backend": "fp8"},
 }
+# What hqq packs at once, in numbers: its groups of 64, four to a byte.
+HQQ_GROUPS = {"hqq-2bit": 4 * 64}
 BASELINES = {
     UNCOMPILED: "Hugging Face as it is, with its DynamicCache",
     COMPILED: "torch.compile, with a DynamicCache",
@@ -55,10 +58,20 @@ def check_name(name: str) -> None:
             raise OptionError(f"{error}; baselines are {', '.join(BASELINES)}") from None
 
 
-def why_not(name: str, config: PreTrainedConfig, gguf: Path | None, batch: int) -> str | None:
+def why_not(
+    name: str, config: PreTrainedConfig, gguf: Path | None, batches: Sequence[int], contexts: Sequence[int]
+) -> str | None:
     """Why a way cannot run here; None where it can."""
     if name in LLAMA_CPP:
-        return "one sequence alone" if batch > 1 else why_no_llama_cpp(gguf)
+        return "one sequence alone" if max(batches) > 1 else why_no_llama_cpp(gguf)
+    if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
+        return "the model has sliding layers, whose context this cache takes as a prompt alone"
+    if name in HQQ_GROUPS:
+        text = config.get_text_config()
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        numbers = math.gcd(*(n * rows for n in contexts for rows in batches)) * text.num_key_value_heads * width
+        if numbers % HQQ_GROUPS[name]:
+            return f"hqq takes whole quadruples of groups, {HQQ_GROUPS[name]} numbers of a layer's keys"
     if name in QUANTIZED:
         try:
             QuantizedCache(config=config, **QUANTIZED[name])

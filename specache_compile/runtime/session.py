@@ -80,12 +80,16 @@ def in_force(fixed: MethodOptions, layers: Sequence[LayerShape], tokens: int) ->
 
 
 def session_of(cache: Any) -> Session | None:
-    """The session behind a held cache of Hugging Face's; None where it is plain."""
-    for layer in cache.layers:
-        keys = getattr(layer, "keys", None)
-        if isinstance(keys, HeldTensor) and keys.handle is not None:
-            return keys.handle.now.session
-    return None
+    """The session behind a held cache of Hugging Face's; None where it is plain. Of several, the first layers'."""
+    return next(iter(sessions_of(cache)), None)
+
+
+def sessions_of(cache: Any) -> list[Session]:
+    """The sessions behind a held cache of Hugging Face's, in its layers' order: several where a graph break cuts the
+    model, none where the cache is plain."""
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    handles = (tensor.handle for tensor in keys if isinstance(tensor, HeldTensor))
+    return list(dict.fromkeys(handle.now.session for handle in handles if handle is not None))
 
 
 class Session:

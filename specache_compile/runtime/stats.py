@@ -84,7 +84,10 @@ class Stats:
 
 
 def stats(model: torch.nn.Module) -> Stats:
-    """Statistics of the model's newest cache; SpecacheError where the backend has rewritten nothing of it yet."""
+    """Statistics of the model's newest cache; SpecacheError where the backend has rewritten nothing of it yet.
+
+    Where graph breaks leave the steps in parts, each with layers of its own, they are the last part's.
+    """
     record = find_record(model)
     if record is None or record.latest is None:
         raise SpecacheError(

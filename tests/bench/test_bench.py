@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from conftest import prompt, tiny_llama
 from specache_compile.bench import measure, ways
@@ -121,6 +122,22 @@ def test_every_way_starts_behind_the_context(name: str) -> None:
     one = ways.way(name, model, ids, ways.read(model, ids), 8, ("eager", None))
     one.step()
     assert torch.equal(one.token, expected)
+
+
+@pytest.mark.parametrize("name", ["compiled-static", "hf-fp8"])
+def test_a_cache_that_no_window_fits_into_is_left_out(name: str) -> None:
+    """A layer that slides has kept its window alone, where these caches hold a prompt whole."""
+    config = Gemma2Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    reason = ways.why_not(name, config, None, [1], [4096])
+    assert reason is not None
+    assert "sliding" in reason
+
+
+def test_hqq_is_left_out_where_it_would_fail() -> None:
+    config = tiny_llama().config  # two KV heads of 16 numbers: groups of four are whole every eight tokens
+    reason = ways.why_not("hqq-2bit", config, None, [1], [1001, 1000])
+    assert reason is not None
+    assert "256 numbers" in reason
 
 
 @pytest.mark.whole

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import expecttest
+import pytest
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._functorch.predispatch import (
     _add_batch_dim,
     _remove_batch_dim,
@@ -66,6 +68,38 @@ def test_what_it_computes_stays() -> None:
     graph_module, x, y = sums_graph(), torch.randn(3), torch.randn(4)
     plain_vmaps(graph_module)
     assert torch.equal(graph_module(x, y)[0], -(x[:, None] + y))
+
+
+def test_a_constant_of_a_vmap_is_a_buffer_of_the_graph(recwarn: pytest.WarningsRecorder) -> None:
+    builder = GraphBuilder()
+    x = builder.input("x", 3)
+    builder.call(_vmap_increment_nesting, (), 3, "error")
+    one = builder.call(_add_batch_dim, (), x, 0, 1)
+    fixed = builder.call(torch.tensor, (2,), [1.0, 2.0])
+    both = builder.call(torch.add, (2,), one, fixed)
+    rows = builder.call(_remove_batch_dim, (3, 2), both, 1, 3, 0)
+    builder.call(_vmap_decrement_nesting, ())
+    graph_module = builder.finish(rows)
+    plain_vmaps(graph_module)
+    graph_module.graph.lint()
+    x = torch.randn(3)
+    assert torch.equal(graph_module(x)[0], x[:, None] + torch.tensor([1.0, 2.0]))
+    assert [tuple(buffer.shape) for buffer in graph_module.buffers()] == [(2,)]
+    assert not [one for one in recwarn if "get_attr" in str(one.message) or "does not reference" in str(one.message)]
+
+
+def test_what_cannot_be_traced_leaves_no_level_open() -> None:
+    builder = GraphBuilder()
+    x = builder.input("x", 3)
+    builder.call(_vmap_increment_nesting, (), 3, "error")
+    one = builder.call(_add_batch_dim, (), x, 0, 1)
+    builder.call(torch.Tensor.item, (), one)
+    rows = builder.call(_remove_batch_dim, (3,), one, 1, 3, 0)
+    builder.call(_vmap_decrement_nesting, ())
+    before = _functorch.maybe_current_level()
+    with pytest.raises(RuntimeError, match="item"):
+        plain_vmaps(builder.finish(rows))
+    assert _functorch.maybe_current_level() == before
 
 
 def test_a_graph_without_vmap_stays_as_it_is() -> None:

@@ -164,6 +164,19 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
         step(twin, prompt(1), cache)
 
 
+@pytest.mark.quick_for("in the prompt-3")
+@pytest.mark.parametrize("asked", [3, "tiers"])
+@pytest.mark.parametrize("where", BREAKS)
+def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: str, asked: int | str) -> None:
+    """A draft marks one session's steps: those of a cache in parts would go on exact, or half of them would."""
+    twin = compile_copy(hooked(llama, where), verify=asked)
+    ids = torch.cat([prompt(30), prompt(30)], 1)  # so that a draft is looked up
+    with pytest.warns(sc.SpecacheWarning, match="a graph break in the model leaves its cache in parts") as told:
+        tokens = greedy(twin, ids, 12)
+    assert len([one for one in told if "in parts" in str(one.message)]) == 1
+    assert torch.equal(tokens, greedy(llama, ids, 12))
+
+
 def attention_alone(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """A copy whose products with weights no graph has, as bitsandbytes' 8-bit ones."""
     twin = copy.deepcopy(model)
