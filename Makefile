@@ -9,8 +9,8 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
 .PHONY: demo test test-slow test-all test-ranks test-oldest test-newest lint tables bench quality train format clean
 
-demo: .venv/ready          ## ask the shipped model for needles: table and picture
-	$(BIN)/python examples/demo.py
+demo: .venv/ready          ## keys found, bytes and times of a real model, in one table and one picture
+	$(BIN)/specache demo --out build/demo
 
 # One thread a worker; a worker takes a file whole, whose tests share models and graphs.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -45,10 +45,8 @@ lint: .venv/ready          ## style, formatting, types, the tables of the docs
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results
 	$(BIN)/python tests/doc_tables.py --write
 
-bench: .venv/ready         ## decode step on the CPU at 1k, 4k and 8k of context: SmolLM2, and a random model
-	$(BIN)/python benchmarks/cpu_decode.py --model smollm2-135m --dtype bfloat16
-	$(BIN)/python benchmarks/cpu_decode.py --model smollm2-135m --dtype float32
-	$(BIN)/python benchmarks/cpu_decode.py
+bench: .venv/ready         ## a decode step, first tokens and first answers on this machine; goes on where it was
+	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --dtype $$dtype --json benchmarks/results/bench_$$dtype.json || exit 1; done
 
 quality: .venv/ready       ## the quality tables, method by method; goes on where it was
 	$(BIN)/python benchmarks/quality.py

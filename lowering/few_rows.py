@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.few_rows import DTYPES, MOST_ROWS
+from specache_compile.kernels.few_rows import DTYPES, MOST_ROWS, library_of
 from specache_compile.passes.context import value_of
 
 AT = torch.ops.aten
@@ -49,3 +51,28 @@ def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
     whole_bias = bias is None or value_of(bias).shape == value_of(w).shape[1:]
     few = isinstance(rows, int) and 0 < rows <= MOST_ROWS
     return (x, w.args[0], bias) if right and whole_bias and few else None
+
+
+def few_rows_op_by_op(graph_module: GraphModule) -> int:
+    """The same in a graph that runs as Dynamo captured it, whose linear layers are whole still; returns how many.
+
+    y = linear(x, weight, bias)          y = linear_of_few_rows(x, weight, bias)
+    """
+    changed = 0
+    for node in graph_module.graph.nodes:
+        if node.target is not F.linear or node.kwargs:
+            continue
+        tensors = [value_of(n) for n in node.all_input_nodes]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) == 1 and dtypes <= set(DTYPES) and all(tensor.device.type == "cpu" for tensor in tensors):
+            library_of(*tensors)
+            node.target = linear_of_few_rows
+            changed += 1
+    graph_module.recompile()
+    return changed
+
+
+def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., m] · weightᵀ [m, n] + bias [n] → [..., n], in C++ where x has few rows."""
+    rows = x.flatten(0, -2)
+    return torch.ops.specache.few_rows_fused(rows, weight, bias).unflatten(0, x.shape[:-1])

@@ -17,7 +17,7 @@ from specache_compile.kernels.ops import op_of
 from specache_compile.passes.context import value_of
 from specache_compile.passes.masks import subgraph
 
-from .few_rows import few_rows
+from .few_rows import few_rows, few_rows_op_by_op
 from .fold_layers import fold_layers
 from .progress import tell
 
@@ -62,6 +62,7 @@ def lower(
 def op_by_op(graph_module: GraphModule) -> GraphModule:
     """A copy that runs as it is; the graph that people look at stays."""
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    few_rows_op_by_op(own)
     use_fused_kernels(own)
     own.recompile()
     return own

@@ -1,4 +1,4 @@
-"""The `specache` command: explain, generate, serve, bench, evaluate methods, diagnose attention."""
+"""The `specache` command: a demo, generate, bench, explain, serve, evaluate methods, diagnose attention."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from .bench.command import add_bench, run_bench
 from .checkpoints import is_byte_level, limit_of, placed, resolved, tell_origin
+from .demo.command import add_demo, run_demo
 from .errors import OptionError, SpecacheError
 from .evaluation.command import MODEL, add_eval, run_eval
 from .evaluation.diagnostics.command import add_diagnose, run_diagnose
@@ -26,68 +27,33 @@ from .serving.command import add_serve, run_serve
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
 
 
+EXPLAIN_EPILOG = """\
+examples:
+  specache explain smollm2-135m --prompt-length 8192
+  specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1 --save report.html
+
+The backend's options go too, as `specache generate --help` lists them. A device of your own (--hbm-gbps, --pcie-gbps,
+--tflops, --vram-gib) and what is assumed of the pairs (--reuse, --corrected, --accepted): docs/explain.md
+"""
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line: `specache explain`, `generate`, `serve`, `eval` and `diagnose`."""
+    """The command line, its commands in the order in which a person needs them."""
     top = argparse.ArgumentParser(prog="specache", description=DESCRIPTION)
     commands = top.add_subparsers(dest="command", required=True)
-    explain = commands.add_parser(
-        "explain", help="what is rewritten, and where every byte lives; needs no weights and no GPU"
+    add_demo(commands.add_parser("demo", help="keys found, bytes and times of one real model; four minutes"))
+    add_generate(commands.add_parser("generate", help="continue a prompt with a compiled checkpoint"))
+    add_bench(commands.add_parser("bench", help="a decode step, first tokens and bytes, beside other caches"))
+    add_explain(
+        commands.add_parser(
+            "explain", help="what is rewritten, and where every byte lives; needs no weights and no GPU"
+        )
     )
-    explain.add_argument("model", help=f"{MODEL}; or a config.json")
-    explain.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
-    explain.add_argument("--batch-size", type=int, default=1, help="rows (default: 1)")
-    explain.add_argument("--device", help="for the roofline: A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
-    for name, what in (
-        ("--hbm-gbps", "GB/s of device memory"),
-        ("--pcie-gbps", "GB/s over PCIe, one way"),
-        ("--tflops", "dense 16-bit TFLOP/s"),
-        ("--vram-gib", "GiB of device memory"),
-    ):
-        explain.add_argument(name, type=float, help=f"{what}, in place of the device's")
-    explain.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
-    explain.add_argument(
-        "--ranks", type=int, default=1, help="explain one of so many ranks that share the model (default: 1)"
-    )
-    explain.add_argument("--reuse", type=float, default=0.0, help="share of wanted pairs in the slots already (0)")
-    explain.add_argument(
-        "--corrected", type=float, default=CORRECTED,
-        help="share of wanted pairs that a correction must still bring (%(default)s)",
-    )  # fmt: skip
-    explain.add_argument(
-        "--accepted",
-        type=float,
-        default=ACCEPTED,
-        help="with --verify: chance that a drafted token is right (%(default)s)",
-    )
-    shown = explain.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="everything as JSON")
-    shown.add_argument("--nodes", action="store_true", help="each launch of the decode step with its least time")
-    shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
-    shown.add_argument(
-        "--diff", nargs=2, metavar=("PHASE", "PASS"), help="what a pass changed in a phase's graph, as a unified diff"
-    )
-    explain.add_argument("--after", metavar="PASS", help="with --graph: the graph as it stood after this pass")
-    explain.add_argument(
-        "--save", action="append", default=[], type=Path, metavar="FILE",
-        help="write report.html, timeline.json (Perfetto), schedule.graphml or schedule.dot; may be repeated",
-    )  # fmt: skip
-    generate = commands.add_parser("generate", help="continue a prompt with a compiled checkpoint")
-    generate.add_argument("model", help=MODEL)
-    source = generate.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="the prompt itself")
-    source.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
-    generate.add_argument("--chat", action="store_true", help="put the chat template around the prompt")
-    generate.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add (default: 100)")
-    generate.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
     serve = commands.add_parser("serve", help="a compiled checkpoint behind OpenAI's interface")
     serve.add_argument("model", metavar="CHECKPOINT", help=MODEL)
     add_serve(serve)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for command in (generate, serve):
-        command.add_argument("--device", default=device, help="default: %(default)s")
-    for command in (explain, generate, serve):
-        add_options(command)
-    add_bench(commands.add_parser("bench", help="a decode step, first tokens and bytes, beside other caches"))
+    add_device(serve)
+    add_options(serve)
     add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))
     add_diagnose(
         commands.add_parser("diagnose", help="attention, policies and guesses as the papers' figures show them")
@@ -95,22 +61,78 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """The backend's options, as the methods declare them; what is not given is left to the method's default."""
-    group = command.add_argument_group("backend options")
-    group.add_argument("--method", choices=METHODS, help="default: specache")
+def add_generate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", help=MODEL)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the prompt itself")
+    source.add_argument("--prompt-file", type=Path, help="a text file with the prompt")
+    command.add_argument("--chat", action="store_true", help="put the chat template around the prompt")
+    command.add_argument("--max-new-tokens", type=int, default=100, help="tokens to add (default: 100)")
+    command.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
+    add_device(command)
+    add_options(command)
+
+
+def add_device(command: argparse.ArgumentParser) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command.add_argument("--device", default=device, help="default: %(default)s")
+
+
+def add_explain(command: argparse.ArgumentParser) -> None:
+    """Its help shows what most people ask for, and says where the rest stands."""
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = EXPLAIN_EPILOG
+    command.add_argument("model", help=f"{MODEL}; or a config.json")
+    command.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
+    command.add_argument("--batch-size", type=int, default=1, help="rows (default: 1)")
+    command.add_argument("--device", help="for the roofline: A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
+    command.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
+    command.add_argument(
+        "--ranks", type=int, default=1, help="explain one of so many ranks that share the model (default: 1)"
+    )
+    for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib"):
+        command.add_argument(name, type=float, help=argparse.SUPPRESS)
+    for name, assumed in (("--reuse", 0.0), ("--corrected", CORRECTED), ("--accepted", ACCEPTED)):
+        command.add_argument(name, type=float, default=assumed, help=argparse.SUPPRESS)
+    shown = command.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="everything as JSON")
+    shown.add_argument("--nodes", action="store_true", help="each launch of the decode step with its least time")
+    shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
+    shown.add_argument(
+        "--diff", nargs=2, metavar=("PHASE", "PASS"), help="what a pass changed in a phase's graph, as a unified diff"
+    )
+    command.add_argument("--after", metavar="PASS", help="with --graph: the graph as it stood after this pass")
+    command.add_argument(
+        "--save", action="append", default=[], type=Path, metavar="FILE",
+        help="write report.html, timeline.json (Perfetto), schedule.graphml or schedule.dot; may be repeated",
+    )  # fmt: skip
+    add_options(command, shown=False)
+
+
+def add_options(command: argparse.ArgumentParser, shown: bool = True) -> None:
+    """The backend's options, as the methods declare them; what is not given is left to the method's default. shown:
+    by the command's help."""
+    group = command.add_argument_group("backend options") if shown else command
+    group.add_argument("--method", choices=METHODS, help="default: specache" if shown else argparse.SUPPRESS)
     for name, declarations in declared_options().items():
         declared = next(iter(declarations.values()))
         flag = dict(declared.metadata["flag"])
         if not flag.pop("flag", True):
             continue
         told = f"{declared.metadata['help']} ({defaults(declarations)})".replace("%", "%%")
+        told = told if shown else argparse.SUPPRESS
         words = "--" + name.replace("_", "-")
         if isinstance(declared.default, bool):
             group.add_argument(words, action=argparse.BooleanOptionalAction, default=None, help=told)
         else:
             group.add_argument(words, default=None, help=told, **flag)
-    group.add_argument("--one-lane", dest="speculate", action="store_false", default=None, help="--no-speculate")
+    group.add_argument(
+        "--one-lane",
+        dest="speculate",
+        action="store_false",
+        default=None,
+        help="--no-speculate" if shown else argparse.SUPPRESS,
+    )
 
 
 def defaults(declarations: Mapping[str, Any]) -> str:
@@ -198,7 +220,7 @@ class ByteTokenizer:
 
 
 # Their results tell the command that made them.
-RECORDED = {"bench": run_bench, "eval": run_eval, "diagnose": run_diagnose}
+RECORDED = {"demo": run_demo, "bench": run_bench, "eval": run_eval, "diagnose": run_diagnose}
 RUN = {
     "explain": run_explain,
     "generate": run_generate,

@@ -23,8 +23,12 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
+from pydantic import TypeAdapter
 
 from families import FAMILIES
+from specache_compile.bench.table import answers_table, steps_table
+from specache_compile.demo.rows import Row as DemoRow
+from specache_compile.demo.show import table as demo_table
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.cell_tables import table as results_table
 from specache_compile.evaluation.diagnostics import DIAGNOSTICS
@@ -154,45 +158,31 @@ def methods() -> str:
     return markdown(("method", "", "tiers on the device", "on the host", "device KV"), rows, right=1)
 
 
+def demo_rows() -> list[DemoRow]:
+    return TypeAdapter(list[DemoRow]).validate_python(load("demo.json")["rows"])
+
+
 def summary() -> str:
-    """The demo's rows, as the README shows them."""
-    rows = {row["method"]: row for row in load("needles.json")["rows"]}
-    shown = list(rows)
-    lengths = list(rows[shown[0]]["accuracy"])
+    """The demo's rows, as the README shows them: quality, bytes, time."""
+    rows = demo_rows()
+    context = list(rows[0].step_ms)[-1]
     return markdown(
-        ("", *(f"{int(n):,} tokens" for n in lengths), "device KV"),
-        [
-            (
-                name, *(f"{mean(rows[name]['accuracy'][n]):.0%}" for n in lengths), f"{rows[name]['kv_ratio']:.3f}",
-            )
-            for name in shown
-        ],
-        right=len(lengths) + 1,
-    )  # fmt: skip
-
-
-def mean(shares: Sequence[float]) -> float:
-    return sum(shares) / len(shares)
+        ("", "keys found", "KV on the device", f"a step behind {context:,} tokens"),
+        [(row.method, f"{row.found:.0%}", f"{row.kv_ratio:.3f}", f"{row.step_ms[context]:.0f} ms") for row in rows],
+        right=3,
+    )
 
 
 def demo() -> str:
     """What `make demo` prints."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from demo import Row as DemoRow
-    from demo import table
-
-    rows = [{name: row[name] for name in DemoRow.__dataclass_fields__} for row in load("needles.json")["rows"]]
-    for row in rows:
-        row["accuracy"] = {int(length): shares for length, shares in row["accuracy"].items()}
-    return fenced(table([DemoRow(**row) for row in rows]))
+    return fenced(demo_table(demo_rows()))
 
 
-def bench(case: str) -> str:
-    """What `make bench` prints of a model and a dtype."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from cpu_decode import table
-
-    return fenced(table(load(f"cpu_decode_{case}.json")["rows"]))
+def bench(dtype: str) -> str:
+    """What `make bench` prints of a dtype."""
+    rows = load(f"bench_{dtype}.json")["rows"]
+    steps, answers = ([row for row in rows if row["part"] == part] for part in ("step", "answer"))
+    return fenced(f"{steps_table(steps)}\n\n{answers_table(answers)}")
 
 
 def cold_start() -> str:
@@ -327,7 +317,6 @@ QUALITY = (
     ("closeness", "closeness"), ("evictions", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"),
     ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
 )  # fmt: skip
-BENCHED = tuple(f"smollm2-135m_{case}" for case in ("bfloat16", "float32", "float32_xeon", "float32_xeon_vectors"))
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
@@ -338,7 +327,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
-    **{f"bench-{case}": partial(bench, case) for case in BENCHED},
+    **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},
     **{f"diagnostic-{name}": partial(diagnostic, name) for name in DIAGNOSTICS},
 }  # fmt: skip
 

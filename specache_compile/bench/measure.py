@@ -69,11 +69,12 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
     bar.set_postfix_str(f"reading {context:,} tokens")
     plain = read(model, ids)
     room = steps_behind(plan.rounds)
+    twins = {name: twin_of(model, name, plan.lowering) for name in plan.methods}
     ways: dict[str, Way] = {}
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+    with many_graphs():
         for name in plan.methods:
             bar.set_postfix_str(f"{name} at {context:,} tokens, compiling")
-            ways[name] = way(name, model, ids, plain, room, (plan.lowering, plan.gguf))
+            ways[name] = way(name, twins[name], ids, plain, room, plan.gguf)
             for _ in range(WARM_UP):
                 ways[name].step()
             bar.update()
@@ -85,7 +86,7 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
         for name in plan.methods if plan.prompts else ():
             bar.set_postfix_str(f"{name} at {context:,} tokens, the first token")
             if name not in LLAMA_CPP:
-                rows[name] |= first(name, model, ids, room, plan)
+                rows[name] |= first(name, twins[name], ids, room)
             bar.update()
     torch._dynamo.reset()
     forget(model)
@@ -118,11 +119,15 @@ def row_of(name: str, one: Way, steps: list[float], model: Any, plan: Plan) -> d
     return {**row, "floor_ms": least, "of_floor": middle / least}
 
 
-def first(name: str, model: Any, ids: Tensor, room: int, plan: Plan) -> dict[str, Any]:
+def many_graphs() -> Any:
+    """Within it Dynamo traces the model's code as often as there are ways to run it."""
+    return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
+
+
+def first(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
     """Seconds to the first token, and to the second behind it, once all that they run is compiled."""
-    twin = twin_of(model, name, plan.lowering)
     with torch.no_grad():
         for _ in range(2):
             prefill, decode = first_tokens(name, twin, ids, room)
-            seconds = timed(prefill, model.device), timed(decode, model.device)
+            seconds = timed(prefill, twin.device), timed(decode, twin.device)
     return {"first_token_s": seconds[0], "second_token_s": seconds[1]}

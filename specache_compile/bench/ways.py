@@ -151,25 +151,24 @@ def read(model: Any, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def way(name: str, model: Any, ids: Tensor, plain: DynamicCache, room: int, how: tuple[str, Path | None]) -> Way:
+def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, room: int, gguf: Path | None = None) -> Way:
     """A way that holds the context `ids` [B, n], whose pairs `plain` has; `room` more tokens will follow.
 
-    how: the lowering of ours, and the checkpoint's GGUF file.
+    twin: the model that decodes so (`twin_of`). gguf: the checkpoint's file, for llama.cpp.
     """
-    lowering, gguf = how
     if name in LLAMA_CPP:
         assert gguf is not None
         return LlamaCpp(name, gguf, ids[0].tolist(), room)
-    twin = twin_of(model, name, lowering)
-    token, length = ids[:, -1:].clone(), ids.shape[1]
+    # Of strides of its own: Dynamo would take a row's for the length of the cache, and trace again when that grows.
+    token, length = ids[:, -1:].clone(memory_format=torch.contiguous_format), ids.shape[1]
     if name in (UNCOMPILED, COMPILED):
         return Decoding(twin, copy.deepcopy(plain), token, length)
     if name in BASELINES:
-        return Decoding(twin, filled(empty_cache(name, model.config, length + room), plain), token, length)
+        return Decoding(twin, filled(empty_cache(name, twin.config, length + room), plain), token, length)
     try:
         held = sc.hold(plain, twin)
     except SpecacheError:  # its own prefill keeps something else
-        held = DynamicCache(config=model.config)
+        held = DynamicCache(config=twin.config)
         with torch.no_grad():
             twin(ids, past_key_values=held, use_cache=True, logits_to_keep=1)
     session = session_of(held)

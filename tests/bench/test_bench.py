@@ -119,7 +119,7 @@ def test_the_floor_is_of_the_weights_that_are_multiplied_and_the_cache() -> None
 def test_every_way_starts_behind_the_context(name: str) -> None:
     model, ids = tiny_llama(), prompt(150)
     expected = model(torch.cat([ids, ids[:, -1:]], 1)).logits[:, -1:].argmax(-1)
-    one = ways.way(name, model, ids, ways.read(model, ids), 8, ("eager", None))
+    one = ways.way(name, ways.twin_of(model, name, "eager"), ids, ways.read(model, ids), 8)
     one.step()
     assert torch.equal(one.token, expected)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from specache_compile.lowering.few_rows import few_rows
+from specache_compile.lowering.few_rows import few_rows, few_rows_op_by_op
 
 pytestmark = pytest.mark.pairwise
 
@@ -66,3 +69,19 @@ def test_products_of_few_rows_and_a_weight_are_replaced_and_no_others(
         expected = run(x)
         assert few_rows(graph) == replaced
         torch.testing.assert_close(graph(x), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "replaced"), [(torch.bfloat16, 2), (torch.float64, 0)])
+@pytest.mark.parametrize("shape", [(1, 1, 8), (3, 2, 8)], ids=["one row", "six rows"])
+def test_linear_layers_of_a_graph_that_runs_op_by_op(shape: tuple[int, ...], dtype: torch.dtype, replaced: int) -> None:
+    torch.manual_seed(0)
+    first, second, bias = (torch.randn(*shape).to(dtype) for shape in ((16, 8), (8, 16), (8,)))
+
+    def run(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(F.linear(x, first), second, bias)
+
+    given = (torch.randn(shape).to(dtype), first, second, bias)
+    graph = symbolic_trace(run)
+    FakeTensorProp(graph).propagate(*given)
+    assert few_rows_op_by_op(graph) == replaced
+    torch.testing.assert_close(graph(*given), run(*given), rtol=2e-2, atol=2e-2)

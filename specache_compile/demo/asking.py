@@ -1,0 +1,73 @@
+"""What the demo asks: one question and several pass keys, each hidden in a text, in chat prompts of one length."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from specache_compile.bench.ways import Decoding, read, way
+from specache_compile.evaluation.metrics import found_all
+from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.runner import as_list
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask, chat_prompt
+from specache_compile.evaluation.tasks.task import Ask
+
+LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
+QUESTION = "\nAccording to the note to the board, what is the password of the archive?"
+
+
+def asks_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[Ask]:
+    """The question, then a key at each depth; prompts of `length` tokens, the same for every method."""
+    prompt = chat_prompt(reader, text, length, [(0.4, LINE)], QUESTION, random.Random(1))
+    rng = random.Random(length)
+    return [Ask(prompt, ("lighthouse",)), *(chat_ask(reader, text, length, depth, rng) for depth in depths)]
+
+
+class Prompts:
+    """Prompts of one length, read once, exactly, by the uncompiled model: every method goes on from there."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+        self.ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+        self.plain = read(model, self.ids[:, :-1])
+
+    def begun(self, name: str, twin: Any, number: int, room: int) -> Decoding:
+        """One of them, as a way to decode holds it; its next step reads the prompt's last token."""
+        row = self.ids[number : number + 1]
+        one = way(name, twin, row[:, :-1], row_of(self.plain, number), room)
+        assert isinstance(one, Decoding)
+        one.token = last_of(row)
+        return one
+
+
+def row_of(cache: DynamicCache, number: int) -> DynamicCache:
+    """One row's keys and values, as a cache of their own."""
+    layers: list[Any] = cache.layers
+    row = DynamicCache()
+    for site, layer in enumerate(layers):
+        row.update(layer.keys[number : number + 1].clone(), layer.values[number : number + 1].clone(), site)
+    return row
+
+
+def last_of(ids: Tensor) -> Tensor:
+    return ids[:, -1:].clone(memory_format=torch.contiguous_format)
+
+
+def answer(one: Decoding, reader: Reader) -> str:
+    """Greedily, up to the model's own end."""
+    said = []
+    for _ in range(CHAT_ANSWER):
+        one.step()
+        said.append(int(one.token))
+    ends = as_list(one.model.generation_config.eos_token_id)
+    until = next((place for place, token in enumerate(said) if token in ends), len(said))
+    return reader.decode(said[:until]).strip()
+
+
+def is_found(said: str, ask: Ask) -> float:
+    """Whether all five digits of a key are in an answer."""
+    return found_all(said, ask.references)

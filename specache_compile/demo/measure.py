@@ -1,0 +1,116 @@
+"""What the demo measures: each method answers, then their steps are timed in turn.
+
+Every method decodes with `specache bench`'s ways: what finds the keys is what is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from specache_compile.bench.measure import WARM_UP, many_graphs, spread, steps_behind, steps_in_turn
+from specache_compile.bench.ways import Decoding, Way, twin_of
+from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
+from specache_compile.runtime.records import forget
+from specache_compile.runtime.session import session_of
+
+from .asking import Prompts, answer, asks_of, is_found
+from .rows import DENSE, FULL, METHODS, TIMED, Row
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is done: methods; depths of the keys; contexts in tokens, in the first of which the keys are hidden;
+    rounds of timed steps."""
+
+    methods: tuple[str, ...] = tuple(METHODS)
+    depths: tuple[float, ...] = (0.1, 0.4, 0.6, 0.9)
+    contexts: tuple[int, ...] = (2048, 8000)
+    rounds: int = 5
+
+    @property
+    def turns(self) -> int:
+        """Of the progress bar: a reading, each method and each round at each context, and each prompt asked."""
+        return len(self.contexts) * (1 + self.rounds + len(self.methods)) + len(self.methods) * len(self.depths)
+
+
+class Demo:
+    """A model under several methods; `rows` has what is finished, by method. lowering: of ours, "eager" where nothing
+    can be compiled, and no step is timed then."""
+
+    def __init__(self, model: Any, reader: Reader, size: Size, lowering: str, bar: tqdm) -> None:
+        self.model, self.reader, self.size, self.lowering, self.bar = model, reader, size, lowering, bar
+        self.names = METHODS if lowering == "eager" else TIMED
+        self.twins = {method: twin_of(model, self.names[method], lowering) for method in size.methods}
+        self.rows: dict[str, Row] = {}
+
+    def run(self, text: Sequence[int]) -> None:
+        """Ask behind the first context, and time steps there and at the others."""
+        with torch.no_grad(), many_graphs():
+            try:
+                self.ask(text)
+                for context in self.size.contexts[1:] if self.lowering != "eager" else ():
+                    self.time(text, context)
+            finally:
+                torch._dynamo.reset()
+                forget(self.model)
+
+    def ask(self, text: Sequence[int]) -> None:
+        """A row for each method, with its answers; then steps, each method's behind its answer to the question."""
+        context, room = self.size.contexts[0], CHAT_ANSWER + steps_behind(self.size.rounds)
+        asks = asks_of(self.reader, text, context - room, self.size.depths)
+        self.tell(f"reading {len(asks)} prompts of {context - room:,} tokens")
+        prompts = Prompts(self.model, [ask.prompt for ask in asks])
+        self.bar.update()
+        ways: dict[str, Way] = {}
+        for method in self.size.methods:
+            self.tell(f"{method}: {'asked' if self.lowering == 'eager' else 'compiling'}")
+            said = []
+            for number in range(len(asks)):
+                one = prompts.begun(self.names[method], self.twins[method], number, room)
+                said.append(answer(one, self.reader))
+                ways.setdefault(method, one)  # of the question
+                self.bar.update()
+                self.tell(f"{method}: asked")
+            keys = [is_found(words, ask) for words, ask in zip(said[1:], asks[1:], strict=True)]
+            full = ways[FULL].bytes()[0] if FULL in ways else 0
+            self.rows[method] = Row(
+                method, said[0], dict(zip(self.size.depths, keys, strict=True)), tiers_of(ways[method]),
+                ways[method].bytes()[0] / full,
+            )  # fmt: skip
+        if self.lowering != "eager":
+            self.note(ways, context)
+
+    def time(self, text: Sequence[int], context: int) -> None:
+        """Steps of all methods behind a text that is read once."""
+        room = steps_behind(self.size.rounds)
+        self.tell(f"reading {context:,} tokens")
+        prompt = Prompts(self.model, [(list(text) * (1 + context // len(text)))[: context - room + 1]])
+        self.bar.update()
+        ways: dict[str, Way] = {}
+        for method in self.size.methods:
+            self.tell(f"{method}: compiling for {context:,} tokens")
+            ways[method] = prompt.begun(self.names[method], self.twins[method], 0, room)
+            for _ in range(WARM_UP):
+                ways[method].step()
+            self.bar.update()
+        self.note(ways, context)
+
+    def note(self, ways: dict[str, Way], context: int) -> None:
+        """Time steps in turn, into the rows."""
+        for method, steps in steps_in_turn(ways, self.model.device, self.size.rounds, context, self.bar).items():
+            self.rows[method].step_ms[context], self.rows[method].step_ms_half[context] = spread(steps)
+
+    def tell(self, doing: str) -> None:
+        self.bar.set_postfix_str(doing)
+
+
+def tiers_of(one: Decoding | Way) -> dict[str, int]:
+    """Bytes of a way's cache by tier; the full cache is one tier."""
+    session = session_of(one.cache) if isinstance(one, Decoding) else None
+    return {DENSE: one.bytes()[0]} if session is None else dict(session.statistics.bytes_by_tier)
