@@ -52,12 +52,21 @@ def scale_and_zero(
     Non-finite elements are left out of min and max: one infinity or NaN must not wipe out its whole group. So is what
     is not `there` (bool, broadcast over `groups`; None: all is): nobody reads it.
     """
+    low, high = ends(groups, dim, there)
+    return QUANTISERS[zero_point](low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST), bits)
+
+
+def ends(groups: Tensor, dim: int, there: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The least and the largest finite element of each group that is `there`; both 0 where there is none."""
+    if there is None and groups.device.type == "cpu":
+        low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
+        if bool((high - low).isfinite().all()):  # NaN and infinities would show: one pass in place of six
+            return low, high
     finite = groups.isfinite() if there is None else groups.isfinite() & there
     low = groups.masked_fill(~finite, float("inf")).amin(dim, keepdim=True)
     high = groups.masked_fill(~finite, float("-inf")).amax(dim, keepdim=True)
     empty = low > high
-    low, high = (end.masked_fill(empty, 0.0).clamp(-LARGEST, LARGEST) for end in (low, high))
-    return QUANTISERS[zero_point](low, high, bits)
+    return low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
 
 
 def encode(
@@ -72,8 +81,8 @@ def encode(
     groups = groups.float()
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     scale, zero = (t.clamp(-limit, limit).to(dtype) for t in scale_and_zero(groups, dim, bits, zero_point, there))
-    levels = (groups - zero.float()) / scale.float()  # a scale of 0: not finite, and any code will do
-    codes = levels.nan_to_num(nan=0.0).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
+    levels = (groups - zero.float()).div_(scale.float())  # a scale of 0: not finite, and any code will do
+    codes = levels.nan_to_num_(nan=0.0).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
     return codes, scale, zero
 
 

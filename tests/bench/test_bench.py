@@ -11,10 +11,12 @@ import torch
 from transformers import Gemma2Config
 
 from conftest import prompt, tiny_llama
+from schema import Report, Step
 from specache_compile.bench import measure, ways
 from specache_compile.bench.floor import floor, weight_bytes
 from specache_compile.cli import main
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SMALL = ("--rounds", "1", "--lowering", "eager", "--no-first-answers", "--methods", "uncompiled", "specache")
 
 
@@ -34,18 +36,24 @@ def file(config: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_row_has_times_bytes_and_the_floor(file: Path) -> None:
-    report = json.loads(file.read_text())
-    assert report["provenance"].keys() >= {"command", "device", "threads", "torch", "transformers"}
-    assert report["provenance"]["command"].startswith("specache ")
-    assert report["bandwidth"] > 1e8
-    assert [(row["method"], row["context"]) for row in report["rows"]] == [
+    report = Report.model_validate_json(file.read_text())
+    assert report.provenance.command.startswith("specache ")
+    assert report.bandwidth > 1e8
+    steps = [row for row in report.rows if isinstance(row, Step)]
+    assert [(row.method, row.context) for row in steps] == [
         (method, context) for context in (100, 300) for method in ("uncompiled", "specache")
     ]
-    for row in report["rows"]:
-        low, high = row["step_ms_half"]
-        assert 0 < low <= row["step_ms"] <= high
-        assert row["first_token_s"] > 0 < row["second_token_s"]
-        assert row["of_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
+    for row in steps:
+        low, high = row.step_ms_half
+        assert low <= row.step_ms <= high
+        assert row.first_token_s is not None
+        assert row.second_token_s is not None
+        assert row.of_floor == pytest.approx(row.step_ms / (row.floor_ms or 0))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("bench_*.json")), ids=lambda path: path.stem)
+def test_the_files_that_the_docs_show_are_such(path: Path) -> None:
+    assert Report.model_validate_json(path.read_text()).rows
 
 
 def test_the_full_cache_has_its_tensors_bytes_and_the_compressed_one_a_host_tier(file: Path) -> None:
