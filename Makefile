@@ -45,8 +45,8 @@ lint: .venv/ready          ## style, formatting, types, the tables of the docs
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results
 	$(BIN)/python tests/doc_tables.py --write
 
-bench: .venv/ready         ## a decode step, first tokens and first answers on this machine; goes on where it was
-	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --dtype $$dtype --json benchmarks/results/bench_$$dtype.json || exit 1; done
+bench: .venv/ready         ## a decode step, first tokens and first answers on this machine, into build/; goes on where it was
+	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --dtype $$dtype --json build/bench_$$dtype.json || exit 1; done
 
 quality: .venv/ready       ## the quality tables, method by method; goes on where it was
 	$(BIN)/python benchmarks/quality.py

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_compile.kernels.few_rows import DTYPES, MOST_ROWS, library_of
 from specache_compile.passes.context import value_of
@@ -54,7 +55,7 @@ def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
 
 
 def few_rows_op_by_op(graph_module: GraphModule) -> int:
-    """The same in a graph that runs as Dynamo captured it, whose linear layers are whole still; returns how many.
+    """Linear layers of a graph that runs as Dynamo captured it take the same kernel; returns how many.
 
     y = linear(x, weight, bias)          y = linear_of_few_rows(x, weight, bias)
     """
@@ -63,13 +64,23 @@ def few_rows_op_by_op(graph_module: GraphModule) -> int:
         if node.target is not F.linear or node.kwargs:
             continue
         tensors = [value_of(n) for n in node.all_input_nodes]
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) == 1 and dtypes <= set(DTYPES) and all(tensor.device.type == "cpu" for tensor in tensors):
+        if all(map(is_plain, tensors)) and is_linear(*tensors):
             library_of(*tensors)
             node.target = linear_of_few_rows
             changed += 1
     graph_module.recompile()
     return changed
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the kernel reads such a tensor as it lies: a subclass has numbers of another form inside."""
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and not is_traceable_wrapper_subclass(tensor)
+
+
+def is_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether shapes are those of a layer: x [..., m], weight [n, m], bias [n]; one dtype."""
+    same = x.dtype == weight.dtype == (weight if bias is None else bias).dtype
+    return same and x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
 
 
 def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -60,10 +60,10 @@ def lower(
 
 
 def op_by_op(graph_module: GraphModule) -> GraphModule:
-    """A copy that runs as it is; the graph that people look at stays."""
+    """A copy that runs node by node, with the C++ kernels in it; the graph that people look at stays."""
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    few_rows_op_by_op(own)
     use_fused_kernels(own)
+    few_rows_op_by_op(own)
     own.recompile()
     return own
 

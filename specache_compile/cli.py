@@ -32,8 +32,8 @@ examples:
   specache explain smollm2-135m --prompt-length 8192
   specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1 --save report.html
 
-The backend's options go too, as `specache generate --help` lists them. A device of your own (--hbm-gbps, --pcie-gbps,
---tflops, --vram-gib) and what is assumed of the pairs (--reuse, --corrected, --accepted): docs/explain.md
+It takes the backend's options too: `specache generate --help` lists them. docs/explain.md has more: a device of your
+own (--hbm-gbps, --pcie-gbps, --tflops, --vram-gib), and what is assumed (--reuse, --corrected, --accepted).
 """
 
 

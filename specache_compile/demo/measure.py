@@ -13,13 +13,15 @@ import torch
 from tqdm import tqdm
 
 from specache_compile.bench.measure import WARM_UP, many_graphs, spread, steps_behind, steps_in_turn
-from specache_compile.bench.ways import Decoding, Way, twin_of
+from specache_compile.bench.ways import Decoding, twin_of
+from specache_compile.evaluation.metrics import found_all
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
 from specache_compile.runtime.records import forget
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.state import device_total
 
-from .asking import Prompts, answer, asks_of, is_found
+from .asking import Prompts, answer, asks_of
 from .rows import DENSE, FULL, METHODS, TIMED, Row
 
 
@@ -33,10 +35,12 @@ class Size:
     contexts: tuple[int, ...] = (2048, 8000)
     rounds: int = 5
 
-    @property
-    def turns(self) -> int:
-        """Of the progress bar: a reading, each method and each round at each context, and each prompt asked."""
-        return len(self.contexts) * (1 + self.rounds + len(self.methods)) + len(self.methods) * len(self.depths)
+    def turns(self, timed: bool) -> int:
+        """Of the progress bar: a reading, each prompt that is asked, and where steps are timed each round, and each
+        method at each further context."""
+        asked = 1 + len(self.methods) * (1 + len(self.depths))
+        further = (len(self.contexts) - 1) * (1 + len(self.methods))
+        return asked + (further + len(self.contexts) * self.rounds if timed else 0)
 
 
 class Demo:
@@ -67,7 +71,7 @@ class Demo:
         self.tell(f"reading {len(asks)} prompts of {context - room:,} tokens")
         prompts = Prompts(self.model, [ask.prompt for ask in asks])
         self.bar.update()
-        ways: dict[str, Way] = {}
+        ways: dict[str, Decoding] = {}
         for method in self.size.methods:
             self.tell(f"{method}: {'asked' if self.lowering == 'eager' else 'compiling'}")
             said = []
@@ -77,11 +81,10 @@ class Demo:
                 ways.setdefault(method, one)  # of the question
                 self.bar.update()
                 self.tell(f"{method}: asked")
-            keys = [is_found(words, ask) for words, ask in zip(said[1:], asks[1:], strict=True)]
-            full = ways[FULL].bytes()[0] if FULL in ways else 0
+            keys = [found_all(words, ask.references) for words, ask in zip(said[1:], asks[1:], strict=True)]
             self.rows[method] = Row(
                 method, said[0], dict(zip(self.size.depths, keys, strict=True)), tiers_of(ways[method]),
-                ways[method].bytes()[0] / full,
+                ways[method].bytes()[0] / ways[FULL].bytes()[0],
             )  # fmt: skip
         if self.lowering != "eager":
             self.note(ways, context)
@@ -90,9 +93,9 @@ class Demo:
         """Steps of all methods behind a text that is read once."""
         room = steps_behind(self.size.rounds)
         self.tell(f"reading {context:,} tokens")
-        prompt = Prompts(self.model, [(list(text) * (1 + context // len(text)))[: context - room + 1]])
+        prompt = Prompts(self.model, [(list(text) * (1 + context // len(text)))[: context - room]])
         self.bar.update()
-        ways: dict[str, Way] = {}
+        ways: dict[str, Decoding] = {}
         for method in self.size.methods:
             self.tell(f"{method}: compiling for {context:,} tokens")
             ways[method] = prompt.begun(self.names[method], self.twins[method], 0, room)
@@ -101,7 +104,7 @@ class Demo:
             self.bar.update()
         self.note(ways, context)
 
-    def note(self, ways: dict[str, Way], context: int) -> None:
+    def note(self, ways: dict[str, Decoding], context: int) -> None:
         """Time steps in turn, into the rows."""
         for method, steps in steps_in_turn(ways, self.model.device, self.size.rounds, context, self.bar).items():
             self.rows[method].step_ms[context], self.rows[method].step_ms_half[context] = spread(steps)
@@ -110,7 +113,9 @@ class Demo:
         self.bar.set_postfix_str(doing)
 
 
-def tiers_of(one: Decoding | Way) -> dict[str, int]:
-    """Bytes of a way's cache by tier; the full cache is one tier."""
-    session = session_of(one.cache) if isinstance(one, Decoding) else None
-    return {DENSE: one.bytes()[0]} if session is None else dict(session.statistics.bytes_by_tier)
+def tiers_of(one: Decoding) -> dict[str, int]:
+    """Bytes of a way's cache by tier; what is kept as Hugging Face has it is one tier."""
+    session = session_of(one.cache)
+    tiers = {} if session is None else dict(session.statistics.bytes_by_tier)
+    plain = one.bytes()[0] - device_total(tiers)
+    return {**tiers, DENSE: plain} if plain else tiers

@@ -42,8 +42,3 @@ class Row:
     kv_ratio: float
     step_ms: dict[int, float] = field(default_factory=dict)
     step_ms_half: dict[int, list[float]] = field(default_factory=dict)
-
-    @property
-    def found(self) -> float:
-        """The share of the keys that were found."""
-        return sum(self.keys.values()) / len(self.keys)

@@ -14,7 +14,7 @@ from .rows import DEFAULT, DENSE, FULL, Row
 MIB = 1 << 20
 # Of the picture: what each tier is called and drawn in.
 TIERS = {
-    DENSE: ("16-bit pairs, all on the device", "0.55"),
+    DENSE: ("all pairs in 16 bits, on the device", "0.55"),
     "low-bit": ("low-bit tier, on the device", "tab:orange"),
     "recent": ("newest tokens, on the device", "tab:green"),
     "slots": ("fetched pairs, on the device", "tab:purple"),
@@ -35,7 +35,7 @@ def table(rows: Sequence[Row]) -> str:
     full = next((row.step_ms for row in rows if row.method == FULL), {})
     lines = [
         (
-            row.method, f"{row.found:.0%}", f"{row.kv_ratio:.3f}",
+            row.method, f"{sum(row.keys.values()):.0f} of {len(row.keys)}", f"{row.kv_ratio:.3f}",
             *(step(row.step_ms.get(context), full.get(context)) for context in contexts),
         )
         for row in rows
@@ -99,7 +99,7 @@ def draw_bytes(axis: Any, rows: Sequence[Row]) -> None:
 
 def draw_steps(axis: Any, rows: Sequence[Row]) -> None:
     """A line a method; shaded, the middle half of its steps."""
-    for row in rows:
+    for row in (row for row in rows if row.step_ms):
         contexts = list(row.step_ms)
         strong = row.method in (FULL, DEFAULT)
         label = f"{row.method}, torch.compile" if row.method == FULL else row.method

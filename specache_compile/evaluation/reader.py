@@ -74,4 +74,4 @@ def chat_turn(tokenizer: Any, text: str, **more: Any) -> Any:
 
 
 def no_chat_template() -> SpecacheError:
-    return SpecacheError("--chat: this checkpoint's tokenizer has no chat template")
+    return SpecacheError("this checkpoint's tokenizer has no chat template")

@@ -47,9 +47,10 @@ class Answer(Strict):
 
 
 class Report(Strict):
-    """bandwidth: bytes a second."""
+    """bandwidth: bytes a second. libraries: versions."""
 
     provenance: Provenance
     settings: dict[str, Any]
     rows: list[Step | Answer]
     bandwidth: PositiveFloat
+    libraries: dict[str, str] = {}

@@ -126,8 +126,10 @@ def test_the_floor_is_of_the_weights_that_are_multiplied_and_the_cache() -> None
 )
 def test_every_way_starts_behind_the_context(name: str) -> None:
     model, ids = tiny_llama(), prompt(150)
-    expected = model(torch.cat([ids, ids[:, -1:]], 1)).logits[:, -1:].argmax(-1)
-    one = ways.way(name, ways.twin_of(model, name, "eager"), ids, ways.read(model, ids), 8)
+    plain, token = ways.read(model, ids)
+    assert torch.equal(token, model(ids).logits[:, -1:].argmax(-1))
+    expected = model(torch.cat([ids, token], 1)).logits[:, -1:].argmax(-1)
+    one = ways.way(name, ways.twin_of(model, name, "eager"), ids, plain, token, 8)
     one.step()
     assert torch.equal(one.token, expected)
 

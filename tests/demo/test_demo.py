@@ -3,6 +3,7 @@ keeps."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +16,20 @@ import torch
 from pydantic import TypeAdapter
 from torch._inductor.exc import InvalidCxxCompiler
 from tqdm import tqdm
+from transformers import Qwen3NextConfig
 
 from conftest import greedy, tiny_llama
 from specache_compile.bench.measure import steps_behind
-from specache_compile.bench.ways import twin_of
+from specache_compile.bench.ways import check_name, twin_of
 from specache_compile.checkpoints import is_installed
 from specache_compile.cli import main
 from specache_compile.demo import command, measure
 from specache_compile.demo.asking import asks_of
-from specache_compile.demo.command import SLOW, WHOLE, licence
+from specache_compile.demo.command import SLOW, WHOLE, fitting, licence
 from specache_compile.demo.measure import Demo, Size
 from specache_compile.demo.rows import DEFAULT, DENSE, FULL, METHODS, TIMED, Row
 from specache_compile.demo.show import draw, table
+from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import TokenizerReader
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
 
@@ -49,7 +52,7 @@ def rows() -> list[Row]:
 def test_the_table_has_quality_bytes_and_time(rows: list[Row]) -> None:
     _, ours = table(rows).splitlines()[2:]
     assert [" ".join(cell.split()) for cell in ours.removeprefix(DEFAULT).split("  ") if cell.strip()] == [
-        "50%", "0.250", "20.0 ms (0.50)", "30.0 ms (0.25)",
+        "1 of 2", "0.250", "20.0 ms (0.50)", "30.0 ms (0.25)",
     ]  # fmt: skip
 
 
@@ -67,7 +70,8 @@ def test_the_text_travels_with_the_package() -> None:
 
 
 def test_every_method_is_timed_under_a_name_that_bench_knows() -> None:
-    assert TIMED.keys() == METHODS.keys()
+    for name in (*METHODS.values(), *TIMED.values()):
+        check_name(name)
     assert TIMED[FULL] == "compiled"
     assert len(set(TIMED.values())) == len(TIMED)
 
@@ -159,6 +163,30 @@ def test_the_file_has_a_row_a_method_and_where_they_come_from(stubbed: Path) -> 
     assert (stubbed / "demo.png").stat().st_size > 10_000
 
 
+def test_a_folder_that_nothing_can_be_written_to_is_told_before_the_model_is_loaded(
+    stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load", lambda *given: pytest.fail("the model was loaded"))
+    stubbed.write_text("a file")
+    assert main(["demo", "--out", str(stubbed)]) == 2
+    assert str(stubbed) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "contexts"), [(8192, (2048, 8000)), (2048, (2048,))])
+def test_contexts_that_the_model_cannot_have_are_left_out(
+    limit: int, contexts: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fitting(WHOLE, tiny_llama(max_position_embeddings=limit)).contexts == contexts
+    assert (capsys.readouterr().err != "") == (contexts != WHOLE.contexts)
+
+
+def test_a_model_that_cannot_be_asked_is_one_line() -> None:
+    with pytest.raises(SpecacheError, match="the model has 1,024 tokens"):
+        fitting(WHOLE, tiny_llama(max_position_embeddings=1024))
+    with pytest.raises(SpecacheError, match="one here is a LinearAttention"):
+        fitting(WHOLE, SimpleNamespace(config=Qwen3NextConfig(num_hidden_layers=2)))
+
+
 # What is asked and measured
 
 
@@ -186,9 +214,10 @@ def test_every_method_answers_and_is_timed_where_it_can_be_compiled(
     monkeypatch.setattr(measure, "twin_of", lambda model, name, given: twin_of(model, name, "eager"))
     size = Size((FULL, DEFAULT), (0.2, 0.8), (512, 700), 1)
     text = list(range(32, 127)) * 10
-    with tqdm(total=size.turns, disable=True) as bar:
+    with tqdm(total=size.turns(lowering == "inductor"), file=io.StringIO()) as bar:
         demo = Demo(tiny_llama(), Words(), size, lowering, bar)
         demo.run(text)
+        assert bar.n == bar.total
     full, ours = demo.rows.values()
     assert ours.kv_ratio < full.kv_ratio == 1
     assert full.tiers.keys() == {DENSE}
@@ -196,6 +225,21 @@ def test_every_method_answers_and_is_timed_where_it_can_be_compiled(
     assert list(ours.keys) == [0.2, 0.8]
     assert list(ours.step_ms) == ([512, 700] if lowering == "inductor" else [])
     assert full.answer == tiny_answer(text, size), "it goes on greedily from the whole prompt"
+
+
+def test_an_interruption_between_the_rounds_keeps_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "steps_in_turn", interrupted)
+    monkeypatch.setattr(measure, "twin_of", lambda model, name, given: twin_of(model, name, "eager"))
+    monkeypatch.setitem(TIMED, FULL, "uncompiled")
+    with tqdm(disable=True) as bar:
+        demo = Demo(tiny_llama(), Words(), Size((FULL,), (0.2,), (512,), 1), "inductor", bar)
+        with pytest.raises(KeyboardInterrupt):
+            demo.run(list(range(32, 127)) * 10)
+    assert list(demo.rows[FULL].keys) == [0.2]
+    assert not demo.rows[FULL].step_ms
 
 
 def tiny_answer(text: list[int], size: Size) -> str:

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.testing._internal.two_tensor import TwoTensor
 
-from specache_compile.lowering.few_rows import few_rows, few_rows_op_by_op
+from conftest import greedy, prompt, tiny_llama
+from specache_compile.lowering import lower
+from specache_compile.lowering.few_rows import few_rows, few_rows_op_by_op, is_linear, is_plain
 
 pytestmark = pytest.mark.pairwise
 
@@ -85,3 +88,24 @@ def test_linear_layers_of_a_graph_that_runs_op_by_op(shape: tuple[int, ...], dty
     FakeTensorProp(graph).propagate(*given)
     assert few_rows_op_by_op(graph) == replaced
     torch.testing.assert_close(graph(*given), run(*given), rtol=2e-2, atol=2e-2)
+
+
+def test_what_the_kernel_would_read_wrongly_stays() -> None:
+    """A bias that is broadcast, a weight or a row without its first dimension, weights of a subclass."""
+    x, weight = torch.randn(1, 8), torch.randn(4, 8)
+    assert is_linear(x, weight, torch.randn(4))
+    assert not is_linear(x, weight, torch.randn(1))
+    assert not is_linear(x, weight[0])
+    assert not is_linear(x[0], weight)
+    assert not is_linear(x, weight, torch.randn(4).double())
+    assert is_plain(weight)
+    assert not is_plain(TwoTensor(weight, weight))
+
+
+def test_a_pre_decode_multiplies_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(lower, "few_rows_op_by_op", lambda graph: counts.append(few_rows_op_by_op(graph)))
+    llama = tiny_llama(num_hidden_layers=1)
+    llama.compile(backend="specache")
+    greedy(llama, prompt(200), 3)
+    assert counts == [7 + 1], "a layer's linear layers, and the head"
