@@ -18,7 +18,7 @@ from .methods.drafting import TIERS
 from .runtime.draft_length import DraftLength
 from .runtime.ranks import everyones
 from .runtime.records import find_record
-from .runtime.session import Session, session_of, sessions_of
+from .runtime.session import Session, sessions_of
 
 # Criteria that do not go by what the last token is, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
@@ -50,7 +50,7 @@ class Drafts(CandidateGenerator):
         self.said = self.cache.get_seq_length()
         self.start, self.compiles, self.drafted = time.perf_counter(), self.compiled(), 0
         self.model_kwargs_overrides = {}
-        self.session = None if given["is_first_iteration"] else session_of(self.cache)
+        self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
         if self.session is None or not self.serves(self.session.options.verify) or self.is_parted():
             self.session = None
             return input_ids, None

@@ -270,7 +270,7 @@ def test_sampling_has_the_full_caches_distribution(monkeypatch: pytest.MonkeyPat
     chain = Chain(1.5 * torch.randn(vocabulary, vocabulary), 1.5 * torch.randn(vocabulary, vocabulary))
     chain.approximate = 0.6 * chain.exact + 0.6 * chain.approximate
     verify.route_verification()
-    monkeypatch.setattr(drafts, "session_of", lambda cache: chain.session)
+    monkeypatch.setattr(drafts, "sessions_of", lambda cache: [chain.session])
     monkeypatch.setattr(verify, "verify_of", lambda model: 2)
     asked = {"do_sample": True, "temperature": 1.4, "top_k": 5, "top_p": 0.9}
     tokens = chain.generate(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=draws, **asked)[0]
