@@ -246,9 +246,9 @@ struct Call {
   }
 
   Stack run_now() const {
-    Stack arguments = on_cpu(), returned = arguments;
+    Stack inputs = on_cpu(), returned = inputs;
     op.callBoxed(&returned);
-    resize_outs(arguments, true);
+    resize_outs(inputs, true);
     return results(returned, [&](const at::Tensor &result) -> at::Tensor {
       if (!result.defined() || !result.device().is_cpu()) return result;
       at::Tensor view;
@@ -281,7 +281,7 @@ struct Call {
     Stack returned = shaped;
     op.callBoxed(&returned);
     resize_outs(shaped, false);
-    Stack arguments = on_cpu();
+    Stack inputs = on_cpu();
 
     std::vector<at::Tensor> outputs;
     Stack out = results(returned, [&](const at::Tensor &result) -> at::Tensor {
@@ -296,8 +296,8 @@ struct Call {
       bool written = alias && alias->isWrite();
       each_tensor(out[place], [&](const at::Tensor &t) { outputs.push_back(written ? at::Tensor() : alias_of(t)); });
     }
-    enqueue(name(), [op = op, arguments, outputs] {
-      Stack stack = arguments;
+    enqueue(name(), [op = op, inputs, outputs] {
+      Stack stack = inputs;
       op.callBoxed(&stack);
       size_t place = 0;
       for (const IValue &value : stack)
@@ -352,7 +352,7 @@ at::Tensor attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor 
     run();
   return out;
 }
-at::Tensor no_seed() { return at::empty({}, at::TensorOptions(at::kLong)); }
+at::Tensor no_seed() { return at::scalar_tensor(0, at::TensorOptions(at::kLong)); }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
     const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const std::optional<at::Tensor> &bias, bool with_sums,
@@ -360,11 +360,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
   auto sums = at::empty({q.size(0), q.size(1), with_sums ? (q.size(2) + 31) / 32 * 32 : 0}, q.options().dtype(at::kFloat));
   return {attention(q, k, v, bias, causal, scale), sums, no_seed(), no_seed()};
 }
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>
-flash_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double, bool causal, bool,
+using AttentionResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor,
+                                    at::Tensor, at::Tensor>;
+AttentionResults flash_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double, bool causal, bool,
                 std::optional<double> scale) {
   auto sums = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
   return {attention(q, k, v, std::nullopt, causal, scale), sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(),
+          no_seed(), at::empty({0}, q.options())};
+}
+AttentionResults cudnn_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                                 const std::optional<at::Tensor> &bias, bool with_sums, double, bool causal, bool,
+                                 std::optional<double> scale) {
+  auto sums = at::empty({with_sums ? q.size(0) : 0, q.size(1), q.size(2), 1}, q.options().dtype(at::kFloat));
+  return {attention(q, k, v, bias, causal, scale), sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(),
           no_seed(), at::empty({0}, q.options())};
 }
 int64_t written_out(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &, double,
@@ -379,7 +387,8 @@ const Names KEPT = {"aten::empty.memory_format", "aten::empty_strided", "aten::a
                     "aten::record_stream", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::is_pinned",
                     "aten::view_as_real", "aten::view_as_complex", "aten::_efficientzerotensor", "aten::is_set_to",
                     "aten::_fused_sdp_choice", "aten::_resize_output_", "aten::copy_",
-                    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention"};
+                    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention",
+                    "aten::_scaled_dot_product_cudnn_attention"};
 
 bool has_cpu_kernel(const c10::OperatorHandle &op) {
   return op.hasKernelForDispatchKey(DispatchKey::CPU) || op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
@@ -404,6 +413,7 @@ void install() {
   library->impl("_fused_sdp_choice", written_out);
   library->impl("_scaled_dot_product_efficient_attention", efficient_attention);
   library->impl("_scaled_dot_product_flash_attention", flash_attention);
+  library->impl("_scaled_dot_product_cudnn_attention", cudnn_attention);
 }
 }  // namespace
 

@@ -163,13 +163,13 @@ EXPORTED cudaError_t cudaMallocAsync(void **out, size_t bytes, cudaStream_t) {
 }
 EXPORTED cudaError_t cudaFree(void *pointer) {  // waits for the device, as the real one does
   UNSAFE_IN_CAPTURES();
-  finish_all(__func__);
-  return release(pointer, DEVICE, __func__);
+  cudaError_t told = finish_all(__func__), released = release(pointer, DEVICE, __func__);
+  return told ? told : released;
 }
 EXPORTED cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
   UNSAFE_IN_CAPTURES();
-  finish(stream, __func__);
-  return release(pointer, DEVICE, __func__);
+  cudaError_t told = finish(stream, __func__), released = release(pointer, DEVICE, __func__);
+  return told ? told : released;
 }
 EXPORTED cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
   Lock lock(books());
@@ -183,8 +183,8 @@ EXPORTED cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
 }
 EXPORTED cudaError_t cudaFreeHost(void *pointer) {
   UNSAFE_IN_CAPTURES();
-  finish_all(__func__);
-  return release(pointer, PINNED, __func__);
+  cudaError_t told = finish_all(__func__), released = release(pointer, PINNED, __func__);
+  return told ? told : released;
 }
 EXPORTED cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned) {
   UNSAFE_IN_CAPTURES();

@@ -360,10 +360,10 @@ EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned fl
 EXPORTED cudaError_t cudaStreamCreate(cudaStream_t *out) { return cudaStreamCreateWithPriority(out, 0, 0); }
 EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   if (!stream_of(handle)) FAIL(cudaErrorInvalidResourceHandle);
-  finish(handle, __func__);
+  cudaError_t told = finish(handle, __func__);
   Lock lock(books());
   living<Stream>().erase((Stream *)handle);
-  return cudaSuccess;
+  return told;
 }
 EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t handle, int *priority) {
   Stream *stream = stream_of(handle);
