@@ -337,43 +337,40 @@ at::Tensor &copy(at::Tensor &self, const at::Tensor &source, bool non_blocking) 
 }
 
 // Attention, where it is not left to be written out: what CUDA's kernels return, by the CPU's plain formula.
-at::Tensor attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const std::optional<at::Tensor> &bias,
-                     bool causal, std::optional<double> scale) {
-  at::Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
+void attend(const at::Tensor &out, const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+            const std::optional<at::Tensor> &bias, bool causal, std::optional<double> scale) {
   at::Tensor to = alias_of(out), query = alias_of(q), key = alias_of(k), value = alias_of(v);
   std::optional<at::Tensor> added = bias ? std::optional(alias_of(*bias)) : std::nullopt;
-  auto run = [=]() mutable {
-    bool grouped = query.size(1) != key.size(1);
-    to.copy_(std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, added, 0.0, causal, {}, scale, grouped)));
+  bool grouped = q.size(1) != k.size(1);
+  auto run = [=] {
+    to.copy_(std::get<0>(
+        at::_scaled_dot_product_attention_math(query, key, value, added, 0.0, causal, {}, scale, grouped)));
   };
   if (deferred())
     enqueue("attention", run);
   else
     run();
-  return out;
 }
 at::Tensor no_seed() { return at::scalar_tensor(0, at::TensorOptions(at::kLong)); }
 
+// Each as its kernel lays its output out: tokens before heads, or as the query lies.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
-    const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const std::optional<at::Tensor> &bias, bool with_sums,
-    double, bool causal, std::optional<double> scale) {
-  auto sums = at::empty({q.size(0), q.size(1), with_sums ? (q.size(2) + 31) / 32 * 32 : 0}, q.options().dtype(at::kFloat));
-  return {attention(q, k, v, bias, causal, scale), sums, no_seed(), no_seed()};
+    const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, const std::optional<at::Tensor> &bias,
+    bool with_sums, double, bool causal, std::optional<double> scale) {
+  at::Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
+  int64_t padded = with_sums ? (q.size(2) + 31) / 32 * 32 : 0;
+  at::Tensor sums = at::empty({q.size(0), q.size(1), padded}, q.options().dtype(at::kFloat));
+  attend(out, q, k, v, bias, causal, scale);
+  return {out, sums, no_seed(), no_seed()};
 }
 using AttentionResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor,
                                     at::Tensor, at::Tensor>;
-AttentionResults flash_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double, bool causal, bool,
-                std::optional<double> scale) {
-  auto sums = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
-  return {attention(q, k, v, std::nullopt, causal, scale), sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(),
-          no_seed(), at::empty({0}, q.options())};
-}
-AttentionResults cudnn_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
-                                 const std::optional<at::Tensor> &bias, bool with_sums, double, bool causal, bool,
-                                 std::optional<double> scale) {
-  auto sums = at::empty({with_sums ? q.size(0) : 0, q.size(1), q.size(2), 1}, q.options().dtype(at::kFloat));
-  return {attention(q, k, v, bias, causal, scale), sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(),
-          no_seed(), at::empty({0}, q.options())};
+AttentionResults flash_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double, bool causal,
+                                 bool, std::optional<double> scale) {
+  at::Tensor out = at::empty_like(q);
+  at::Tensor sums = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+  attend(out, q, k, v, std::nullopt, causal, scale);
+  return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(), no_seed(), at::empty({0}, q.options())};
 }
 int64_t written_out(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &, double,
                     bool, std::optional<double>, bool) {
@@ -387,8 +384,7 @@ const Names KEPT = {"aten::empty.memory_format", "aten::empty_strided", "aten::a
                     "aten::record_stream", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::is_pinned",
                     "aten::view_as_real", "aten::view_as_complex", "aten::_efficientzerotensor", "aten::is_set_to",
                     "aten::_fused_sdp_choice", "aten::_resize_output_", "aten::copy_",
-                    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention",
-                    "aten::_scaled_dot_product_cudnn_attention"};
+                    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention"};
 
 bool has_cpu_kernel(const c10::OperatorHandle &op) {
   return op.hasKernelForDispatchKey(DispatchKey::CPU) || op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
@@ -413,7 +409,6 @@ void install() {
   library->impl("_fused_sdp_choice", written_out);
   library->impl("_scaled_dot_product_efficient_attention", efficient_attention);
   library->impl("_scaled_dot_product_flash_attention", flash_attention);
-  library->impl("_scaled_dot_product_cudnn_attention", cudnn_attention);
 }
 }  // namespace
 
