@@ -61,18 +61,18 @@ def interpreting_tuner_run(launch: Callable[..., Any]) -> Callable[..., Any]:
             result = launch(self, *args, stream=stream, **kwargs)
         if kwargs.get("benchmark_run"):
             return result
-        function, config = function_of(self), self.launchers[0].config
-        given, grid = self._interpret_args_grid(args, config)
+        function, (launcher,) = function_of(self), self.launchers
+        _, grid = self._interpret_args_grid(args, launcher.config)
         if 0 in grid:
             return result
-        names, signature = list(inspect.signature(function).parameters), self.triton_meta["signature"]
-        passed = [name for name in names if name not in config.kwargs and signature.get(name) != "constexpr"]
+        names = list(inspect.signature(function).parameters)
         constants = {
             names[key[0]] if isinstance(key, tuple) else key: value
             for key, value in self.triton_meta.get("constants", {}).items()
         }
-        chosen = {name: value for name, value in config.kwargs.items() if name in names}
-        bound = {**constants, **dict(zip(passed, given, strict=True)), **chosen}
+        passed = inspect.signature(launcher).bind(*args, stream=stream).arguments
+        known = {**constants, **launcher.config.kwargs, **passed}
+        bound = {name: known[name] for name in names}
         interpreter.interpret(function, bound, grid, function.__name__)
         return result
 
