@@ -35,11 +35,9 @@ test-newest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-newest
 test-newest: .venv-newest/ready  ## the same on the newest versions; by hand, never in CI: torch with CUDA is 6 GB
 	OMP_NUM_THREADS=1 $(NEWEST)/python $(PYTEST) $(TESTS)
 
-# The files whose tests run on a device; tests/device/README.md says which device that is.
-DEVICE_TESTS := tests/device tests/kernels/test_gpu.py
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part of it: TESTS=tests/device DEVICE=rtx4090
 	OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) -- \
-	  python -m pytest -m 'gpu and not slow and not whole' $(or $(TESTS),$(DEVICE_TESTS))
+	  python -m pytest -m 'gpu and not slow and not whole' $(or $(TESTS),tests/device)
 
 lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
-// aten on the simulated device: every op with a CUDA kernel runs its CPU kernel, on the same memory, at the place in the
-// current stream where CUDA would launch its own.
+// aten on the simulated device: every op with a CUDA kernel runs its CPU kernel, on the same memory, at the place in
+// the current stream where CUDA would launch its own.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -58,7 +58,8 @@ void run_work(void *given) {
   // Whatever the thread that happens to wait is tracing, vmapping or recording is not meant for this.
   c10::impl::ExcludeDispatchKeyGuard none(c10::DispatchKeySet(
       {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher,
-       DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::Functionalize}));
+       DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode,
+           DispatchKey::Functionalize}));
   at::NoGradGuard no_grad;
   try {
     work->run();
@@ -78,9 +79,10 @@ at::Tensor alias_of(const at::Tensor &tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
   const auto &storage = tensor.storage();
   void *data = storage.nbytes() ? storage.mutable_data() : nullptr;
-  c10::Storage ours(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(data, c10::Device(at::kCPU)), nullptr,
-                    false);
-  auto out = at::detail::make_tensor<c10::TensorImpl>(std::move(ours), c10::DispatchKeySet(DispatchKey::CPU), tensor.dtype());
+  c10::Storage ours(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                    c10::DataPtr(data, c10::Device(at::kCPU)), nullptr, false);
+  auto out = at::detail::make_tensor<c10::TensorImpl>(std::move(ours), c10::DispatchKeySet(DispatchKey::CPU),
+      tensor.dtype());
   out.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (tensor.is_conj()) out._set_conj(true);
   if (tensor.is_neg()) out._set_neg(true);
@@ -165,7 +167,8 @@ struct Call {
     }
     if (!device) device = c10::Device(at::kCUDA, c10::cuda::current_device());
     TORCH_CHECK(!of_the_host || MIX_DEVICES.count(name()),
-                "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and cpu! (",
+                "Expected all tensors to be on the same device, but found at least two devices, ", *device,
+                    " and cpu! (",
                 name(), ")");
   }
 
@@ -200,7 +203,9 @@ struct Call {
                          : default_generator ? cpu_generator(at::cuda::detail::getDefaultCUDAGenerator(device->index()))
                                              : cpu_generator(value.toGenerator()));
       else
-        out.push_back(with_tensors(value, [&](const at::Tensor &t) { return replace(t, is_written(argument(place))); }));
+        out.push_back(with_tensors(value, [&](const at::Tensor &t) {
+          return replace(t, is_written(argument(place)));
+        }));
     }
     return out;
   }
@@ -363,17 +368,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_attention(
   attend(out, q, k, v, bias, causal, scale);
   return {out, sums, no_seed(), no_seed()};
 }
-using AttentionResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor,
-                                    at::Tensor, at::Tensor>;
+using AttentionResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt,
+                                    at::Tensor,                                     at::Tensor, at::Tensor>;
 AttentionResults flash_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v, double, bool causal,
                                  bool, std::optional<double> scale) {
   at::Tensor out = at::empty_like(q);
   at::Tensor sums = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
   attend(out, q, k, v, std::nullopt, causal, scale);
-  return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(), no_seed(), at::empty({0}, q.options())};
+  return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(), no_seed(),
+          at::empty({0}, q.options())};
 }
-int64_t written_out(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &, double,
-                    bool, std::optional<double>, bool) {
+int64_t written_out(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &,
+                    double,                     bool, std::optional<double>, bool) {
   return (int64_t)at::SDPBackend::math;
 }
 
@@ -387,7 +393,8 @@ const Names KEPT = {"aten::empty.memory_format", "aten::empty_strided", "aten::a
                     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention"};
 
 bool has_cpu_kernel(const c10::OperatorHandle &op) {
-  return op.hasKernelForDispatchKey(DispatchKey::CPU) || op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+  return op.hasKernelForDispatchKey(DispatchKey::CPU) ||
+      op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
          op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
 }
 

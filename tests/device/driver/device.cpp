@@ -11,8 +11,10 @@ namespace device {
 
 constexpr size_t MIB = 1 << 20;
 const Model MODELS[] = {
-    {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 233472, 232448, 2048, 32, 52428800, 1980000, 2619000, 5120, 81079 * MIB},
-    {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 167936, 166912, 2048, 32, 41943040, 1410000, 1593000, 5120, 81154 * MIB},
+    {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 233472, 232448, 2048, 32, 52428800, 1980000, 2619000, 5120,
+        81079 * MIB},
+    {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 167936, 166912, 2048, 32, 41943040, 1410000, 1593000, 5120,
+        81154 * MIB},
     {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, 102400, 101376, 1536, 24, 75497472, 2520000, 10501000, 384,
      24209 * MIB},
 };
@@ -141,7 +143,9 @@ static const char *text_of(int error) {
 
 using namespace device;
 
-EXPORTED const char *cudaGetErrorName(cudaError_t error) { return error ? "cudaError of the simulated device" : "cudaSuccess"; }
+EXPORTED const char *cudaGetErrorName(cudaError_t error) {
+  return error ? "cudaError of the simulated device" : "cudaSuccess";
+}
 EXPORTED const char *cudaGetErrorString(cudaError_t error) { return text_of(error); }
 EXPORTED cudaError_t cudaGetLastError() {
   cudaError_t error = last_error;

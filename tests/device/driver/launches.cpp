@@ -128,10 +128,11 @@ struct Shape {
 static bool fits_any_device(const Shape &shape, const char *name) {
   const dim3 &grid = shape.grid, &block = shape.block;
   size_t threads = (size_t)block.x * block.y * block.z;
-  bool grid_fits = grid.x && grid.y && grid.z && grid.x <= INT32_MAX && grid.y <= MOST_BLOCKS_YZ && grid.z <= MOST_BLOCKS_YZ;
+  bool grid_fits = grid.x && grid.y && grid.z && grid.x <= INT32_MAX && grid.y <= MOST_BLOCKS_YZ &&
+      grid.z <= MOST_BLOCKS_YZ;
   if (grid_fits && threads && threads <= MOST_THREADS && block.z <= 64) return true;
-  say("launch of %s: a grid of %u x %u x %u blocks of %u x %u x %u threads", name, grid.x, grid.y, grid.z, block.x, block.y,
-      block.z);
+  say("launch of %s: a grid of %u x %u x %u blocks of %u x %u x %u threads", name, grid.x, grid.y, grid.z, block.x,
+      block.y,       block.z);
   return false;
 }
 
@@ -146,8 +147,8 @@ static CUresult refusal_of(const Kernel &kernel, const Shape &shape) {
   size_t threads = (size_t)shape.block.x * shape.block.y * shape.block.z;
   if (shape.dynamic_shared > (size_t)kernel.most_dynamic_shared ||
       kernel.static_shared + shape.dynamic_shared > (size_t)model().shared_per_block) {
-    say("launch of %s: %zu bytes of shared memory, where it may have %d", name, kernel.static_shared + shape.dynamic_shared,
-        kernel.most_dynamic_shared);
+    say("launch of %s: %zu bytes of shared memory, where it may have %d", name,
+        kernel.static_shared + shape.dynamic_shared,         kernel.most_dynamic_shared);
     return CUDA_ERROR_INVALID_VALUE;
   }
   if (threads > (size_t)kernel.most_threads) {
@@ -342,8 +343,8 @@ EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, 
   *blocks = blocks_at_once(threads);
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int threads, size_t,
-                                                                            unsigned) {
+EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int threads,
+    size_t,                                                                             unsigned) {
   *blocks = blocks_at_once(threads);
   return cudaSuccess;
 }

@@ -106,7 +106,8 @@ static cudaError_t check_side(const void *pointer, size_t bytes, bool device_sid
   bool on_device = range && range->kind == DEVICE;
   if (bytes == 0) return cudaSuccess;
   if (on_device != device_side) {
-    say("%s: %p is %s", where, pointer, on_device ? "memory of the device, not of the host" : "no memory of the device");
+    say("%s: %p is %s", where, pointer,
+        on_device ? "memory of the device, not of the host" : "no memory of the device");
     return fail(cudaErrorInvalidValue, where);
   }
   if (range && (uintptr_t)pointer + bytes > start + range->size) {
@@ -116,8 +117,12 @@ static cudaError_t check_side(const void *pointer, size_t bytes, bool device_sid
   return cudaSuccess;
 }
 
-static bool to_device(cudaMemcpyKind kind) { return kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice; }
-static bool from_device(cudaMemcpyKind kind) { return kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice; }
+static bool to_device(cudaMemcpyKind kind) {
+  return kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+}
+static bool from_device(cudaMemcpyKind kind) {
+  return kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+}
 
 // A copy, which the host waits for where it says so, and where it writes memory of the host that is not pinned. What
 // it reads of such memory is staged at once, as CUDA does, and may not be captured: it may be gone when it is replayed.
@@ -227,7 +232,8 @@ EXPORTED cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMe
   UNSAFE_IN_CAPTURES();
   return copy(to, from, bytes, kind, nullptr, true, __func__);
 }
-EXPORTED cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+EXPORTED cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+    cudaStream_t stream) {
   return copy(to, from, bytes, kind, stream, false, __func__);
 }
 EXPORTED cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t stream) {
@@ -236,8 +242,8 @@ EXPORTED cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, s
 EXPORTED cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                                        size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
   for (size_t row = 0; row < height; row++)
-    if (cudaError_t refused = copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width, kind, stream,
-                                   false, __func__))
+    if (cudaError_t refused = copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width, kind,
+        stream,                                    false, __func__))
       return refused;
   return cudaSuccess;
 }
@@ -253,7 +259,9 @@ EXPORTED cudaError_t cudaMemset(void *to, int value, size_t bytes) {
 }
 
 // Constants of aten's own kernels, which do not run here.
-EXPORTED cudaError_t cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
+EXPORTED cudaError_t cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, cudaMemcpyKind) {
+  return cudaSuccess;
+}
 EXPORTED cudaError_t cudaGetSymbolAddress(void **out, const void *) {
   static char room[1 << 20];
   *out = room;
@@ -269,7 +277,9 @@ EXPORTED cudaError_t cudaIpcOpenMemHandle(void **, cudaIpcMemHandle_t, unsigned)
 EXPORTED cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *, int) { FAIL(cudaErrorNotSupported); }
 EXPORTED cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { FAIL(cudaErrorNotSupported); }
 EXPORTED cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *) { FAIL(cudaErrorNotSupported); }
-EXPORTED cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc *, size_t) { FAIL(cudaErrorNotSupported); }
+EXPORTED cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc *, size_t) {
+  FAIL(cudaErrorNotSupported);
+}
 EXPORTED cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { FAIL(cudaErrorNotSupported); }
 
 // ---- for the Python side: what a kernel may touch

@@ -1,8 +1,8 @@
 // Streams, events and CUDA graphs, and the order in which queued work runs.
 //
-// SIMULATED_SCHEDULE says which: `eager` runs work when it is given. The others keep it, each stream's in its order, and
-// run it only while somebody waits: `late` the default stream first and the others last, `early` the others first,
-// `random:SEED` one stream for a while and then another, and now and then before anybody waits.
+// SIMULATED_SCHEDULE says which: `eager` runs work when it is given. The others keep it, each stream's in its order,
+// and run it only while somebody waits: `late` the default stream first and the others last, `early` the others
+// first, `random:SEED` one stream for a while and then another, and now and then before anybody waits.
 #include "device.h"
 
 #include <time.h>
@@ -71,7 +71,8 @@ cudaError_t forbidden_in_captures(const char *where) {
   for (Capture *capture : captures()) {
     bool others = !pthread_equal(capture->thread, pthread_self());
     if (capture->mode == cudaStreamCaptureModeRelaxed) continue;
-    if (others && (capture->mode == cudaStreamCaptureModeThreadLocal || thread_mode == cudaStreamCaptureModeThreadLocal))
+    if (others && (capture->mode == cudaStreamCaptureModeThreadLocal ||
+        thread_mode == cudaStreamCaptureModeThreadLocal))
       continue;
     say("%s while a stream captures", where);
     return invalidate(capture, cudaErrorStreamCaptureUnsupported, where);
@@ -572,7 +573,8 @@ EXPORTED cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *, siz
   *count = ((Graph *)graph)->nodes.size();
   return cudaSuccess;
 }
-EXPORTED cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t *, cudaGraphEdgeData *, size_t *count) {
+EXPORTED cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t *, cudaGraphEdgeData *,
+    size_t *count) {
   *count = 0;
   return cudaSuccess;
 }
