@@ -7,7 +7,7 @@ OLDEST := .venv-oldest/bin
 NEWEST := .venv-newest/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-slow test-all test-ranks test-oldest test-newest lint tables bench quality train format clean
+.PHONY: demo test test-slow test-all test-ranks test-oldest test-newest test-device lint tables bench quality train format clean
 
 demo: .venv/ready          ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
@@ -34,6 +34,10 @@ test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part:
 test-newest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-newest
 test-newest: .venv-newest/ready  ## the same on the newest versions; by hand, never in CI: torch with CUDA is 6 GB
 	OMP_NUM_THREADS=1 $(NEWEST)/python $(PYTEST) $(TESTS)
+
+test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part of it: TESTS=tests/device DEVICE=rtx4090
+	OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) -- \
+	  python -m pytest -m 'gpu and not slow and not whole' $(or $(TESTS),tests/device)
 
 lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff check .

@@ -1,0 +1,287 @@
+// Which device stands here: its model, its properties, errors as the runtime and the driver tell them.
+#include "device.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+
+namespace device {
+
+constexpr size_t MIB = 1 << 20;
+const Model MODELS[] = {
+    {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 233472, 232448, 2048, 32, 52428800, 1980000, 2619000, 5120,
+        81079 * MIB},
+    {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 167936, 166912, 2048, 32, 41943040, 1410000, 1593000, 5120,
+        81154 * MIB},
+    {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, 102400, 101376, 1536, 24, 75497472, 2520000, 10501000, 384,
+     24209 * MIB},
+};
+
+thread_local int current = 0;
+static thread_local cudaError_t last_error = cudaSuccess;
+
+std::recursive_mutex &books() {
+  static auto *mutex = new std::recursive_mutex;  // never destroyed: libraries call in while the process ends
+  return *mutex;
+}
+
+void say(const char *format, ...) {
+  va_list given;
+  va_start(given, format);
+  fputs("simulated device: ", stderr);
+  vfprintf(stderr, format, given);
+  fputc('\n', stderr);
+  va_end(given);
+}
+
+cudaError_t fail(cudaError_t error, const char *) { return last_error = error; }
+
+const Model &model() {
+  static const Model *chosen = [] {
+    const char *key = getenv("SIMULATED_DEVICE");
+    for (const Model &known : MODELS)
+      if (!key || !strcmp(key, known.key)) return &known;
+    say("unknown device %s: known are h100, a100 and rtx4090", key);
+    exit(2);
+  }();
+  return *chosen;
+}
+
+static int count() {
+  static const int devices = getenv("SIMULATED_DEVICES") ? atoi(getenv("SIMULATED_DEVICES")) : 1;
+  return devices;
+}
+
+int attribute(int which) {
+  const Model &m = model();
+  switch (which) {
+    case cudaDevAttrMaxThreadsPerBlock:
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY: return MOST_THREADS;
+    case cudaDevAttrMaxBlockDimZ: return 64;
+    case cudaDevAttrMaxGridDimX: return INT32_MAX;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: return MOST_BLOCKS_YZ;
+    case cudaDevAttrMaxSharedMemoryPerBlock: return SHARED_WITHOUT_OPT_IN;
+    case cudaDevAttrTotalConstantMemory: return 65536;
+    case cudaDevAttrWarpSize: return 32;
+    case cudaDevAttrMaxPitch: return INT32_MAX;
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: return REGISTERS;
+    case cudaDevAttrClockRate: return m.clock_khz;
+    case cudaDevAttrMemoryClockRate: return m.memory_clock_khz;
+    case cudaDevAttrGlobalMemoryBusWidth: return m.memory_bits;
+    case cudaDevAttrTextureAlignment: return 512;
+    case cudaDevAttrTexturePitchAlignment: return 32;
+    case cudaDevAttrMultiProcessorCount: return m.processors;
+    case cudaDevAttrL2CacheSize: return m.l2_bytes;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: return m.threads_per_processor;
+    case cudaDevAttrMaxBlocksPerMultiprocessor: return m.blocks_per_processor;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return m.shared_per_processor;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return m.shared_per_block;
+    case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
+    case cudaDevAttrComputeCapabilityMajor: return m.major;
+    case cudaDevAttrComputeCapabilityMinor: return m.minor;
+    case cudaDevAttrPciBusId: return 26;
+    case cudaDevAttrAsyncEngineCount: return 3;
+    case cudaDevAttrSingleToDoublePrecisionPerfRatio: return 2;
+    case cudaDevAttrClusterLaunch: return m.major >= 9;
+    case cudaDevAttrCanMapHostMemory:
+    case cudaDevAttrConcurrentKernels:
+    case cudaDevAttrUnifiedAddressing:
+    case cudaDevAttrStreamPrioritiesSupported:
+    case cudaDevAttrGlobalL1CacheSupported:
+    case cudaDevAttrLocalL1CacheSupported:
+    case cudaDevAttrManagedMemory:
+    case cudaDevAttrHostNativeAtomicSupported:
+    case cudaDevAttrConcurrentManagedAccess:
+    case cudaDevAttrComputePreemptionSupported:
+    case cudaDevAttrCanUseHostPointerForRegisteredMem:
+    case cudaDevAttrCooperativeLaunch:
+    case cudaDevAttrCanFlushRemoteWrites:
+    case cudaDevAttrHostRegisterSupported:
+    case cudaDevAttrMemoryPoolsSupported: return 1;
+    default: return 0;  // what a device need not have: virtual memory management and the like
+  }
+}
+
+static const char *text_of(int error) {
+  switch (error) {
+    case 0: return "no error";
+    case 1: return "invalid argument";
+    case 2: return "out of memory";
+    case 9: return "invalid configuration argument";
+    case 98: return "invalid device function";
+    case 101: return "invalid device ordinal";
+    case 200: return "device kernel image is invalid";
+    case 209: return "no kernel image is available for execution on the device";
+    case 301: return "file not found";
+    case 400: return "invalid resource handle";
+    case 401: return "the operation cannot be performed in the present state";
+    case 500: return "named symbol not found";
+    case 600: return "device not ready";
+    case 701: return "too many resources requested for launch";
+    case 712: return "part or all of the requested memory range is already mapped";
+    case 713: return "pointer does not correspond to a registered memory region";
+    case 719: return "unspecified launch failure";
+    case 801: return "operation not supported";
+    case 900: return "operation not permitted when stream is capturing";
+    case 901: return "operation failed due to a previous error during capture";
+    case 902: return "operation would result in a merge of separate capture sequences";
+    case 903: return "capture was not ended in the same stream as it began";
+    case 904: return "capturing stream has unjoined work";
+    case 905: return "dependency created on uncaptured work in another stream";
+    case 906: return "operation would make the legacy stream depend on a capturing blocking stream";
+    case 907: return "operation not permitted on an event last recorded in a capturing stream";
+    case 908: return "attempt to terminate a thread-local capture sequence from another thread";
+    default: return "an error that the simulated device has no words for";
+  }
+}
+}  // namespace device
+
+using namespace device;
+
+EXPORTED const char *cudaGetErrorName(cudaError_t error) {
+  return error ? "cudaError of the simulated device" : "cudaSuccess";
+}
+EXPORTED const char *cudaGetErrorString(cudaError_t error) { return text_of(error); }
+EXPORTED cudaError_t cudaGetLastError() {
+  cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+EXPORTED cudaError_t cudaPeekAtLastError() { return last_error; }
+EXPORTED CUresult cuGetErrorName(CUresult, const char **text) {
+  *text = "CUDA_ERROR of the simulated device";
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuGetErrorString(CUresult error, const char **text) {
+  *text = text_of(error);
+  return CUDA_SUCCESS;
+}
+
+// ---- the runtime's questions
+EXPORTED cudaError_t cudaGetDeviceCount(int *devices) {
+  *devices = count();
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaGetDevice(int *which) {
+  *which = current;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaSetDevice(int which) {
+  if (which < 0 || which >= count()) FAIL(cudaErrorInvalidDevice);
+  current = which;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaDriverGetVersion(int *version) {
+  *version = CUDA_VERSION;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaRuntimeGetVersion(int *version) { return cudaDriverGetVersion(version); }
+EXPORTED cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device) {
+  if (device >= count()) FAIL(cudaErrorInvalidDevice);
+  *value = attribute(which);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int which) {
+  if (which >= count()) FAIL(cudaErrorInvalidDevice);
+  const Model &m = model();
+  memset(p, 0, sizeof *p);
+  strcpy(p->name, m.name);
+  memset(&p->uuid, 7 + which, 16);
+  p->totalGlobalMem = m.memory;
+  p->major = m.major;
+  p->minor = m.minor;
+  p->multiProcessorCount = m.processors;
+  p->sharedMemPerBlock = SHARED_WITHOUT_OPT_IN;
+  p->sharedMemPerBlockOptin = m.shared_per_block;
+  p->sharedMemPerMultiprocessor = m.shared_per_processor;
+  p->reservedSharedMemPerBlock = 1024;
+  p->regsPerBlock = p->regsPerMultiprocessor = REGISTERS;
+  p->warpSize = 32;
+  p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = MOST_THREADS;
+  p->maxThreadsDim[2] = 64;
+  p->maxGridSize[0] = INT32_MAX;
+  p->maxGridSize[1] = p->maxGridSize[2] = MOST_BLOCKS_YZ;
+  p->maxThreadsPerMultiProcessor = m.threads_per_processor;
+  p->maxBlocksPerMultiProcessor = m.blocks_per_processor;
+  p->l2CacheSize = m.l2_bytes;
+  p->memoryBusWidth = m.memory_bits;
+  p->asyncEngineCount = 3;
+  p->canMapHostMemory = p->concurrentKernels = p->unifiedAddressing = p->streamPrioritiesSupported = 1;
+  p->managedMemory = p->canUseHostPointerForRegisteredMem = p->hostRegisterSupported = 1;
+  p->cooperativeLaunch = p->memoryPoolsSupported = 1;
+  p->clusterLaunch = m.major >= 9;
+  p->pciBusID = 1 + which;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaDeviceCanAccessPeer(int *can, int, int) {
+  *can = 1;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+EXPORTED cudaError_t cudaDeviceGetPCIBusId(char *text, int room, int which) {
+  snprintf(text, room, "0000:%02x:00.0", which + 1);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+  if (least) *least = 0;
+  if (greatest) *greatest = -5;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaProfilerStart() { return cudaSuccess; }
+EXPORTED cudaError_t cudaProfilerStop() { return cudaSuccess; }
+
+// ---- the driver's
+static CUcontext context_of(int which) { return (CUcontext)(uintptr_t)(256 + which); }
+EXPORTED CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+EXPORTED CUresult cuDriverGetVersion(int *version) { return (CUresult)cudaDriverGetVersion(version); }
+EXPORTED CUresult cuDeviceGet(CUdevice *device, int which) {
+  if (which >= count()) return CUDA_ERROR_INVALID_DEVICE;
+  *device = which;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceGetCount(int *devices) { return (CUresult)cudaGetDeviceCount(devices); }
+EXPORTED CUresult cuDeviceGetName(char *text, int room, CUdevice) {
+  snprintf(text, room, "%s", model().name);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice) {
+  *value = attribute(which);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice) {
+  *bytes = model().memory;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) {
+  if (flags) *flags = 0;
+  *active = 1;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice which) {
+  *context = context_of(which);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
+EXPORTED CUresult cuCtxGetCurrent(CUcontext *context) {
+  *context = context_of(current);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxSetCurrent(CUcontext context) {
+  for (int which = 0; which < count(); which++)
+    if (context == context_of(which)) current = which;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxGetDevice(CUdevice *which) {
+  *which = current;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxGetLimit(size_t *value, CUlimit) {
+  *value = MIB;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }

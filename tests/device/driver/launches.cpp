@@ -1,0 +1,365 @@
+// Launches: what a device of this model would refuse is refused, with its reason on stderr. Nothing is computed here: a
+// Triton kernel is interpreted by the Python side behind its launch, and aten's kernels by aten_on_cpu.cpp.
+#include "device.h"
+
+#include <dlfcn.h>
+#include <elf.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <string_view>
+#include <unordered_map>
+
+namespace device {
+
+// ---- images: ELF files for one architecture, with what each kernel needs
+struct Kernel {
+  std::string name;
+  int architecture = 0;
+  int registers = 0;             // a thread
+  int static_shared = 0;         // bytes a block
+  int most_threads = MOST_THREADS;
+  int most_dynamic_shared = SHARED_WITHOUT_OPT_IN;
+};
+using Module = std::map<std::string, Kernel>;
+
+struct Section {
+  std::string name;
+  const Elf64_Shdr *header;
+  const char *data;
+};
+
+static std::vector<Section> sections_of(const char *image) {
+  const auto *header = (const Elf64_Ehdr *)image;
+  const auto *table = (const Elf64_Shdr *)(image + header->e_shoff);
+  const char *names = image + table[header->e_shstrndx].sh_offset;
+  std::vector<Section> sections;
+  for (int place = 0; place < header->e_shnum; place++)
+    sections.push_back({names + table[place].sh_name, &table[place], image + table[place].sh_offset});
+  return sections;
+}
+
+// 90 for sm_90: in the lowest byte of the flags, from version 8 of the format on in the next one.
+static int architecture_of(const Elf64_Ehdr *header) {
+  return header->e_ident[EI_ABIVERSION] < 8 ? header->e_flags & 0xff : header->e_flags >> 8 & 0xff;
+}
+
+// An image of sm_XY runs on a device X.Z with Z at least Y.
+static bool runs_here(int architecture) {
+  return architecture / 10 == model().major && architecture % 10 <= model().minor;
+}
+
+// The records of a section .nv.info: a format, an attribute, and where the format is 4 a size and so many bytes.
+template <typename Visit>
+static void each_record(const Section &section, Visit visit) {
+  constexpr unsigned char WITH_SIZE = 4;
+  const auto *at = (const unsigned char *)section.data, *end = at + section.header->sh_size;
+  while (at + 4 <= end) {
+    uint16_t size = at[0] == WITH_SIZE ? *(const uint16_t *)(at + 2) : 0;
+    visit(at[1], (const uint32_t *)(at + 4));
+    at += 4 + size;
+  }
+}
+
+static bool after(std::string_view text, std::string_view start, std::string *rest) {
+  if (text.substr(0, start.size()) != start) return false;
+  *rest = text.substr(start.size());
+  return true;
+}
+
+constexpr int REGISTERS_OF_A_KERNEL = 0x2f, MOST_THREADS_OF_A_BLOCK = 0x05, THREADS_OF_A_BLOCK = 0x10;
+
+static Module kernels_of(const char *image) {
+  Module kernels;
+  std::map<uint32_t, std::string> by_symbol;
+  int architecture = architecture_of((const Elf64_Ehdr *)image);
+  const auto sections = sections_of(image);
+  std::string name;
+  for (const Section &section : sections)
+    if (after(section.name, ".text.", &name)) {
+      kernels[name].name = name;
+      kernels[name].architecture = architecture;
+      by_symbol[section.header->sh_info & 0xffffff] = name;
+    }
+  for (const Section &section : sections) {
+    if (section.name == ".nv.info")
+      each_record(section, [&](int attribute, const uint32_t *values) {
+        auto of = by_symbol.end();
+        if (attribute == REGISTERS_OF_A_KERNEL) of = by_symbol.find(values[0]);
+        if (of != by_symbol.end()) kernels[of->second].registers = values[1];
+      });
+    else if (after(section.name, ".nv.info.", &name) && kernels.count(name))
+      each_record(section, [&](int attribute, const uint32_t *values) {
+        if (attribute == MOST_THREADS_OF_A_BLOCK || attribute == THREADS_OF_A_BLOCK)
+          kernels[name].most_threads = values[0] * values[1] * values[2];
+      });
+    else if (after(section.name, ".nv.shared.", &name) && kernels.count(name)) {
+      int reserved = architecture >= 90 ? 1024 : 0;  // counted in such an image, but not asked of the kernel
+      kernels[name].static_shared = std::max(0, (int)section.header->sh_size - reserved);
+    }
+  }
+  return kernels;
+}
+
+static CUresult load(CUmodule *out, const char *image) {
+  if (memcmp(image, ELFMAG, SELFMAG)) {
+    say("an image is no ELF file: PTX is not compiled here");
+    return CUDA_ERROR_INVALID_IMAGE;
+  }
+  int architecture = architecture_of((const Elf64_Ehdr *)image);
+  if (!runs_here(architecture)) {
+    say("an image for sm_%d does not run on a device of compute capability %d.%d", architecture, model().major,
+        model().minor);
+    return CUDA_ERROR_NO_BINARY_FOR_GPU;
+  }
+  *out = (CUmodule) new Module(kernels_of(image));
+  return CUDA_SUCCESS;
+}
+
+// ---- what a launch may ask for
+struct Shape {
+  dim3 grid, block;
+  size_t dynamic_shared;
+};
+
+static bool fits_any_device(const Shape &shape, const char *name) {
+  const dim3 &grid = shape.grid, &block = shape.block;
+  size_t threads = (size_t)block.x * block.y * block.z;
+  bool grid_fits = grid.x && grid.y && grid.z && grid.x <= INT32_MAX && grid.y <= MOST_BLOCKS_YZ &&
+      grid.z <= MOST_BLOCKS_YZ;
+  if (grid_fits && threads && threads <= MOST_THREADS && block.z <= 64) return true;
+  say("launch of %s: a grid of %u x %u x %u blocks of %u x %u x %u threads", name, grid.x, grid.y, grid.z, block.x,
+      block.y,       block.z);
+  return false;
+}
+
+// Registers are given to warps, in steps of 8 to a thread.
+static size_t registers_of_a_block(const Kernel &kernel, size_t threads) {
+  return (threads + 31) / 32 * 32 * ((kernel.registers + 7) / 8 * 8);
+}
+
+static CUresult refusal_of(const Kernel &kernel, const Shape &shape) {
+  const char *name = kernel.name.c_str();
+  if (!fits_any_device(shape, name)) return CUDA_ERROR_INVALID_VALUE;
+  size_t threads = (size_t)shape.block.x * shape.block.y * shape.block.z;
+  if (shape.dynamic_shared > (size_t)kernel.most_dynamic_shared ||
+      kernel.static_shared + shape.dynamic_shared > (size_t)model().shared_per_block) {
+    say("launch of %s: %zu bytes of shared memory, where it may have %d", name,
+        kernel.static_shared + shape.dynamic_shared,         kernel.most_dynamic_shared);
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  if (threads > (size_t)kernel.most_threads) {
+    say("launch of %s: %zu threads, and it was compiled for %d", name, threads, kernel.most_threads);
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  if (registers_of_a_block(kernel, threads) > REGISTERS) {
+    say("launch of %s: %zu threads with %d registers each", name, threads, kernel.registers);
+    return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
+  }
+  return CUDA_SUCCESS;
+}
+
+static CUresult launch(CUfunction function, const Shape &shape, CUstream handle) {
+  if (!function) return CUDA_ERROR_INVALID_HANDLE;
+  const auto &kernel = *(const Kernel *)function;
+  if (CUresult refused = refusal_of(kernel, shape)) return refused;
+  Stream *stream = stream_of((cudaStream_t)handle);
+  if (!stream || stream->device != current) {
+    say("launch of %s on a stream of another device than the current one, %d", kernel.name.c_str(), current);
+    return CUDA_ERROR_INVALID_HANDLE;
+  }
+  return (CUresult)may_be_given((cudaStream_t)handle, __func__);  // the work itself the Python side gives
+}
+
+// ---- aten's own kernels: what reaches the runtime has no stand-in
+static std::unordered_map<const void *, const char *> &kernels_of_libraries() {
+  static auto *all = new std::unordered_map<const void *, const char *>;
+  return *all;
+}
+
+static cudaError_t launch_of_a_library(const void *kernel, const Shape &shape, cudaStream_t stream, const char *where) {
+  Lock lock(books());
+  auto found = kernels_of_libraries().find(kernel);
+  std::string name = found == kernels_of_libraries().end() ? "an unknown kernel" : found->second;
+  if (!fits_any_device(shape, name.c_str())) return fail(cudaErrorInvalidConfiguration, where);
+  // It only passes time: `torch.cuda._sleep`.
+  if (name.find("spin_kernel") != std::string::npos) return enqueue(stream, "spin", [] {}, where);
+  say("nothing stands in for the CUDA kernel %s", name.c_str());
+  return fail(cudaErrorInvalidDeviceFunction, where);
+}
+}  // namespace device
+
+using namespace device;
+
+// ---- the driver: modules and launches
+EXPORTED CUresult cuModuleLoadData(CUmodule *out, const void *image) { return load(out, (const char *)image); }
+EXPORTED CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned, CUjit_option *, void **) {
+  return load(out, (const char *)image);
+}
+EXPORTED CUresult cuModuleLoad(CUmodule *out, const char *path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return CUDA_ERROR_FILE_NOT_FOUND;
+  std::string image{std::istreambuf_iterator<char>(file), {}};
+  return load(out, image.c_str());
+}
+EXPORTED CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }  // its kernels may still be queued
+EXPORTED CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
+  auto &kernels = *(Module *)module;
+  auto found = kernels.find(name);
+  if (found == kernels.end()) return CUDA_ERROR_NOT_FOUND;
+  *out = (CUfunction)&found->second;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuModuleGetGlobal_v2(CUdeviceptr *, size_t *, CUmodule, const char *) { return CUDA_ERROR_NOT_FOUND; }
+EXPORTED CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
+  const auto &kernel = *(Kernel *)function;
+  switch (which) {
+    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: {
+      int most = kernel.most_threads;
+      while (registers_of_a_block(kernel, most) > REGISTERS) most -= 32;
+      *value = most;
+      break;
+    }
+    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = kernel.registers; break;
+    case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *value = kernel.static_shared; break;
+    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = kernel.most_dynamic_shared; break;
+    case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
+    case CU_FUNC_ATTRIBUTE_PTX_VERSION: *value = kernel.architecture; break;
+    default: *value = 0;
+  }
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) {
+  if (which != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_SUCCESS;
+  auto &kernel = *(Kernel *)function;
+  if (value + kernel.static_shared > model().shared_per_block) {
+    say("%s asks for %d bytes of shared memory, of %d", kernel.name.c_str(), value, model().shared_per_block);
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  kernel.most_dynamic_shared = value;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
+EXPORTED CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                 unsigned bz, unsigned shared, CUstream stream, void **, void **) {
+  return launch(function, {{gx, gy, gz}, {bx, by, bz}, shared}, stream);
+}
+EXPORTED CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                            unsigned by, unsigned bz, unsigned shared, CUstream stream, void **) {
+  return launch(function, {{gx, gy, gz}, {bx, by, bz}, shared}, stream);
+}
+EXPORTED CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **, void **) {
+  Shape shape{{c->gridDimX, c->gridDimY, c->gridDimZ}, {c->blockDimX, c->blockDimY, c->blockDimZ}, c->sharedMemBytes};
+  return launch(function, shape, c->hStream);
+}
+static int blocks_at_once(size_t threads) {
+  int by_threads = threads ? model().threads_per_processor / (int)threads : model().blocks_per_processor;
+  return std::min(by_threads, model().blocks_per_processor);
+}
+EXPORTED CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction, int threads, size_t) {
+  *blocks = blocks_at_once(threads);
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuOccupancyMaxActiveClusters(int *, CUfunction, const CUlaunchConfig *) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+EXPORTED CUresult cuTensorMapEncodeTiled(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                         const cuuint64_t *, const cuuint32_t *, const cuuint32_t *,
+                                         CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                                         CUtensorMapFloatOOBfill) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+EXPORTED CUresult cuLinkCreate_v2(unsigned, CUjit_option *, void **, CUlinkState *) { return CUDA_ERROR_NOT_SUPPORTED; }
+EXPORTED CUresult cuLinkAddData_v2(CUlinkState, CUjitInputType, void *, size_t, const char *, unsigned, CUjit_option *,
+                                   void **) {
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+EXPORTED CUresult cuLinkComplete(CUlinkState, void **, size_t *) { return CUDA_ERROR_NOT_SUPPORTED; }
+
+// ---- the runtime: kernels that libraries register when they are loaded
+EXPORTED void **__cudaRegisterFatBinary(void *) {
+  static void *handle[1];
+  return handle;
+}
+EXPORTED void __cudaRegisterFatBinaryEnd(void **) {}
+EXPORTED void __cudaUnregisterFatBinary(void **) {}
+EXPORTED char __cudaInitModule(void **) { return 1; }
+EXPORTED void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int) {}
+EXPORTED void __cudaRegisterFunction(void **, const char *kernel, char *, const char *name, int, void *, void *, void *,
+                                     void *, int *) {
+  Lock lock(books());
+  kernels_of_libraries()[kernel] = name;
+}
+EXPORTED cudaError_t __cudaGetKernel(cudaKernel_t *out, const void *kernel) {
+  *out = (cudaKernel_t)kernel;
+  return cudaSuccess;
+}
+struct Configuration {
+  Shape shape;
+  cudaStream_t stream;
+};
+static thread_local std::vector<Configuration> configurations;
+EXPORTED unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, CUstream_st *stream) {
+  configurations.push_back({{grid, block, shared}, stream});
+  return 0;
+}
+EXPORTED cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+  Configuration last = configurations.back();
+  configurations.pop_back();
+  *grid = last.shape.grid;
+  *block = last.shape.block;
+  *shared = last.shape.dynamic_shared;
+  *(cudaStream_t *)stream = last.stream;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **, size_t shared,
+                                      cudaStream_t stream) {
+  return launch_of_a_library(kernel, {grid, block, shared}, stream, __func__);
+}
+EXPORTED cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **, size_t shared,
+                                        cudaStream_t stream) {
+  return launch_of_a_library((const void *)kernel, {grid, block, shared}, stream, __func__);
+}
+EXPORTED cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **, size_t shared,
+                                                 cudaStream_t stream) {
+  return launch_of_a_library(kernel, {grid, block, shared}, stream, __func__);
+}
+EXPORTED cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel, void **) {
+  return launch_of_a_library(kernel, {c->gridDim, c->blockDim, c->dynamicSmemBytes}, c->stream, __func__);
+}
+EXPORTED cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *out, const void *) {
+  memset(out, 0, sizeof *out);
+  out->maxThreadsPerBlock = MOST_THREADS;
+  out->numRegs = 32;
+  out->ptxVersion = out->binaryVersion = model().major * 10 + model().minor;
+  out->maxDynamicSharedSizeBytes = SHARED_WITHOUT_OPT_IN;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
+EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads, size_t) {
+  *blocks = blocks_at_once(threads);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int threads,
+    size_t,                                                                             unsigned) {
+  *blocks = blocks_at_once(threads);
+  return cudaSuccess;
+}
+
+// ---- finding the driver's calls by name
+EXPORTED cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned, unsigned long long,
+                                                      cudaDriverEntryPointQueryResult *status) {
+  *out = dlsym(RTLD_DEFAULT, name);
+  if (!*out) *out = dlsym(RTLD_DEFAULT, (std::string(name) + "_v2").c_str());
+  if (status) *status = *out ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+EXPORTED CUresult cuGetProcAddress_v2(const char *name, void **out, int version, cuuint64_t,
+                                      CUdriverProcAddressQueryResult *status) {
+  cudaGetDriverEntryPointByVersion(name, out, version, 0, nullptr);
+  if (status) *status = *out ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return *out ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}

@@ -1,0 +1,34 @@
+"""The thinnest way through the CUDA side: a prompt and a few tokens, against the uncompiled model on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from conftest import LOSSLESS, greedy, greedy_unmasked, prompt
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_uncompiled_model_says_the_same_on_both(llama: LlamaForCausalLM) -> None:
+    ids = prompt(40, 2)
+    on_device = copy.deepcopy(llama).cuda()
+    assert torch.equal(greedy(on_device, ids.cuda(), 6).cpu(), greedy(llama, ids, 6))
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_decode_says_what_the_uncompiled_model_says_on_the_cpu(llama: LlamaForCausalLM, lowering: str) -> None:
+    twin = copy.deepcopy(llama).cuda()
+    twin.compile(backend="specache", options={**LOSSLESS, "top_k": 128, "lowering": lowering})
+    ids = prompt(75)
+    assert torch.equal(greedy(twin, ids.cuda(), 6).cpu(), greedy(llama, ids, 6))
+
+
+def test_a_recorded_decode_says_the_same(llama: LlamaForCausalLM) -> None:
+    twin = copy.deepcopy(llama).cuda()
+    twin.compile(backend="specache", options={**LOSSLESS, "top_k": 128, "mode": "reduce-overhead"})
+    ids = prompt(75)
+    assert torch.equal(greedy_unmasked(twin, ids.cuda(), 8).cpu(), greedy_unmasked(llama, ids, 8))
