@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,24 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str], arguments: list[str]) 
         main(arguments)
     assert stop.value.code == 0
     assert "specache" in capsys.readouterr().out
+
+
+def test_commands_stand_in_the_order_in_which_a_person_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "{demo,generate,bench,explain,serve,eval,diagnose}" in help_of(capsys)
+
+
+@pytest.mark.parametrize("command", ["explain", "bench", "demo"])
+def test_a_help_shows_a_dozen_options_and_where_the_rest_stands(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = help_of(capsys, command)
+    assert len(re.findall(r"^  -", told, re.MULTILINE)) <= 13
+    if command == "explain":
+        assert "specache generate --help" in told
+        assert "--corrected" in told.split("examples:")[1], "what is not listed is named, with its page"
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    return capsys.readouterr().out
