@@ -6,7 +6,7 @@ results in benchmarks/results.
     <!-- end: NAME -->
 
 python tests/doc_tables.py --check     exit status 1 if one of them is another
-python tests/doc_tables.py --write     put them there
+python tests/doc_tables.py --write     put them there, and draw the demo's picture
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pydantic import TypeAdapter
 from families import FAMILIES
 from specache_compile.bench.table import answers_table, steps_table
 from specache_compile.demo.rows import Row as DemoRow
+from specache_compile.demo.show import draw as draw_demo
 from specache_compile.demo.show import table as demo_table
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.cell_tables import table as results_table
@@ -383,6 +384,8 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
             names = ", ".join(differing(text, wanted))
             print(f"{page.name}: out of date: {names}: python tests/doc_tables.py --write", file=sys.stderr)
             status = 1
+    if args.write and tuple(pages) == PAGES:
+        draw_demo(demo_rows(), ROOT / "docs" / "demo.png")
     if args.check and (idle := sorted(set(GENERATORS) - used)) and tuple(pages) == PAGES:
         print(f"no page has table {', '.join(idle)}", file=sys.stderr)
         status = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import platform
 import shlex
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-import triton
 
 from specache_compile.errors import SpecacheError
 
@@ -27,8 +27,17 @@ def provenance(device: torch.device, program: str, given: Sequence[str] | None =
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "triton": triton.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+        "triton": triton_version(), "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
+
+
+def triton_version() -> str | None:
+    """None where there is no Triton, as there is for Linux alone."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton
+
+    return str(triton.__version__)
 
 
 def processor() -> str:

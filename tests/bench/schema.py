@@ -17,7 +17,7 @@ class Provenance(BaseModel):
     device: str
     threads: PositiveInt
     torch: str
-    triton: str
+    triton: str | None
     transformers: str
 
 
