@@ -48,7 +48,7 @@ def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
         return None
     tensors = [value_of(n) for n in (x, w, bias) if n is not None]
     rows, dtypes = tensors[0].shape[0], {tensor.dtype for tensor in tensors}
-    right = len(dtypes) == 1 and dtypes <= set(DTYPES) and all(tensor.device.type == "cpu" for tensor in tensors)
+    right = len(dtypes) == 1 and all(map(is_plain, tensors))
     whole_bias = bias is None or value_of(bias).shape == value_of(w).shape[1:]
     few = isinstance(rows, int) and 0 < rows <= MOST_ROWS
     return (x, w.args[0], bias) if right and whole_bias and few else None

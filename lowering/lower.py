@@ -64,7 +64,6 @@ def op_by_op(graph_module: GraphModule) -> GraphModule:
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
     few_rows_op_by_op(own)
-    own.recompile()
     return own
 
 
