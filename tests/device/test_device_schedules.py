@@ -1,10 +1,11 @@
-"""Queued work runs in every order that its events allow, and no bit differs; what a fault allows beyond that is found.
+"""Queued work runs in every order that its events allow, and no bit differs.
 
 On the simulated device alone: a real one orders its work itself.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,25 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import prompt, tiny_llama
-from specache_compile.kernels import copy_stream
+from one_run import Result, differences, run, set_schedule
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.one_process,
     pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device orders its work itself"),
 ]
 
 SCHEDULES = ["late", "early", "random:0", "random:1"]
-# What is missing is not fetched: a fetch that came too late, or that a step did not wait for, shows in the logits.
-NEVER = {
-    "lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8, "min_context": 0, "correct": "never"
-}  # fmt: skip
-
-
-def set_schedule(name: str) -> None:
-    from simulated_device import driver
-
-    driver.set_schedule(name)
 
 
 @pytest.fixture(autouse=True)
@@ -38,27 +29,6 @@ def schedule() -> Iterator[None]:
     """Each test sets its own; the ones behind it run as they are started."""
     yield
     set_schedule(os.environ["SIMULATED_SCHEDULE"])
-
-
-@torch.no_grad()
-def logits(mode: str | None, schedule: str, length: int = 124, steps: int = 6) -> torch.Tensor:
-    """Of a prefill and some decode steps with given tokens, in which the host runs ahead; read at the end."""
-    set_schedule("eager")
-    torch._dynamo.reset()
-    model = tiny_llama().cuda()
-    model.compile(backend="specache", options={**NEVER, "mode": mode})
-    ids, tokens = prompt(length).cuda(), prompt(steps, seed=5).cuda()
-    places = torch.arange(length, length + steps, device="cuda").view(steps, 1, 1)
-    set_schedule(schedule)
-    out = model(ids, use_cache=True)
-    made: list[Any] = [out.logits[:, -1]]
-    for step in range(steps):
-        token = tokens[:, step : step + 1]
-        out = model(token, past_key_values=out.past_key_values, position_ids=places[step], use_cache=True)
-        made.append(out.logits[:, -1])
-    told = torch.stack([each.cpu() for each in made])
-    assert told.isfinite().all()
-    return told
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -93,29 +63,25 @@ def test_work_that_does_not_wait_is_seen() -> None:
     assert zeros.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"], ids=["as it is", "recorded"])
-def test_a_decode_is_the_same_under_every_schedule(mode: str | None) -> None:
-    expected = logits(mode, "eager")
-    for schedule in SCHEDULES:
-        assert torch.equal(logits(mode, schedule), expected), schedule
+RUNS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "recorded": {"mode": "reduce-overhead"},
+    "five layers": {"layers": 5, "mode": "reduce-overhead", "steps": 3},
+    "corrected": {"correct": "always", "steps": 3},
+    "one lane": {"speculate": False, "steps": 3},
+    "a second turn": {"more": 40, "steps": 2},
+}
 
 
-def test_a_wait_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = logits(None, "late")
-    monkeypatch.setattr(copy_stream, "wait", lambda *given: None)
-    assert torch.equal(logits(None, "eager"), expected)
-    assert not torch.equal(logits(None, "late"), expected)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *(f"random:{seed}" for seed in range(2, 12))])
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.pairwise(rest="whole")
+def test_a_run_is_the_same_under_every_schedule(name: str, schedule: str) -> None:
+    """Logits and all tiers, bit for bit."""
+    settings = RUNS[name]
+    assert not differences(expected(name), run(schedule, **settings)), f"{name} under {schedule}"
 
 
-def test_a_fetch_that_does_not_wait_for_its_choice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy stream first: it gathers by a choice that nobody has written, from where no memory is."""
-    logits(None, "early")
-    wait_stream = torch.cuda.Stream.wait_stream
-
-    def without_the_copy_streams(self: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        if self != copy_stream.stream_of(torch.device("cuda", 0)):
-            wait_stream(self, other)
-
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", without_the_copy_streams)
-    with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
-        logits(None, "early")
+@functools.cache
+def expected(name: str) -> Result:
+    return run("eager", **RUNS[name])

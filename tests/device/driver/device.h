@@ -113,6 +113,7 @@ cudaError_t enqueue_replay(cudaStream_t stream, std::shared_ptr<Graph> graph, co
 cudaError_t finish(cudaStream_t stream, const char *where);  // until the stream has nothing left
 cudaError_t finish_all(const char *where);
 void go_on();                                 // the device's own progress, where the schedule is random
+void set_fault(const char *text);             // work that ran has broken something
 cudaError_t take_fault(const char *where);    // what work that ran has broken, told once
 }  // namespace device
 

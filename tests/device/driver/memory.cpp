@@ -124,6 +124,14 @@ static bool from_device(cudaMemcpyKind kind) {
   return kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
 }
 
+// Whether what a copy was given as known memory still is when its turn comes; a real device faults where it is not.
+static bool still_there(const void *pointer, bool was_there) {
+  Lock lock(books());
+  if (!was_there || range_of(pointer)) return true;
+  set_fault("a copy of memory that is unregistered, or freed");
+  return false;
+}
+
 // A copy, which the host waits for where it says so, and where it writes memory of the host that is not pinned. What
 // it reads of such memory is staged at once, as CUDA does, and may not be captured: it may be gone when it is replayed.
 static cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t handle, bool wait,
@@ -144,10 +152,15 @@ static cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind
     wait = wait || writes_pageable;
     if (reads_pageable && scheduled()) {
       auto staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + bytes);
-      auto run = [=] { memcpy(to, staged->data(), bytes); };
+      auto run = [=] {
+        if (still_there(to, !writes_pageable)) memcpy(to, staged->data(), bytes);
+      };
       if (cudaError_t refused = enqueue(handle, "copy of staged memory", run, where)) return refused;
-    } else if (cudaError_t refused = enqueue(handle, "copy", [=] { memmove(to, from, bytes); }, where)) {
-      return refused;
+    } else {
+      auto run = [=] {
+        if (still_there(to, !writes_pageable) && still_there(from, !reads_pageable)) memmove(to, from, bytes);
+      };
+      if (cudaError_t refused = enqueue(handle, "copy", run, where)) return refused;
     }
   }
   if (wait) return finish(handle, where);

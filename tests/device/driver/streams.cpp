@@ -90,13 +90,17 @@ static Capture *capture_that_blocks_the_default() {
 
 // ---- schedules
 enum Schedule { EAGER, LATE, EARLY, RANDOM };
+// Of a random order: its numbers, the stream that it goes on with, and which end of a graph's ready nodes.
 static std::mt19937 random_order;
+static Stream *favoured;
+static bool oldest;
 static Schedule parse(const char *text) {
   if (!text || !*text || !strcmp(text, "eager")) return EAGER;
   if (!strcmp(text, "late")) return LATE;
   if (!strcmp(text, "early")) return EARLY;
   if (!strncmp(text, "random:", 7)) {
     random_order.seed(atoi(text + 7));
+    favoured = nullptr, oldest = true;  // a seed shows again what it has shown
     return RANDOM;
   }
   say("unknown schedule %s: known are eager, late, early and random:SEED", text);
@@ -138,7 +142,6 @@ static std::vector<Stream *> streams_with_work() {
 constexpr int STEPS_WITH_ONE = 48, STEPS_WITH_ONE_OF_A_GRAPH = 24;
 
 static Stream *choose(const std::vector<Stream *> &ready) {
-  static Stream *favoured = nullptr;
   if (schedule() == RANDOM) {
     bool there = std::count(ready.begin(), ready.end(), favoured);
     if (!there || random_order() % STEPS_WITH_ONE == 0) favoured = ready[random_order() % ready.size()];
@@ -157,7 +160,6 @@ static int choose_node(const Replay &replay) {
     if (!replay.started[node] && std::all_of(nodes[node].after.begin(), nodes[node].after.end(), ended))
       ready.push_back(node);
   }
-  static bool oldest = true;
   if (random_order() % STEPS_WITH_ONE_OF_A_GRAPH == 0) oldest = !oldest;
   if (schedule() == RANDOM) return oldest ? ready.front() : ready.back();
   for (int node : ready)
@@ -239,6 +241,11 @@ void go_on() {
   }
   while (steps-- > 0 && step()) {
   }
+}
+
+void set_fault(const char *what) {
+  Lock lock(books());
+  if (fault.empty()) fault = what;
 }
 
 cudaError_t take_fault(const char *where) {
@@ -617,7 +624,4 @@ EXPORTED int simulated_enqueue(void *stream, const char *what, void (*run)(void 
   return error;
 }
 // Work that ran has failed: whoever waits for it next is told, as by a device.
-EXPORTED void simulated_fault(const char *what) {
-  Lock lock(books());
-  if (fault.empty()) fault = what;
-}
+EXPORTED void simulated_fault(const char *what) { set_fault(what); }

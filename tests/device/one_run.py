@@ -1,0 +1,84 @@
+"""Runs of a small compiled model in which the host runs ahead of the device, and all that they leave behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from conftest import prompt, tiny_llama
+from held_tiers import in_order
+
+# What is missing is not fetched: a fetch that came too late, or that a step did not wait for, shows in the logits.
+NEVER = {
+    "lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8, "min_context": 0, "correct": "never"
+}  # fmt: skip
+PROMPT = 70  # tokens: more than are written through, and so many that two leave the window in the steps behind them
+
+Result = dict[str, Tensor]
+
+
+def set_schedule(name: str) -> None:
+    """When queued work runs from here on; what is queued already runs first."""
+    from simulated_device import driver
+
+    torch.cuda.synchronize()
+    driver.set_schedule(name)
+
+
+@functools.cache
+def compiled(layers: int, options: tuple[tuple[str, Any], ...]) -> Any:
+    """One model for all runs of the same options, so that only the first of them traces."""
+    model = tiny_llama(num_hidden_layers=layers).cuda()
+    model.compile(backend="specache", options={**NEVER, **dict(options)})
+    return model
+
+
+def compile_anew() -> None:
+    """The next runs trace and rewrite again."""
+    compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
+    """Logits of all steps, and what each layer's tiers hold: the host's of the cached tokens, the device's whole."""
+    found = {"logits": torch.cat([torch.zeros(0), *(each.flatten().cpu() for each in logits)])}
+    session: Any = cache.layers[0].keys.handle.session
+    session.drain()
+    for number, state in enumerate(session.state):
+        for name, tensor in state.items():
+            whole = in_order(tensor)[:, :, : session.length] if name == "host" else tensor
+            found[f"{name} of layer {number}"] = whole.cpu().clone()
+    assert found["logits"].isfinite().all()
+    return found
+
+
+def feed(model: Any, cache: Any, tokens: Tensor, places: Tensor) -> Tensor:
+    """The last token's logits; nothing of the call makes the host wait."""
+    return model(tokens, past_key_values=cache, position_ids=places, use_cache=True).logits[:, -1]
+
+
+@torch.no_grad()
+def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options: Any) -> Result:
+    """A prompt, `more` tokens in one further call, and decode steps, all with given tokens, read at the end."""
+    set_schedule("eager")
+    model = compiled(layers, tuple(sorted(options.items())))
+    ids = prompt(PROMPT + more + steps, seed=5).cuda()
+    places = torch.arange(ids.shape[1], device="cuda")[None]
+    set_schedule(schedule)
+    out = model(ids[:, :PROMPT], use_cache=True)
+    cache, logits = out.past_key_values, [out.logits[:, -1]]
+    if more:
+        logits.append(feed(model, cache, ids[:, PROMPT : PROMPT + more], places[:, PROMPT : PROMPT + more]))
+    for step in range(PROMPT + more, ids.shape[1]):
+        logits.append(feed(model, cache, ids[:, step : step + 1], places[:, step : step + 1]))
+    return result_of(cache, logits)
+
+
+def differences(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
+    """What is not the same bit for bit."""
+    return [name for name in some if not torch.equal(some[name], others[name])]

@@ -1,0 +1,178 @@
+"""Faults of one line, planted in the product: each is found under at least one schedule, and without it the same run is
+what it is when all work runs as it is started.
+
+On the simulated device alone. A fault in the order of the streams is one that a real device shows once in many runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import one_run
+import specache_compile as sc
+from conftest import prompt
+from planting import plant
+from specache_compile.kernels import copy_stream, deferred, host_memory
+from specache_compile.lowering import cuda_graphs
+from specache_compile.passes import prefetch
+
+pytest.importorskip("triton", reason="Triton is for Linux alone")
+
+from specache_compile.kernels import triton_extend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.one_process,
+    pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device orders its work itself"),
+]
+
+RECORDED = {"mode": "reduce-overhead"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`line` of a function becomes `instead`; found in a run of these `settings` under each of the `schedules`.
+    in_the_graph: the function is a pass, so that the faulty run is of a model that is compiled anew."""
+
+    name: str
+    function: Callable[..., Any]
+    line: str
+    instead: str
+    schedules: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    in_the_graph: bool = False
+
+
+FAULTS = [
+    Fault(
+        "a wait left out", copy_stream.wait,
+        "torch.cuda.current_stream(slots.device).wait_event(fetch)", "pass", ("late",),
+    ),
+    Fault(
+        "an event recorded too early", copy_stream.prefetch,
+        "_fetches[slots.data_ptr()] = copy.record_event()",
+        "_fetches[slots.data_ptr()] = torch.cuda.current_stream(slots.device).record_event()", ("late",),
+    ),
+    Fault(
+        "slots rewritten while they are read", copy_stream.prefetch,
+        "copy.wait_stream(torch.cuda.current_stream(slots.device))", "pass", ("early",),
+    ),
+    Fault(
+        "staging copied before it is written", copy_stream.Staging.send, "copy.wait_stream(main)", "pass", ("early",),
+    ),
+    Fault(
+        "staging reused", copy_stream.Staging.send, "main.wait_event(copied)", "pass", ("late",),
+        {"layers": 3, "steps": 0},
+    ),
+    Fault(
+        "a block of the host tier attended to before it is there", copy_stream.host_blocks,
+        "main.wait_event(loaded)", "pass", ("late",), {"more": 30},
+    ),
+    Fault(
+        "a block of the host tier overwritten while it is attended to", copy_stream.host_blocks,
+        "copy.wait_stream(main)", "pass", ("early",), {"more": 30},
+    ),
+    Fault(
+        "a join left out of a capture", cuda_graphs.record,
+        "copy_stream.join_capture(device)", "pass", ("eager",), RECORDED,
+    ),
+    Fault(
+        "a deferred fetch dropped", deferred.made_first,
+        "torch.ops.specache.prefetch(*fetch)", "pass", ("eager",), RECORDED,
+    ),
+    Fault(
+        "wanted chosen anew before the gather has read it", prefetch.prefetch,
+        '(site.q, cursor, slots, slot_index, state["wanted"])', "(site.q, cursor, slots, slot_index, slots)",
+        ("late",), {"correct": "always"}, in_the_graph=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test sets its own. An extend attends to the host tier in blocks of 32 tokens."""
+    monkeypatch.setattr(triton_extend, "HOST_BLOCK", 32)
+    yield
+    copy_stream.release_staging()
+    one_run.set_schedule(os.environ["SIMULATED_SCHEDULE"])
+
+
+@contextmanager
+def planted(function: Callable[..., Any], line: str, instead: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, function, line, instead)
+        yield
+        torch.cuda.synchronize()
+
+
+def changed(fault: Fault, schedule: str, expected: one_run.Result) -> str:
+    """What the planted fault changes, or what is raised for it; empty: nothing."""
+    if fault.in_the_graph:
+        one_run.compile_anew()
+    try:
+        with planted(fault.function, fault.line, fault.instead):
+            return ", ".join(one_run.differences(expected, one_run.run(schedule, **fault.settings)))
+    except torch.AcceleratorError as error:
+        return str(error).splitlines()[0]
+    finally:
+        if fault.in_the_graph:
+            one_run.compile_anew()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_a_fault_is_found(fault: Fault) -> None:
+    expected = one_run.run("eager", **fault.settings)
+    for schedule in fault.schedules:
+        assert not one_run.differences(expected, one_run.run(schedule, **fault.settings)), schedule
+        assert changed(fault, schedule, expected), schedule
+
+
+@torch.no_grad()
+def prefilled() -> Any:
+    """A cache whose copies are under way."""
+    one_run.set_schedule("late")
+    return one_run.compiled(2, ())(prompt(one_run.PROMPT).cuda(), use_cache=True).past_key_values
+
+
+def give_host_memory_back() -> None:
+    """While copies to it are under way."""
+    prefilled()
+    gc.collect()
+    sc.release_host_memory()
+    torch.cuda.synchronize()
+
+
+def test_a_host_segment_given_back_too_soon_is_found() -> None:
+    give_host_memory_back()
+    with (
+        pytest.raises(torch.AcceleratorError, match="unspecified launch failure"),
+        planted(host_memory.PinnedMap.__del__, "torch.cuda.synchronize()", "pass"),
+    ):
+        give_host_memory_back()
+
+
+def what_a_dead_caches_fetches_write() -> float:
+    """The largest number in memory that was taken, and zeroed, when a cache had died whose fetches are under way."""
+    cache = prefilled()
+    with torch.no_grad():
+        one_run.feed(one_run.compiled(2, ()), cache, prompt(1).cuda(), torch.full((1, 1), one_run.PROMPT).cuda())
+    sizes = [state["slots"].shape for state in cache.layers[0].keys.handle.session.state]
+    del cache
+    gc.collect()
+    taken = [torch.zeros(size, device="cuda") for size in sizes for _ in range(8)]
+    torch.cuda.synchronize()
+    return max(float(each.abs().max()) for each in taken)
+
+
+def test_an_allocation_reused_without_record_stream_is_found() -> None:
+    assert what_a_dead_caches_fetches_write() == 0
+    with planted(copy_stream.adopt, "state[field].record_stream(stream_of(state[field].device))", "pass"):
+        assert what_a_dead_caches_fetches_write() > 0
