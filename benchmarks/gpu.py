@@ -31,6 +31,11 @@ ROOT = Path(__file__).parent.parent
 FEWEST_CORES = 16  # from which on tests run side by side
 # What decides comes first: bfloat16 of the Triton kernels, which no interpreter checks.
 TESTS = {"kernel tests": "tests/kernels/test_triton.py", "tests": "tests/kernels/test_gpu.py"}
+# Of them, in a smoke run, what a minute of an interpreter is enough for, by pytest's -k.
+SMOKE_TESTS = {
+    "kernel tests": "bfloat16 or selection_is_exactly or written_through",
+    "tests": "host_tier_is_pinned or without_fetches",
+}
 BENCHMARKS = {
     name: f"benchmarks/gpu_{name}.py" for name in ("probe", "kernels", "prefill", "decode", "checkpoint", "table")
 }
@@ -49,6 +54,7 @@ def command(name: str, out: Path, smoke: bool) -> list[str]:
     return [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_tests",
         "--passed", str(out / f"{name.replace(' ', '_')}.passed"), *(["-n", "8"] if side_by_side else []), TESTS[name],
+        *(["-k", SMOKE_TESTS[name]] if smoke else []),
     ]  # fmt: skip
 
 

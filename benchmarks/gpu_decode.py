@@ -85,6 +85,10 @@ NEVER_CAPTURED = ("offload", "fp8")
 # They read the whole cache from the host in every step.
 STREAMED = (OFFLOADED, "offload")
 METHODS = [*BASELINES, *SPECACHE]
+# One of each kind, and what their figures are compared with.
+SMOKE_METHODS = (FULL, OFFLOADED, FP8, "16 bits, k = 0", "2-bit, k = 0", "specache 2-bit", "specache best", "offload")
+# Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
+SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
 # Tokens that a forced context has room to grow by.
 STEPS = 80
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
@@ -417,7 +421,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 8192, 131072], help="tokens")
     parser.add_argument("--caps", type=float, nargs="+", default=[48, 0], help="GB of VRAM; 0: all (48 0)")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=METHODS, metavar="NAME", help="; ".join(METHODS)
+        "--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"(all; some with --smoke) {'; '.join(METHODS)}"
     )
     parser.add_argument(
         "--reuse", type=float, nargs="+", default=[0.5, 0.0, 0.75, 1.0], help="shares of the slots that stay"
@@ -434,9 +438,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("no CUDA device: only --smoke runs here")
     if args.steps + args.warm_up + 4 > STEPS:
         parser.error(f"--steps and --warm-up together: at most {STEPS - 4}, for which the caches have room")
+    args.methods = args.methods or list(SMOKE_METHODS if args.smoke else METHODS)
     if args.smoke:
         args.models, args.contexts, args.caps, args.reuse = ["smoke"], [320], [0], [0.5]
-        args.steps, args.warm_up, args.host_gib = 6, 1, 1 / 1024
+        args.steps, args.warm_up, args.host_gib = 2, 1, 1 / 1024
     return args
 
 
@@ -450,7 +455,7 @@ def left_out(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MARGIN + (1 << 20)
+    total = MARGIN + SMOKE_ROOM[device.type] if args.smoke else torch.cuda.get_device_properties(device).total_memory
     settings = {name: getattr(args, name) for name in ("smoke", "mode", "host_gib", "steps")}
     results = Results(args.out, "benchmarks/gpu_decode.py", device, args.resume, **settings)
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), 20))

@@ -22,7 +22,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from measuring import limits, milliseconds
+from measuring import WARM_UPS, limits, milliseconds
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
@@ -152,10 +152,11 @@ def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> Non
         state["wanted"].copy_((tokens + setting.low_bit // 2).expand_as(state["wanted"]))
 
 
-def rotated(setting: Setting, device: torch.device) -> list[Inputs]:
+def rotated(setting: Setting, device: torch.device, repeats: int) -> list[Inputs]:
     first = Inputs(setting, device, 0)
     size = sum(t.nbytes for name, t in first.state.items() if name != "host")
-    sets = min(MOST_SETS, 1 + ROTATED_BYTES // max(1, size)) if device.type == "cuda" else 1
+    turns = WARM_UPS + repeats if device.type == "cuda" else 1
+    sets = min(MOST_SETS, turns, 1 + ROTATED_BYTES // max(1, size))
     return [first, *(Inputs(setting, device, seed) for seed in range(1, sets))]
 
 
@@ -218,7 +219,7 @@ def figures(
 
 def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[str, float]) -> Iterator[dict[str, Any]]:
     """The kernels of a decode step at one setting."""
-    sets = rotated(setting, device)
+    sets = rotated(setting, device, repeats)
 
     def turn(i: int) -> Inputs:
         return sets[i % len(sets)]

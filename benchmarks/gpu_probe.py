@@ -1,7 +1,7 @@
 """What the kernels take for granted of a GPU and its driver, and only the GPU can tell: a minute, before the rest.
 
     python benchmarks/gpu_probe.py                into benchmarks/results/gpu_probe.json
-    python benchmarks/gpu_probe.py --smoke        on any machine (Triton's interpreter): what needs a GPU is left out
+    python benchmarks/gpu_probe.py --smoke        small, on any machine; without a GPU what needs one is left out
 
 Exit status 1 where something is not as it is taken for. In processes of their own, since an address that a kernel may
 not read ends everything in its process.
@@ -113,19 +113,19 @@ def copy_between_registrations() -> Found:
     return {"holds": True, "says": f"registered {halves}, copy: {says}"}
 
 
-def gather_rates() -> Found:
+def gather_rates(smoke: bool = False) -> Found:
     """GB/s of a gather of 512-byte pairs, beside a pinned copy's, by the number of its programs."""
     device = CUDA if torch.cuda.is_available() else torch.device("cpu")
-    heads, tokens, top_k, d = (176, 8192, 64, 128) if device == CUDA else (4, 256, 8, 16)
+    heads, tokens, top_k, d = (4, 256, 8, 16) if smoke else (176, 8192, 64, 128)
     dtype = torch.bfloat16 if device == CUDA else torch.half
     host = host_memory.host_empty(segmented(1, heads, tokens, d), dtype, device).fill_(1)
     slots = torch.zeros(1, heads, top_k, 2, d, dtype=dtype, device=device)
     index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
     wanted = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
     moved = torch.zeros(1, dtype=torch.int64, device=device)
-    pinned = limits(device, 1 << (28 if device == CUDA else 16), 5)["to device"]
+    pinned = limits(device, 1 << (16 if smoke else 28), 5)["to device"]
     rates, before = {}, triton_copy.PROGRAMS
-    for programs in (4, 8, 16, 32, 64, 176) if device == CUDA else (1, 4):
+    for programs in (1, 4) if smoke else (4, 8, 16, 32, 64, 176):
         triton_copy.PROGRAMS = programs
         ms = milliseconds(
             lambda i: triton_copy.gather(wanted, host, slots, index, moved), device, 10, lambda i: index.fill_(-1)
@@ -136,7 +136,7 @@ def gather_rates() -> Found:
     return {"holds": True, "says": f"{said} GB/s (pinned copy {pinned:.0f})", "GB/s": rates, "pinned GB/s": pinned}
 
 
-PROBES: dict[str, Callable[[], Found]] = {
+PROBES: dict[str, Callable[..., Found]] = {
     "subnormal products": subnormal_products,
     "same address": same_address,
     "registration of 4 GiB": registration,
@@ -144,14 +144,16 @@ PROBES: dict[str, Callable[[], Found]] = {
     "copy between registrations": copy_between_registrations,
     "gather by programs": gather_rates,
 }
+# It has a small form, for a smoke run.
 ANYWHERE = ("gather by programs",)
 # Nothing depends on its answer, not even where that is the end of its process.
 ONLY_TO_BE_KNOWN = ("copy between registrations",)
 
 
-def run(name: str) -> Found:
+def run(name: str, smoke: bool) -> Found:
     """One probe in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--one", name], capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, "--one", name, *(["--smoke"] if smoke else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         return {"holds": name in ONLY_TO_BE_KNOWN, "says": said[-1]}
@@ -162,12 +164,12 @@ def run(name: str) -> Found:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", choices=PROBES, help=argparse.SUPPRESS)
-    parser.add_argument("--smoke", action="store_true", help="what needs no GPU")
+    parser.add_argument("--smoke", action="store_true", help="small, to see that everything runs")
     parser.add_argument("--resume", action="store_true", help="keep what --out has")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_probe.json")
     args = parser.parse_args(arguments)
     if args.one:
-        print(json.dumps(PROBES[args.one]()))
+        print(json.dumps(PROBES[args.one](*([args.smoke] if args.one in ANYWHERE else []))))
         return 0
     if not torch.cuda.is_available() and not args.smoke:
         parser.error("no CUDA device: only --smoke runs here")
@@ -176,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     results.rows[:] = [row for row in results.rows if row["holds"]]  # what did not is asked again
     for name in PROBES if device == CUDA else ANYWHERE:
         if not results.has(probe=name):
-            results.add({"probe": name, **run(name)})
+            results.add({"probe": name, **run(name, args.smoke)})
     rows = [(row["probe"], "yes" if row["holds"] else "NO", row["says"]) for row in results.rows]
     print(tabulate(rows, ("", "as taken for", ""), disable_numparse=True))
     return 0 if all(row["holds"] for row in results.rows) else 1

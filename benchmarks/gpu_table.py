@@ -20,6 +20,13 @@ HEADERS = (
 OURS_IN_16_BITS = "16 bits, k = 0"
 
 
+def why_no_figures(report: dict[str, Any]) -> str | None:
+    """Why nothing in a report may be taken for what a GPU does; None where it may."""
+    if report["settings"].get("smoke"):
+        return "a smoke run's"
+    return "a simulated device's" if "simulated" in report["provenance"]["device"] else None
+
+
 def tables(report: dict[str, Any]) -> str:
     """A Markdown table for each model, context and cap: every method at its largest batch."""
     rows = [row for row in report["rows"] if row["at"] == "largest"]
@@ -55,10 +62,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_table.json")
     args = parser.parse_args(arguments)
     report = json.loads((args.out.parent / "gpu_decode.json").read_text())
-    least = break_even(report["rows"])
+    no_figures = why_no_figures(report)
+    least = break_even(report["rows"]) if no_figures is None else None
     found = {"device": report["provenance"]["device"], "break-even": least, "tables": tables(report)}
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    args.out.write_text(json.dumps({**found, "no figures": no_figures}, indent=1) + "\n")
     print(found["tables"])
+    if no_figures is not None:
+        print(f"\nno figures: these are {no_figures}, which mean nothing")
+        return
     print(
         f"\nin break_even.py: MEASURED = {{{found['device']!r}: {least}}}" if least else "\nno break-even was measured"
     )

@@ -78,7 +78,7 @@ def fetch_missing(
     tl.atomic_add(traffic, moved * row_bytes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def write_host(
     # k and v [B, H, T, d]; cursor int64 [4]; written: host, a tier (`segments.py`), pinned, contiguous.
     k, v, cursor, host,

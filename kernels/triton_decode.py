@@ -37,8 +37,8 @@ from .triton_softmax import biased, capped, finite, grown, shown
 HIDDEN = tl.constexpr(SEEN)
 # What a mask is, as a kernel sees it; padding is a bool one of one row for all heads and lanes.
 NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING = range(4)
-# A mask's strides that grow with the cache: a kernel made anew for each that is, or is not, a multiple of 16 would be
-# compiled in the middle of a generation.
+# A mask's strides that grow with the cache, as the counts of shares do: a kernel made anew for each that is, or is not,
+# a multiple of 16, or is 1, would be compiled in the middle of a generation.
 MASK_STRIDES = ("m_batch", "m_head", "m_row")
 # The smallest sides of a product that fill a tensor core instruction: query rows, and channels.
 FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
@@ -52,9 +52,11 @@ SCORE_BLOCK = 1024
 WARPS = 1
 PROGRAMS_PER_SM = 8
 SHARED_BYTES = 20 << 10
-# Parts that `merge_splits` holds in registers; programs that follow one another in one place, at most; the fewest tiles
-# in 16 bits that are worth a program of their own.
-MOST_PARTS, MOST_ROUNDS, FEWEST_TILES = 128, 4, 3
+# Parts that `merge_splits` holds in registers, padded: few sizes, for each is a kernel that a growing cache comes to.
+PART_SIZES = (8, 32, 128)
+# Parts, at most; programs that follow one another in one place, at most; the fewest tiles in 16 bits that are worth a
+# program of their own.
+MOST_PARTS, MOST_ROUNDS, FEWEST_TILES = PART_SIZES[-1], 4, 3
 # In tiles of the low-bit tier, by their instructions (tests/compile_kernels.py): a tile in 16 bits, and a program's
 # beginning and end.
 EXACT_TILE, PROLOGUE = 0.75, 1.5
@@ -137,7 +139,7 @@ def attend_exact(
     return peak, total
 
 
-@triton.jit(do_not_specialize=list(MASK_STRIDES))
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "exact", "splits"])
 def attend_tiers(
     # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
     # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [4].
@@ -222,7 +224,7 @@ def attend_tiers(
     tl.store(totals + at, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "exact"])
 def merge_splits(
     # attend_tiers' sums: partial [B·H, parts, ROWS, d], where VALUES, peaks and totals [B·H, parts, ROWS], float32;
     # sinks [Hq].
@@ -429,7 +431,7 @@ def merged(
         sums.partial, sums.peaks, sums.totals, q if sinks is None else sinks, out, lse,
         parts=parts, exact=sums.exact, query_heads=query_heads, d=d, lanes=lanes, queries=query_heads // heads,
         stored=stored,
-        VALUES=values, SINKS=sinks is not None, ROWS=rows, PARTS=triton.next_power_of_2(parts),
+        VALUES=values, SINKS=sinks is not None, ROWS=rows, PARTS=next(size for size in PART_SIZES if parts <= size),
         CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         TURNED=rotation_block(d) if layout.is_rotated else 1, num_warps=4,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from .triton_cursor import AT_LOW_BIT
 TILE = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def keep_best(
     # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32, not read where FIRST: those
     # of the first list are its places. cursor int64 [4], where LOW_BIT_ALONE.

@@ -15,7 +15,8 @@ def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphMo
         keys = reshape(expand(k[:, :, None]))
         out = sdpa(q, keys, values, mask)          out = sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
-    No flash kernel takes a mask: at 32k tokens a row's mask alone is a gigabyte. A padded prefill keeps its mask.
+    No flash kernel takes a mask: at 32k tokens a row's mask alone is a gigabyte. A padded prefill keeps its mask; one
+    whose padding is all ones (`context.all_there`) has none.
     """
     changed = 0
     for site in () if context.phase.has_past else context.sites:

@@ -111,6 +111,8 @@ class Context:
     left_alone: list[LeftAlone] = field(default_factory=list)
     # The name of the input [B, n] that says which tokens are there, of the sites that are padded.
     padding_mask: str | None = None
+    # The name of such an input that is known to be all ones: nothing is padded by it.
+    all_there: str | None = None
     # What each mask, by name, was read to be: causal or not, and its padding's name (`masks.read_mask`).
     masks: dict[str, tuple[bool, str | None]] = field(default_factory=dict)
     # Output positions that HF's cache will see as held tensors → the site's number, and which part of it.

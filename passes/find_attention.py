@@ -107,7 +107,7 @@ def carried_mask(form: Form, context: Context) -> tuple[Node | None, bool]:
         causal, padding_mask = read_mask(form.mask)
         context.masks[form.mask.name] = causal, None if padding_mask is None else padding_mask.name
     causal, padding = context.masks[form.mask.name]
-    if causal and padding is None:
+    if causal and padding in (None, context.all_there):
         return None, False
     if causal and context.padding_mask in (None, padding):
         context.padding_mask = padding

@@ -71,7 +71,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
         free_sizes(captured.placeholders, captured.fakes, example_inputs)
     warn_left_alone(captured.left_alone, len(captured.sites))
     if captured.sites:
-        return compile_sites(captured)
+        return compile_sites(captured, example_inputs)
     kept = drop_unread_held(captured)
     why = reasons(captured.left_alone)
 
@@ -100,7 +100,7 @@ def made_plain(value: Any, why: str) -> Any:
     return handle.session.give_up(handle, why)
 
 
-def compile_sites(captured: Captured) -> CompiledGraph:
+def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:
     """Lower while Dynamo is still listening, for the state that the first call will have."""
     rewrites = Rewrites(captured)
     past, tokens = (captured.symbols.hint(size) for size in (captured.past, captured.tokens))
@@ -108,8 +108,9 @@ def compile_sites(captured: Captured) -> CompiledGraph:
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
     batch = captured.symbols.hint(captured.batch)
     options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
+    unpadded = captured.unpadded(example_inputs)
     for phase in first_phases(captured, options):
-        rewrites.get(Variant(phase, options, bucket(past + tokens)), ahead=True)
+        rewrites.get(Variant(phase, options, bucket(past + tokens), unpadded), ahead=True)
     return CompiledGraph(captured, rewrites)
 
 

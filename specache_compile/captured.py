@@ -75,6 +75,14 @@ class Captured:
         """Whether its masks hide nothing from a token but later ones, and padding."""
         return all(site.mask is None for site in self.sites)
 
+    def unpadded(self, arguments: Sequence[Any]) -> bool:
+        """Whether a prefill's padding mask, if it takes one, is all ones, as transformers before 5.18 gives it to every
+        prefill: the host waits for the answer, once a generation. A fake mask, as `explain` has it, is."""
+        if self.phase.has_past or self.padding is None:
+            return False
+        padding = arguments[self.padding]
+        return isinstance(padding, FakeTensor) or bool(padding.all())
+
     @property
     def tokens(self) -> Any:
         """The number of new tokens, likewise."""

@@ -175,6 +175,7 @@ def context_of(captured: Captured, variant: Variant, fakes: StateFakes) -> Conte
         cursor=fakes.cursor,
         padding=fakes.padding,
         masks=captured.masks,
+        all_there=placeholders[captured.padding].name if variant.unpadded and captured.padding is not None else None,
         exact_attentions=frozenset(options.exact_layers),
         held=frozenset(placeholders[i].name for i in captured.held),
         inputs=[Input("argument", argument=i) for i in range(len(placeholders))],

@@ -236,7 +236,7 @@ def test_a_probe_that_failed_is_asked_again(tmp_path: Path, monkeypatch: pytest.
     import gpu_probe
 
     answers = iter([{"holds": False, "says": "no"}, {"holds": True, "says": "yes"}])
-    monkeypatch.setattr(gpu_probe, "run", lambda name: next(answers))
+    monkeypatch.setattr(gpu_probe, "run", lambda name, smoke: next(answers))
     monkeypatch.setattr(gpu_probe, "PROBES", dict.fromkeys(gpu_probe.ANYWHERE))
     given = ["--smoke", "--resume", "--out", str(tmp_path / "out.json")]
     assert [gpu_probe.main(given) for _ in range(3)] == [1, 0, 0]

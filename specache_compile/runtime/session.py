@@ -204,9 +204,9 @@ class Session:
         exact = captured.one_token and self.options.verify is not None and not self.drafting
         return (EXTEND,) if exact else phases(captured, self.options)
 
-    def variant(self, phase: Phase) -> Variant:
-        """What a graph of this phase must be rewritten for, to run on this session."""
-        return Variant(phase, self.options, self.capacity)
+    def variant(self, phase: Phase, unpadded: bool) -> Variant:
+        """What a graph of this phase must be rewritten for, to run on this session; `unpadded` as `Variant` has it."""
+        return Variant(phase, self.options, self.capacity, unpadded)
 
     @torch.inference_mode(False)
     def move_over(self, tokens: int) -> None:

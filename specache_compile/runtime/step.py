@@ -128,7 +128,7 @@ class CompiledGraph:
     def form(self, session: Session, phase: Phase, arguments: Sequence[Any]) -> Rewritten:
         """The graph rewritten for a phase of this session; SpecacheError where this call's sizes are not what it
         assumes."""
-        rewritten = self.rewrites.get(session.variant(phase))
+        rewritten = self.rewrites.get(session.variant(phase, self.captured.unpadded(arguments)))
         for assumed in rewritten.assumes:
             if not self.captured.symbols.holds(assumed, arguments):
                 raise other_sizes(assumed)

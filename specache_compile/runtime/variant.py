@@ -10,11 +10,13 @@ from specache_compile.passes.phase import Phase
 
 @dataclass(frozen=True)
 class Variant:
-    """A phase, a session's options, and how many tokens its state has room for."""
+    """A phase, a session's options, and how many tokens its state has room for. unpadded: of a graph that takes a
+    padding mask, the form for one that is all ones."""
 
     phase: Phase
     options: MethodOptions
     capacity: int
+    unpadded: bool = False
 
 
 def selects(options: MethodOptions) -> bool:

@@ -17,6 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.errors import OutOfResources
 
+from specache_compile.bench.results import provenance
+
 pytestmark = pytest.mark.gpu
 simulated_only = pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device may not notice")
 
@@ -101,6 +103,11 @@ def test_memory_ends_where_the_devices_does() -> None:
     assert 20 << 30 < free < total
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(total, dtype=torch.uint8, device="cuda")
+
+
+@simulated_only
+def test_results_say_that_the_device_is_simulated() -> None:
+    assert provenance(torch.device("cuda"), "a benchmark")["device"].endswith("(simulated)")
 
 
 @simulated_only

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from conftest import compile_copy, greedy_unmasked, prompt, tiny_llama
+from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from families import FAMILIES
 from specache_compile.passes.context import output_node
 from specache_compile.passes.masks import read_mask
 from specache_compile.runtime.records import find_record
@@ -171,6 +172,39 @@ def test_a_model_that_makes_causal_masks_prefills_without_one() -> None:
         given = any(site.mask is not None for site in graph.captured.sites)  # a mask that is an input may say anything
         assert all((node.kwargs.get("attn_mask") is None) != given for node in sdpa)
         assert given or all(node.kwargs["is_causal"] and node.kwargs["enable_gqa"] for node in sdpa)
+
+
+def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
+    """Of the forms of padded prefills, by whether they are for a mask of ones: whether each SDPA takes a mask."""
+    record = find_record(model)
+    assert record is not None
+    return {
+        made.variant.unpadded: [node.kwargs.get("attn_mask") is not None for node in made.graph_module.graph.nodes
+                                if node.target is torch.nn.functional.scaled_dot_product_attention]
+        for graph in record.graphs
+        if graph.phase == "prefill" and graph.captured.padding is not None
+        for made in graph.rewrites.made.values()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "exact"), [("qwen3", 0), ("gemma3_text", 1)], ids=["full", "windows"])
+def test_a_prefill_that_pads_nothing_takes_no_mask(name: str, exact: int) -> None:
+    """As `generate` before transformers 5.18 has it, and any call by hand. A batch that is padded on the left has
+    another form; a layer with a window keeps its mask."""
+    model = next(family for family in FAMILIES if family.name == name).model()
+    twin = compile_copy(model)
+    ids, ones = prompt(40, 2), torch.ones(2, 40, dtype=torch.int64)
+    left = ones.clone()
+    left[1, :13] = 0
+    for mask in (ones, left, ones):
+        there, place = mask == 1, (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            found, expected = (
+                each(ids, attention_mask=mask, position_ids=place, use_cache=True).logits for each in (twin, model)
+            )
+        torch.testing.assert_close(found[there], expected[there], atol=1e-3, rtol=0)
+        assert torch.equal(greedy(twin, ids, 4, attention_mask=mask), greedy(model, ids, 4, attention_mask=mask))
+    assert {form: sum(masks) for form, masks in masks_of_prefills(twin).items()} == {True: exact, False: 2}
 
 
 # Padding in lossy tiers

@@ -378,6 +378,14 @@ AttentionResults flash_attention(const at::Tensor &q, const at::Tensor &k, const
   return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(), no_seed(),
           at::empty({0}, q.options())};
 }
+AttentionResults cudnn_attention(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
+                                 const std::optional<at::Tensor> &bias, bool, double, bool causal, bool,
+                                 std::optional<double> scale) {
+  at::Tensor out = at::empty_like(q);
+  at::Tensor sums = at::empty({q.size(0), q.size(1), q.size(2), 1}, q.options().dtype(at::kFloat));
+  attend(out, q, k, v, bias, causal, scale);
+  return {out, sums, at::Tensor(), at::Tensor(), q.size(2), k.size(2), no_seed(), no_seed(), at::Tensor()};
+}
 int64_t written_out(const at::Tensor &, const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &,
                     double,                     bool, std::optional<double>, bool) {
   return (int64_t)at::SDPBackend::math;
@@ -390,7 +398,8 @@ const Names KEPT = {"aten::empty.memory_format", "aten::empty_strided", "aten::a
                     "aten::record_stream", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::is_pinned",
                     "aten::view_as_real", "aten::view_as_complex", "aten::_efficientzerotensor", "aten::is_set_to",
                     "aten::_fused_sdp_choice", "aten::_resize_output_", "aten::copy_",
-                    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention"};
+                    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_flash_attention",
+                    "aten::_scaled_dot_product_cudnn_attention"};
 
 bool has_cpu_kernel(const c10::OperatorHandle &op) {
   return op.hasKernelForDispatchKey(DispatchKey::CPU) ||
@@ -416,6 +425,7 @@ void install() {
   library->impl("_fused_sdp_choice", written_out);
   library->impl("_scaled_dot_product_efficient_attention", efficient_attention);
   library->impl("_scaled_dot_product_flash_attention", flash_attention);
+  library->impl("_scaled_dot_product_cudnn_attention", cudnn_attention);
 }
 }  // namespace
 

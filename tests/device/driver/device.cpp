@@ -10,12 +10,13 @@
 namespace device {
 
 constexpr size_t MIB = 1 << 20;
+// Results have a device's name in their header: none may be taken for a real one's.
 const Model MODELS[] = {
-    {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 233472, 232448, 2048, 32, 52428800, 1980000, 2619000, 5120,
+    {"h100", "NVIDIA H100 80GB HBM3 (simulated)", 9, 0, 132, 233472, 232448, 2048, 32, 52428800, 1980000, 2619000, 5120,
         81079 * MIB},
-    {"a100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, 167936, 166912, 2048, 32, 41943040, 1410000, 1593000, 5120,
+    {"a100", "NVIDIA A100-SXM4-80GB (simulated)", 8, 0, 108, 167936, 166912, 2048, 32, 41943040, 1410000, 1593000, 5120,
         81154 * MIB},
-    {"rtx4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, 102400, 101376, 1536, 24, 75497472, 2520000, 10501000, 384,
+    {"rtx4090", "NVIDIA GeForce RTX 4090 (simulated)", 8, 9, 128, 102400, 101376, 1536, 24, 75497472, 2520000, 10501000, 384,
      24209 * MIB},
 };
 

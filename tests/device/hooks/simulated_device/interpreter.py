@@ -21,7 +21,7 @@ from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import FunctionRewriter, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction, _normalize_ty
 
-from simulated_device import bfloat16, driver
+from simulated_device import bfloat16, driver, quicker
 
 Function = Callable[..., Any]
 _rewritten: dict[Function, Function] = {}
@@ -192,6 +192,7 @@ def install() -> None:
     JITFunction.__call__ = call_inside_a_kernel
     install_checks()
     bfloat16.install()
+    quicker.install()
     # Inductor's reductions are written element by element; the interpreter has the language's own in one step.
     _rewritten[triton_helpers.max2.fn] = lambda a, dim: call_inside_a_kernel(tl.standard.max, a, dim)
     _rewritten[triton_helpers.min2.fn] = lambda a, dim: call_inside_a_kernel(tl.standard.min, a, dim)

@@ -1,0 +1,98 @@
+"""What Triton's interpreter works out anew for each operation, kept: types by their shape, numpy's by Triton's.
+
+It changes no number. An operation's time is Python's, and half of it went there. Sums of integers are still checked for
+overflow, by numpy in place of a dozen operations of the language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language.core as tl
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as triton_interpreter
+from triton.runtime.interpreter import InterpreterBuilder
+
+_shapes: dict[tuple[int, ...], tuple[tl.tuple, int]] = {}  # of blocks: as their type has it, and its elements
+_of_tensors: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}  # the same as a tensor has them
+_numpys: dict[str, np.dtype] = {}
+
+
+def block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    """In place of `block_type.__init__`."""
+    key = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    if key not in _shapes:
+        if not key:
+            raise TypeError("0d block_type is forbidden")
+        _shapes[key] = tl.tuple(tl._unwrap_shape(shape)), validate_block_shape(key)
+    self.element_ty = element_ty
+    self.shape, self.numel = _shapes[key]
+    self.name = f"<{key}, {element_ty}>"
+
+
+def tensor_init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+    """In place of `tensor.__init__`."""
+    key = tuple(type.shape) if type.is_block() else ()
+    if key not in _of_tensors:
+        _of_tensors[key] = tl.tuple([tl.constexpr(size) for size in key]), tl.constexpr(int(np.prod(key)))
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _of_tensors[key]
+
+
+def kept(find: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.dtype]:
+    """`_get_np_dtype`, asked once for each type."""
+
+    def run(kind: tl.dtype) -> np.dtype:
+        element = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if element.name not in _numpys:
+            _numpys[element.name] = find(element)
+        return _numpys[element.name]
+
+    return run
+
+
+def checking(check: Callable[..., None]) -> Callable[..., None]:
+    """`binary_op_sanitize_overflow_impl`; the compiler's, which asks its options, as it is."""
+
+    def run(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor, operation: Callable[..., Any]) -> None:
+        kind = lhs.type.scalar
+        if not isinstance(self.builder, InterpreterBuilder) or kind.int_bitwidth >= 64:
+            return check(self, lhs, rhs, operation)
+        compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__]
+        result = compute(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+        if result.min() < kind.get_int_min_value() or result.max() > kind.get_int_max_value():
+            raise AssertionError(f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}")
+
+    return run
+
+
+def casting(cast: Callable[..., tl.tensor]) -> Callable[..., tl.tensor]:
+    """`cast`, where there is something to do."""
+
+    def run(self: TritonSemantic, given: tl.tensor, kind: tl.dtype, *more: Any, **named: Any) -> tl.tensor:
+        return given if kind is given.dtype else cast(self, given, kind, *more, **named)
+
+    return run
+
+
+def broadcasting(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """`broadcast_impl_value`, where there is something to do: types of one shape share it (see above)."""
+
+    def run(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> Any:
+        blocks = lhs.type.is_block(), rhs.type.is_block()
+        done = lhs.type.shape is rhs.type.shape if all(blocks) else not any(blocks)
+        return (lhs, rhs) if done else broadcast(self, lhs, rhs)
+
+    return run
+
+
+def install() -> None:
+    tl.block_type.__init__ = block_type_init
+    tl.tensor.__init__ = tensor_init
+    triton_interpreter._get_np_dtype = kept(triton_interpreter._get_np_dtype)
+    TritonSemantic.binary_op_sanitize_overflow_impl = checking(TritonSemantic.binary_op_sanitize_overflow_impl)
+    TritonSemantic.cast = casting(TritonSemantic.cast)
+    TritonSemantic.broadcast_impl_value = broadcasting(TritonSemantic.broadcast_impl_value)

@@ -1,0 +1,113 @@
+"""No kernel is compiled in the middle of a generation: one that a growing cache would make anew takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from conftest import LOSSLESS, prompt
+from specache_compile import rewritten
+from specache_compile.kernels import (
+    triton_append,
+    triton_copy,
+    triton_decode,
+    triton_extend,
+    triton_scored,
+    triton_select,
+)
+from specache_compile.kernels.cursor import new_cursor, publish
+from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.runtime.state import allocate, bucket
+
+pytestmark = pytest.mark.gpu
+
+HEADS, QUERY_HEADS, D, LANES = 2, 4, 32, 2
+CUDA = torch.device("cuda", 0)
+# A kernel, and what is asked of it in so many words: constants that are declared, and warps.
+Form = tuple[str, tuple[Any, ...]]
+
+
+@pytest.fixture
+def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
+    """The forms of this project's kernels that Triton compiles, or finds compiled by an earlier process."""
+    import triton
+
+    forms: list[Form] = []
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
+        names = [parameter.name for parameter in fn.jit_function.params if parameter.is_constexpr]
+        constants = {fn.jit_function.arg_names[path[0]]: value for path, value in compile["constants"].items()}
+        forms.append((fn.name, (*(constants.get(name) for name in names), compile["num_warps"])))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    # What other tests have had compiled would not be told again.
+    for module in (triton_append, triton_copy, triton_decode, triton_extend, triton_select):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction):
+                monkeypatch.setattr(kernel, "device_caches", type(kernel.device_caches)(kernel.create_binder))
+    return forms
+
+
+def step(capacity: int, options: SpecacheOptions, length: int) -> None:
+    """What a decode step of a layer launches, at batch 1, with a mask of a token's every place; and an extend."""
+    state = allocate(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity, capacity)
+    cursor = new_cursor(CUDA)
+    publish(cursor, length)
+    q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)
+    k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
+    mask = torch.ones(1, 1, LANES, length + LANES + capacity // 256, dtype=torch.bool, device=CUDA)
+    low_bit = [state[name] for name in ("codes", "key_params", "value_params", "center")]
+    exact = [state[name] for name in ("recent", "slots", "slot_index")]
+    settings = (*options.layout, D**-0.5, None)
+    triton_append.append(
+        k[:, :, :1], v[:, :, :1], None, cursor, state["recent"], *low_bit, *options.layout, options.zero_point
+    )
+    *bits, scale, softcap = settings
+    triton_decode.decode_attention(q, k, v, mask, None, cursor, *low_bit, *exact, *bits, False, scale, softcap)
+    logits, base, scores = triton_scored.score_low_bit(
+        q, k, mask, None, cursor, low_bit[0], low_bit[1], low_bit[3], exact[0], *settings
+    )
+    triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, low_bit[0], low_bit[2], *exact, *settings)
+    triton_select.select_topk(scores[0], state["wanted"])
+    triton_copy.gather(state["wanted"].fill_(0), state["host"], *exact[1:], torch.zeros(1, dtype=torch.int64).cuda())
+    triton_copy.write_through(k, v, cursor, state["host"])
+    triton_extend.extend_attention(q, k, v, mask[..., : length + LANES], None, cursor, state["host"], D**-0.5, None)
+
+
+def test_a_kernel_is_compiled_once_however_large_a_cache_grows(compiled_forms: list[Form]) -> None:
+    """1, 2, 4, 16, 28, 32 and 36 shares of the low-bit tier; lists of 1 to 3 tiles, and of 16."""
+    options = SpecacheOptions(bits=2, group_size=64, residual_length=64, top_k=16)
+    for number, capacity in enumerate((256, 512, 1024, 4096, 7168, 8192, 9216)):
+        assert bucket(capacity) == capacity
+        step(capacity, options, length=140 + 3 * number)  # what the cursor says is no launch's argument
+    scores, wanted = torch.zeros(1, HEADS, 65536, device=CUDA), torch.empty(1, HEADS, 16, dtype=torch.int32).cuda()
+    triton_select.select_topk(scores, wanted)
+    again = [form for number, form in enumerate(compiled_forms) if form in compiled_forms[:number]]
+    assert again == []
+    attends = [constants for name, constants in compiled_forms if name == "attend_tiers"]
+    assert len(attends) == 3  # whole, and its two halves
+
+
+@pytest.mark.quick_for("mask")
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "mask"])
+def test_a_generation_compiles_in_the_first_steps_of_its_buckets_alone(
+    llama: LlamaForCausalLM, compiled_forms: list[Form], masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 253 to 262 tokens: the first bucket ends at 256."""
+    llama.cuda().compile(backend="specache", options={**LOSSLESS, "top_k": 16, "group_size": 64})
+    monkeypatch.setattr(rewritten, "observers", [lambda rewrites, variant: compiled_forms.append((rewrites.name, ()))])
+    ids, cache, lengths = prompt(253).cuda(), None, []
+    for length in range(253, 262):
+        before = len(compiled_forms)
+        given = {"attention_mask": torch.ones(1, length, dtype=torch.int64, device=CUDA)} if masked else {}
+        with torch.no_grad():
+            out = llama(ids, past_key_values=cache, use_cache=True, **given)
+        ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        if len(compiled_forms) > before:
+            lengths.append(length)
+    assert lengths == [253, 254, 257]

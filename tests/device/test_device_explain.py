@@ -1,0 +1,38 @@
+"""`explain` of a model on a CUDA device: nothing of the device is touched, and the figures are those of any model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from specache_compile.kernels import copy_stream, host_memory
+
+pytestmark = pytest.mark.gpu
+
+
+def figures(model: LlamaForCausalLM, options: dict[str, Any]) -> str:
+    """What `explain` says of bytes and times, behind what it says of this run."""
+    torch._dynamo.reset()
+    return str(sc.explain(model, prompt_length=4096, batch_size=2, options=options)).partition("KV memory")[2]
+
+
+@pytest.mark.parametrize("options", [{"min_context": 0}, {"method": "offload"}], ids=["specache", "offload"])
+def test_it_registers_no_host_memory_and_asks_no_fake_tensor_for_its_address(
+    llama: LlamaForCausalLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_cpu, touched = figures(llama, options), []
+    monkeypatch.setattr(host_memory, "register", lambda *_: touched.append("a registration") or True)
+    monkeypatch.setattr(copy_stream, "stream_of", lambda *_: touched.append("a stream"))
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda *_: touched.append("an address") or 0, raising=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        on_cuda = figures(llama.cuda(), options)
+    assert on_cuda == on_a_cpu != ""
+    assert touched == []
+    assert not [str(one.message) for one in told if "pin" in str(one.message)]
