@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import one_run
 import pytest
 import torch
+from planting import plant
 
-import one_run
 import specache_compile as sc
 from conftest import prompt
-from planting import plant
 from specache_compile.kernels import copy_stream, deferred, host_memory
 from specache_compile.lowering import cuda_graphs
 from specache_compile.passes import prefetch

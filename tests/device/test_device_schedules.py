@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from one_run import Result, differences, run, set_schedule
 
 pytestmark = [

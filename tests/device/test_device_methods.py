@@ -1,0 +1,113 @@
+"""Every method on a CUDA device against the same run on the CPU: logits of a prompt and of steps with given tokens."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import prompt, tiny_llama
+from families import FAMILIES, Family
+from specache_compile.methods import METHODS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.one_process]
+
+SMALL = {"lowering": "eager"}
+GROUPS = {**SMALL, "min_context": 0, "group_size": 32, "residual_length": 32}
+BUDGET = {**SMALL, "budget": 24}
+# Each method, where it approximates; a recipe of specache for each of its ways to choose, fetch and correct.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": SMALL, "fp8": SMALL, "offload": SMALL, "kivi": {**GROUPS, "bits": 2}, "kcache": {**SMALL, "top_n": 8},
+    "snapkv": {**BUDGET, "window": 8},
+    **{policy: BUDGET for policy in ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")},
+    "specache": {**GROUPS, "top_k": 8},
+    "specache, in the paper": {**GROUPS, "top_k": 8, "setting": "paper"},
+    "specache, one lane": {**GROUPS, "top_k": 8, "speculate": False},
+    "specache, where the guess was wrong": {**GROUPS, "top_k": 8, "correct": "miss"},
+    "specache, pages": {**GROUPS, "top_k": 16, "selector": "pages", "page_size": 4, "correct": "never"},
+    "specache, 16 bits": {**GROUPS, "bits": 16, "top_k": 0},
+    "specache, lossless": {**GROUPS, "bits": 1, "top_k": 1024},
+    "specache, recorded": {**GROUPS, "top_k": 8, "mode": "reduce-overhead"},
+}  # fmt: skip
+QUICK = ("fp8", "offload", "kcache", "h2o", "specache", "specache, in the paper", "specache, recorded")
+
+
+def test_every_method_is_there() -> None:
+    assert {name.split(",")[0] for name in SETTINGS} == set(METHODS)
+
+
+@functools.cache
+def model_of(**changes: Any) -> Any:
+    return tiny_llama(**changes)
+
+
+@torch.no_grad()
+def logits(model: Any, options: dict[str, Any], device: str, rows: int, length: int = 75, steps: int = 5) -> Tensor:
+    """[steps + 1, rows, vocabulary] on the CPU; of more than one row the first are padded on the left."""
+    compiled = copy.deepcopy(model).to(device)
+    compiled.compile(backend="specache", options=options)
+    ids, tokens = prompt(length, rows).to(device), prompt(steps, rows, seed=5).to(device)
+    mask = torch.ones(rows, length + steps, dtype=torch.int64, device=device)
+    for row in range(rows - 1):
+        mask[row, : 20 + 9 * row] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {} if rows == 1 else {"attention_mask": mask[:, :length]}
+    out = compiled(ids, position_ids=places[:, :length], use_cache=True, **given)
+    made = [out.logits[:, -1]]
+    for step in range(steps):
+        given = {} if rows == 1 else {"attention_mask": mask[:, : length + step + 1]}
+        where = places[:, length + step, None]
+        out = compiled(
+            tokens[:, step, None], past_key_values=out.past_key_values, position_ids=where, use_cache=True, **given
+        )
+        made.append(out.logits[:, -1])
+    torch._dynamo.reset()
+    return torch.stack([each.float().cpu() for each in made])
+
+
+def check(model: Any, options: dict[str, Any], rows: int, atol: float = 2e-3) -> None:
+    ours, expected = (logits(model, options, device, rows) for device in ("cuda", "cpu"))
+    torch.testing.assert_close(ours, expected, atol=atol, rtol=1e-3)
+    assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("rows", [1, 3], ids=["a row", "padded rows"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.whole) for name in SETTINGS],
+)
+def test_a_method_is_on_cuda_what_it_is_on_the_cpu(name: str, rows: int) -> None:
+    method = name.split(",")[0]
+    if rows == 1 and method == "random":
+        pytest.skip("what it keeps is drawn on the device: the generators are others")
+    options = SETTINGS[name] if method == "specache" else {"method": method, **SETTINGS[name]}
+    check(model_of(), options, rows)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1), (6, 2)], ids=["GQA 1", "GQA 4", "GQA 8", "GQA 3"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_heads_of_every_shape(head_dim: int, heads: tuple[int, int]) -> None:
+    shape = {"head_dim": head_dim, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    check(model_of(num_hidden_layers=1, initializer_range=0.2, **shape), SETTINGS["specache"], 1, atol=5e-3)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_as_far_from_float32_as_on_the_cpu(dtype: torch.dtype) -> None:
+    """Rounding decides which pairs are chosen; with all of them fetched it moves logits alone."""
+    options, model = SETTINGS["specache, lossless"], model_of(initializer_range=0.1)
+    exact = logits(model, options, "cpu", 1)
+    ours, theirs = (logits(copy.deepcopy(model).to(dtype), options, device, 1) for device in ("cuda", "cpu"))
+    assert (ours - exact).abs().max() < 2 * (theirs - exact).abs().max()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+def test_a_family(family: Family) -> None:
+    """Sliding and softcapped layers, biases, sinks, half-rotated heads: of one lane in the paper's setting."""
+    check(family.model(), {**SETTINGS["specache, in the paper"], "speculate": False}, 1, atol=5e-3)

@@ -1,0 +1,204 @@
+"""What people do with a cache, on a CUDA device: the uncompiled model's tokens, where every pair is fetched."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import LOSSLESS, chatted, greedy, greedy_unmasked, prompt, tiny_llama
+from specache_compile.kernels import triton_copy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.one_process]
+
+OPTIONS = {**LOSSLESS, "top_k": 128, "min_context": 0}
+TOKENS = 6
+whole = pytest.mark.whole
+
+
+def on_device(model: LlamaForCausalLM, device: str = "cuda", **options: Any) -> Any:
+    twin = copy.deepcopy(model).to(device)
+    twin.compile(backend="specache", options={**OPTIONS, **options})
+    return twin
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return prompt(75)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_beams": 3},
+        pytest.param({"num_beams": 2, "num_return_sequences": 2}, marks=whole),
+        {"prefill_chunk_size": 32},
+        pytest.param({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, marks=whole),
+    ],
+    ids=["greedy", "beams", "beams that are returned", "a prefill in chunks", "processors"],
+)
+def test_a_generation(llama: LlamaForCausalLM, ids: torch.Tensor, how: dict[str, Any]) -> None:
+    assert torch.equal(greedy(on_device(llama), ids.cuda(), TOKENS, **how).cpu(), greedy(llama, ids, TOKENS, **how))
+
+
+def test_rows_that_are_padded(llama: LlamaForCausalLM) -> None:
+    ids, mask = prompt(75, 2), torch.ones(2, 75, dtype=torch.int64)
+    mask[0, :21] = 0
+    ours = greedy(on_device(llama), ids.cuda(), TOKENS, attention_mask=mask.cuda())
+    assert torch.equal(ours.cpu(), greedy(llama, ids, TOKENS, attention_mask=mask))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"verify": 4},
+        pytest.param({"verify": 4, "bits": 1, "top_k": 8}, marks=whole),
+        {"verify": "tiers"},
+        pytest.param({"verify": "auto"}, marks=whole),
+        pytest.param({"verify": 4, "mode": "reduce-overhead"}, marks=whole),
+    ],
+    ids=["drafts", "drafts of one bit", "look-ups", "as many as pay", "drafts, recorded"],
+)
+def test_what_is_drafted_is_verified(llama: LlamaForCausalLM, ids: torch.Tensor, options: dict[str, Any]) -> None:
+    twin = on_device(llama, **options)
+    assert torch.equal(greedy(twin, ids.cuda(), 12).cpu(), greedy(llama, ids, 12))
+    assert sc.stats(twin).verification is not None
+
+
+@whole
+def test_several_turns(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = chatted(llama, 4)
+    twin, generate = on_device(llama), LlamaForCausalLM.generate
+    monkeypatch.setattr(twin, "generate", lambda ids, **how: generate(twin, ids.cuda(), **how).cpu())
+    assert torch.equal(chatted(twin, 4), expected)
+
+
+@torch.no_grad()
+def continued(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    return torch.stack(
+        [model(ids[:, place, None], past_key_values=cache).logits[:, -1].cpu() for place in range(ids.shape[1])]
+    )
+
+
+@pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=whole)])
+def test_crop_fork_save_load_and_materialize(llama: LlamaForCausalLM, tmp_path: Path, mode: str | None) -> None:
+    """Each goes on from 60 of 75 tokens, behind three steps."""
+    twin, more = on_device(llama, mode=mode), prompt(4, seed=9)
+    with torch.no_grad():
+        cache = twin(prompt(75).cuda(), use_cache=True).past_key_values
+        expected = continued(llama, llama(prompt(75)[:, :60], use_cache=True).past_key_values, more)
+    continued(twin, cache, prompt(3, seed=8).cuda())
+    cache.crop(60)
+    fork = copy.deepcopy(cache)
+    sc.save(cache, tmp_path / "session")
+    loaded, plain = sc.load(tmp_path / "session", twin), sc.materialize(cache)
+    on_gpu = copy.deepcopy(llama).cuda()
+    for model, each in ((twin, cache), (twin, fork), (twin, loaded), (on_gpu, plain)):
+        torch.testing.assert_close(continued(model, each, more.cuda()), expected, atol=1e-3, rtol=1e-3)
+
+
+@whole
+def test_a_plain_cache_that_is_held(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
+    twin, plain = on_device(llama), copy.deepcopy(llama).cuda()
+    with torch.no_grad():
+        cache = sc.hold(plain(ids.cuda(), use_cache=True).past_key_values, twin)
+        expected = continued(llama, llama(ids, use_cache=True).past_key_values, prompt(4, seed=9))
+    torch.testing.assert_close(continued(twin, cache, prompt(4, seed=9).cuda()), expected, atol=1e-3, rtol=1e-3)
+
+
+@whole
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_cache_that_grows_through_buckets_and_segments(llama: LlamaForCausalLM, mode: str | None) -> None:
+    twin, ids = on_device(llama, mode=mode, top_k=1024), prompt(250)
+    assert torch.equal(greedy_unmasked(twin, ids.cuda(), 14).cpu(), greedy_unmasked(llama, ids, 14))
+
+
+@whole
+def test_sampling_keeps_to_the_best(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
+    """Of the most probable token alone every draw is greedy."""
+    said = on_device(llama).generate(ids.cuda(), do_sample=True, top_k=1, max_new_tokens=TOKENS)
+    assert torch.equal(said.cpu(), greedy(llama, ids, TOKENS))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_copy_that_stops_loses_nothing(
+    llama: LlamaForCausalLM, ids: torch.Tensor, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, gather = on_device(llama), triton_copy.gather
+    expected = greedy(llama, ids, TOKENS)
+    cache = DynamicCache()
+    calls: list[int] = []
+
+    def stopping(*given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise error("stopped")
+        gather(*given)
+
+    monkeypatch.setattr(triton_copy, "gather", stopping)
+    with pytest.raises(error):
+        greedy(twin, ids.cuda(), TOKENS, past_key_values=cache)
+    monkeypatch.undo()
+    length = cache.get_seq_length()
+    assert length >= ids.shape[1]
+    rest = ids.shape[1] + TOKENS - 1 - length
+    said = greedy(twin, expected[:, : length + 1].cuda(), rest, past_key_values=cache)
+    assert torch.equal(said.cpu(), expected)
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_devices
+def test_a_model_on_each_of_two_devices(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
+    expected = greedy(llama, ids, TOKENS)
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        assert torch.equal(greedy(on_device(llama, device), ids.to(device), TOKENS).cpu(), expected)
+
+
+@two_devices
+def test_a_model_over_two_devices(tmp_path: Path, ids: torch.Tensor) -> None:
+    """device_map splits it by layers; what accelerate hooks moves each layer's inputs."""
+    pytest.importorskip("accelerate")
+    model = tiny_llama(num_hidden_layers=4)
+    model.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    places |= {f"model.layers.{number}": number // 2 for number in range(4)}
+    twin = LlamaForCausalLM.from_pretrained(tmp_path, device_map=places)
+    twin.compile(backend="specache", options=OPTIONS)
+    assert torch.equal(greedy(twin, ids.cuda(), TOKENS).cpu(), greedy(model, ids, TOKENS))
+
+
+@whole
+def test_the_command_line_generates(tmp_path: Path, ids: torch.Tensor) -> None:
+    from served import FLAGS, write_checkpoint
+
+    checkpoint = write_checkpoint(tmp_path)
+    command = [sys.executable, "-m", "specache_compile.cli", "generate", str(checkpoint), "--prompt", "Hello there"]
+    more = ["--max-new-tokens", "5", *FLAGS]
+    said = [
+        subprocess.run([*command, "--device", device, *more], capture_output=True, text=True, check=True).stdout
+        for device in ("cuda", "cpu")
+    ]
+    assert said[0] == said[1]
+
+
+@whole
+def test_a_server_answers(tmp_path: Path) -> None:
+    from served import serving, write_checkpoint
+
+    checkpoint, said = write_checkpoint(tmp_path), []
+    for device in ("cuda", "cpu"):
+        with serving(checkpoint, "--device", device) as served:
+            told = served.client.completions.create(model=served.name, prompt="Hello", max_tokens=5, temperature=0)
+            said.append(json.dumps(told.choices[0].model_dump()))
+    assert said[0] == said[1]
