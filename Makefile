@@ -7,7 +7,7 @@ OLDEST := .venv-oldest/bin
 NEWEST := .venv-newest/bin
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-slow test-all test-ranks test-oldest test-newest test-device lint tables bench quality train format clean
+.PHONY: demo test test-slow test-all test-ranks test-oldest test-newest test-device test-device-all lint tables bench quality train format clean
 
 demo: .venv/ready          ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
@@ -35,9 +35,16 @@ test-newest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-newest
 test-newest: .venv-newest/ready  ## the same on the newest versions; by hand, never in CI: torch with CUDA is 6 GB
 	OMP_NUM_THREADS=1 $(NEWEST)/python $(PYTEST) $(TESTS)
 
+# Two devices, so that what needs a second one runs too.
+DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/kernels/test_host_memory.py tests/runtime/test_hold.py
+ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) --devices 2 -- \
+	  python -m pytest -n 2 --dist loadfile
+
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part of it: TESTS=tests/device DEVICE=rtx4090
-	OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) -- \
-	  python -m pytest -m 'gpu and not slow and not whole' $(or $(TESTS),tests/device)
+	$(ON_DEVICE) -m 'gpu and not slow and not whole' $(or $(TESTS),$(DEVICE_TESTS))
+
+test-device-all: .venv-oldest/ready  ## the same with every method, family, shape of heads and random order: by hand
+	$(ON_DEVICE) -m gpu $(or $(TESTS),$(DEVICE_TESTS))
 
 lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff check .
