@@ -161,13 +161,14 @@ def test_a_host_segment_given_back_too_soon_is_found() -> None:
 
 def what_a_dead_caches_fetches_write() -> float:
     """The largest number in memory that was taken, and zeroed, when a cache had died whose fetches are under way."""
+    torch.cuda.empty_cache()  # so that nothing but the dead cache's memory is free
     cache = prefilled()
     with torch.no_grad():
         one_run.feed(one_run.compiled(2, ()), cache, prompt(1).cuda(), torch.full((1, 1), one_run.PROMPT).cuda())
     sizes = [state["slots"].shape for state in cache.layers[0].keys.handle.session.state]
     del cache
     gc.collect()
-    taken = [torch.zeros(size, device="cuda") for size in sizes for _ in range(8)]
+    taken = [torch.zeros(size, device="cuda") for size in sizes for _ in range(64)]
     torch.cuda.synchronize()
     return max(float(each.abs().max()) for each in taken)
 
