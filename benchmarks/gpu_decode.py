@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import BASELINES, COMPILED, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
+from baselines import BASELINES, COMPILED, FP8, FULL, OFFLOADED, forced_cache, layers_at_once, pair_bytes, why_not
 from measuring import limits, milliseconds
 from tabulate import tabulate
 from torch import Tensor

@@ -6,6 +6,7 @@ they are touched: the segments that new tokens need are pinned when they come, a
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -236,13 +237,25 @@ def pinned_map(size: int, addresses: int, device: torch.device) -> PinnedMap | N
 
 
 def register(address: int, size: int, device: torch.device) -> bool:
-    """Pin the range; False where the driver refuses. Every device can read it then; CUDA starts up on the current one,
-    so that must be `device`."""
+    """Pin the range; False where the driver refuses, or has another address for it on the device: kernels are given the
+    host's. Every device can read it then; CUDA starts up on the current one, so that must be `device`."""
     with torch.cuda.device(device):
-        refused = int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) != 0
-        if refused:
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) != 0:
             clear_error()
-    return not refused
+            return False
+        if address_on_device(address) == address:
+            return True
+        torch.cuda.cudart().cudaHostUnregister(address)
+    warnings.warn(f"{device} has another address for pinned memory than the host: it is left unpinned", stacklevel=2)
+    return False
+
+
+def address_on_device(address: int) -> int | None:
+    """Where the current device has registered memory that the host has at `address`; None where nobody says. torch's
+    bindings of the runtime lack that question; the driver, which torch has loaded, answers it."""
+    driver, found = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_uint64()
+    error = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+    return None if error else found.value
 
 
 def clear_error() -> None:

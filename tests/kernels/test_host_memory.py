@@ -120,6 +120,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=driver.note("unregister"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(host_memory, "address_on_device", lambda address: address)
     monkeypatch.setattr(torch.cuda, "device", driver.device)
     monkeypatch.setattr(torch.cuda, "synchronize", driver.note("synchronize"))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
@@ -161,6 +162,17 @@ def test_memory_that_the_driver_refuses_is_ordinary(driver: Driver, monkeypatch:
         host_memory.host_empty((1000,), torch.float32, CUDA)
     assert cleared == [1]
     assert kinds(driver) == [], "what was not registered is not given back"
+
+
+def test_memory_that_the_device_has_elsewhere_is_ordinary(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "address_on_device", lambda address: address + 4096)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    with (
+        pytest.warns(UserWarning, match="cuda:0 has another address for pinned memory"),
+        pytest.warns(UserWarning, match="could not pin"),
+    ):
+        host_memory.host_empty((1000,), torch.float32, CUDA)
+    assert driver.calls == [("register", CUDA), ("unregister", CUDA)]
 
 
 def test_a_dead_tensors_memory_is_used_again_once_its_copies_have_ended(driver: Driver) -> None:
