@@ -36,7 +36,7 @@ test-newest: .venv-newest/ready  ## the same on the newest versions; by hand, ne
 	OMP_NUM_THREADS=1 $(NEWEST)/python $(PYTEST) $(TESTS)
 
 # Two devices, so that what needs a second one runs too.
-DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/kernels/test_host_memory.py tests/runtime/test_hold.py
+DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/runtime/test_hold.py
 ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) --devices 2 -- \
 	  python -m pytest -n 2 --dist loadfile
 

@@ -131,7 +131,7 @@ def main(given: list[str] | None = None) -> int:
         parser.error("no CUDA device: only --smoke runs here")
     results = Results(args.out, "benchmarks/gpu_checkpoint.py", device, args.resume, smoke=args.smoke)
     if not results.has(part="tokens"):
-        asked = (SMALL, device, "eager", (), (200, 8, 2)) if args.smoke else (SMOLLM2, device, "inductor", TEXT, SIZES)
+        asked = (SMALL, device, "eager", (), (200, 8, 1)) if args.smoke else (SMOLLM2, device, "inductor", TEXT, SIZES)
         results.add(*({"part": "tokens", **row} for row in lossless(*asked)))
     if not args.smoke and not results.has(part="keys"):
         results.add(*({"part": "keys", **row} for row in keys_found(device, args.out.with_suffix(""))))

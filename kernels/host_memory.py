@@ -7,7 +7,6 @@ they are touched: the segments that new tokens need are pinned when they come, a
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
 import sys
@@ -29,7 +28,6 @@ T = TypeVar("T")
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 REGISTER_FLAGS = 3
-DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 # Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not. Without
 # MAP_NORESERVE (0x4000, which mmap does not name) it refuses more addresses than there is memory.
 MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
@@ -239,30 +237,25 @@ def pinned_map(size: int, addresses: int, device: torch.device) -> PinnedMap | N
 
 
 def register(address: int, size: int, device: torch.device) -> bool:
-    """Pin the range; False where the driver refuses, or gives it another address on the device. Every device can read
-    it then; CUDA starts up on the current one, so that must be `device`."""
+    """Pin the range; False where the driver refuses, or has another address for it on the device: kernels are given the
+    host's. Every device can read it then; CUDA starts up on the current one, so that must be `device`."""
     with torch.cuda.device(device):
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(address, size, REGISTER_FLAGS)) != 0:
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, REGISTER_FLAGS)) != 0:
             clear_error()
             return False
-        if device_address(address) != address:
-            runtime.cudaHostUnregister(address)
-            return False
-    return True
+        if address_on_device(address) == address:
+            return True
+        torch.cuda.cudart().cudaHostUnregister(address)
+    warnings.warn(f"{device} has another address for pinned memory than the host: it is left unpinned", stacklevel=2)
+    return False
 
 
-def device_address(address: int) -> int | None:
-    """Where the current device reads what the host has registered there; None: nowhere. A tier of several
-    registrations is one range to a kernel only where that is the host's own address."""
-    seen = ctypes.c_uint64()
-    refused = cuda_driver().cuPointerGetAttribute(ctypes.byref(seen), DEVICE_POINTER, ctypes.c_uint64(address))
-    return None if refused else seen.value
-
-
-@functools.cache
-def cuda_driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+def address_on_device(address: int) -> int | None:
+    """Where the current device has registered memory that the host has at `address`; None where nobody says. torch's
+    bindings of the runtime lack that question; the driver, which torch has loaded, answers it."""
+    driver, found = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_uint64()
+    error = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+    return None if error else found.value
 
 
 def clear_error() -> None:

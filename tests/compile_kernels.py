@@ -273,7 +273,7 @@ def main() -> None:
               ROWS=rotate.ROW_BLOCK)  # fmt: skip
     for label, d, stored, changes in [
         ("sinks", 128, 1, {}), ("rotated, d 128", 128, 1, {"TURNED": 128}), ("rotated, d 96", 96, 0, {"TURNED": 32}),
-        ("log-sum-exp alone", 128, 2, {"VALUES": False}),
+        ("log-sum-exp alone", 128, 2, {"VALUES": False}), ("as many parts as there may be", 128, 1, {"PARTS": 128}),
     ]:  # fmt: skip
         constants = {"VALUES": True, "TURNED": 1, "SINKS": True, "ROWS": 16, "PARTS": 8, "CHANNELS": 128, **changes}
         build(decode.merge_splits, label, types={"out": "*bf16"}, d=d, lanes=2, queries=4, stored=stored, **constants)

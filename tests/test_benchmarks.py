@@ -232,6 +232,27 @@ def test_a_failed_probe_ends_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(json.loads((tmp_path / "summary.json").read_text())["rows"]) == 1
 
 
+@pytest.mark.parametrize(("device", "smoke"), [("a GPU", True), ("a GPU (simulated)", False), ("a GPU", False)])
+def test_a_break_even_is_told_of_what_was_measured_alone(
+    device: str, smoke: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu_table
+
+    rows = [
+        {"model": "m", "method": method, "context": 8192, "cap": 1 << 30, "batch": 1, "at": "largest", "ms": ms,
+         "tokens/s": 1e3 / ms, "roofline share": 0.5, "captured": True}
+        for method, ms in (("16 bits, k = 0", 2.0), ("specache 2-bit", 1.0))
+    ]  # fmt: skip
+    report = {"provenance": {"device": device, "torch": "2.11"}, "settings": {"smoke": smoke}, "rows": rows}
+    (tmp_path / "gpu_decode.json").write_text(json.dumps(report))
+    gpu_table.main(["--out", str(tmp_path / "table.json")])
+    measured = device == "a GPU" and not smoke
+    printed, found = capsys.readouterr().out, json.loads((tmp_path / "table.json").read_text())
+    assert ("in break_even.py: MEASURED = {'a GPU': 8192}" in printed) == measured
+    assert ("which mean nothing" in printed) != measured
+    assert found["break-even"] == (8192 if measured else None)
+
+
 def test_a_probe_that_failed_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_probe
 

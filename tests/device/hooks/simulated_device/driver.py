@@ -58,6 +58,11 @@ def set_schedule(name: str) -> None:
     _library.simulated_schedule(name.encode())
 
 
+def set_other_addresses(there: bool) -> None:
+    """Whether the device has pinned memory at other addresses than the host from here on."""
+    _library.simulated_other_addresses(there)
+
+
 _known: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0, np.uint64), np.empty(0, np.uint64))
 
 

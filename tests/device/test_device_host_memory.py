@@ -1,0 +1,56 @@
+"""Pinned memory where the driver gives other answers than those of the machines at hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import specache_compile as sc
+from specache_compile.kernels import host_memory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device's addresses are what they are"),
+]
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def other_addresses() -> Iterator[None]:
+    """The device has pinned memory elsewhere; nothing is idle in the pool."""
+    from simulated_device import driver
+
+    sc.release_host_memory()
+    driver.set_other_addresses(True)
+    yield
+    driver.set_other_addresses(False)
+
+
+def empty(tokens: int) -> torch.Tensor:
+    return host_memory.host_empty((1 << 16, 16), torch.float32, CUDA, backed=tokens)
+
+
+@pytest.mark.usefixtures("other_addresses")
+def test_memory_that_the_device_has_elsewhere_is_left_unpinned() -> None:
+    """Kernels are given the host's address, which is none of the device's there."""
+    with (
+        pytest.warns(UserWarning, match="cuda:0 has another address for pinned memory"),
+        pytest.warns(UserWarning, match="the host tier is pageable"),
+    ):
+        host = empty(1 << 12)
+    assert not host.is_pinned()
+    assert len(host) == 1 << 16
+
+
+def test_a_tier_grows_elsewhere_if_its_next_registration_is_elsewhere(request: pytest.FixtureRequest) -> None:
+    sc.release_host_memory()
+    host = empty(1 << 12)
+    assert host.is_pinned()
+    request.getfixturevalue("other_addresses")
+    with pytest.warns(UserWarning, match="cuda:0 has another address for pinned memory"):
+        assert host_memory.host_grown(host, tuple(host.shape), CUDA, 1 << 13) is None
+    assert host.is_pinned()
