@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -32,3 +35,14 @@ def test_a_recorded_decode_says_the_same(llama: LlamaForCausalLM) -> None:
     twin.compile(backend="specache", options={**LOSSLESS, "top_k": 128, "mode": "reduce-overhead"})
     ids = prompt(75)
     assert torch.equal(greedy_unmasked(twin, ids.cuda(), 8).cpu(), greedy_unmasked(llama, ids, 8))
+
+
+@pytest.mark.skipif("SIMULATED_DEVICE" not in os.environ, reason="a real device may not notice")
+def test_no_kernel_leaves_a_tensor() -> None:
+    """Each tensor is an allocation of its own, where the caching allocator would hide what lies beside it."""
+    decode = f"{__file__}::test_a_decode_says_what_the_uncompiled_model_says_on_the_cpu[eager]"
+    alone = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", decode]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "1 passed" in done.stdout
