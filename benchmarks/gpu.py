@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -71,6 +72,8 @@ def run(name: str, out: Path, limit: float | None, smoke: bool) -> dict[str, Any
         try:
             printed, _ = process.communicate(timeout=limit)
             outcome = "done" if process.returncode == 0 else "failed"
+            if process.returncode < 0:  # which leaves no word of its own
+                printed += f"\nended by {signal.Signals(-process.returncode).name}\n"
         except subprocess.TimeoutExpired:
             process.kill()
             printed, _ = process.communicate()

@@ -202,7 +202,7 @@ def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
     written, tables = tmp_path / "written", tmp_path / "tables"
     steps = {
         "probe": ["pass"],
-        "tests": ["raise SystemExit(1)"],
+        "tests": ["import os; os.abort()"],
         "kernels": ["import time; time.sleep(99)"],
         "decode": [f"open({str(written)!r}, 'a').write('once ')"],
         "table": [f"open({str(tables)!r}, 'a').write('table ')"],
@@ -211,6 +211,7 @@ def test_a_day_with_a_gpu_is_one_command_that_goes_on_where_it_was(
     monkeypatch.setattr(gpu, "SHORTEST", 0.01)
     day = ["--smoke", "--only", *steps, "--out", str(tmp_path)]
     assert gpu.main([*day, "--limit", "3"]) == gpu.TIME_IS_UP
+    assert "ended by SIGABRT" in (tmp_path / "tests.log").read_text()
     assert "killed after" in (tmp_path / "kernels.log").read_text()
     assert "time was up: kernels, decode, table; run the same again" in capsys.readouterr().out
     steps["kernels"] = ["pass"]
