@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from transformers import DynamicCache
 
 from conftest import prompt, tiny_llama
 from held_tiers import in_order
+from specache_compile.kernels import host_memory
 
 # What is missing is not fetched: a fetch that came too late, or that a step did not wait for, shows in the logits.
 NEVER = {
@@ -20,6 +24,20 @@ NEVER = {
 PROMPT = 70  # tokens: more than are written through, and so many that two leave the window in the steps behind them
 
 Result = dict[str, Tensor]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it, no garbage is collected but where a test asks for it: memory that is unpinned waits for the device, and
+    such a wait in the middle of a run hides what a fault does."""
+    gc.collect()
+    host_memory.release_host_memory()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        set_schedule(os.environ["SIMULATED_SCHEDULE"])
 
 
 def set_schedule(name: str) -> None:

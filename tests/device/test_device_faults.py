@@ -100,9 +100,9 @@ FAULTS = [
 def schedule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test sets its own. An extend attends to the host tier in blocks of 32 tokens."""
     monkeypatch.setattr(triton_extend, "HOST_BLOCK", 32)
-    yield
-    copy_stream.release_staging()
-    one_run.set_schedule(os.environ["SIMULATED_SCHEDULE"])
+    with one_run.undisturbed():
+        yield
+        copy_stream.release_staging()
 
 
 @contextmanager

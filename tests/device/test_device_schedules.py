@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_run import Result, differences, run, set_schedule
+from one_run import Result, differences, run, set_schedule, undisturbed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,8 +26,8 @@ SCHEDULES = ["late", "early", "random:0", "random:1"]
 @pytest.fixture(autouse=True)
 def schedule() -> Iterator[None]:
     """Each test sets its own; the ones behind it run as they are started."""
-    yield
-    set_schedule(os.environ["SIMULATED_SCHEDULE"])
+    with undisturbed():
+        yield
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
