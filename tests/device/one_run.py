@@ -28,8 +28,8 @@ Result = dict[str, Tensor]
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it, no garbage is collected but where a test asks for it: memory that is unpinned waits for the device, and
-    such a wait in the middle of a run hides what a fault does."""
+    """Within it, no garbage is collected but where a test asks for it: unpinning waits for the device, and such a
+    wait in the middle of a run hides what a fault does."""
     gc.collect()
     host_memory.release_host_memory()
     gc.disable()
