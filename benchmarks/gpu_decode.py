@@ -3,8 +3,8 @@
 Random weights of Llama-3-8B or Mistral-7B shape in bfloat16. Contexts are forced: every cache is made for its length
 and filled with random pairs, so that no prefill is timed or paid for. For each method, context and VRAM cap: the
 largest batch, tokens a second there, the step at batch 1 and at the full cache's largest batch, peak memory, bytes over
-PCIe, what of the step was waited for them, the share of the roofline, and whether the step was one CUDA graph. The
-slots' reuse is forced too (--reuse): random weights say nothing about it.
+PCIe, what of the step was waited for them, the share of the roofline, and whether the step was one CUDA graph. How many
+pairs travel is forced too (--reuse, --corrected): random weights say nothing about it.
 
     python benchmarks/gpu_decode.py                                        everything: hours
     python benchmarks/gpu_decode.py --resume                               what is missing of it
@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.bench.results import Results
-from specache_compile.kernels.segments import SEGMENT
+from specache_compile.kernels.segments import SEGMENT, places_of
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -89,6 +89,9 @@ METHODS = [*BASELINES, *SPECACHE]
 SMOKE_METHODS = (FULL, OFFLOADED, FP8, "16 bits, k = 0", "2-bit, k = 0", "specache 2-bit", "specache best", "offload")
 # Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
+# Pairs of 64 that a correction brings with two lanes, behind the other lane's fetch, and with one: SmolLM2 at 4,096
+# tokens (`specache generate --stats`).
+CORRECTED = {True: 22 / 64, False: 28 / 64}
 # Tokens that a forced context has room to grow by.
 STEPS = 80
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
@@ -97,13 +100,19 @@ MARGIN = 2 * GIB
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the table: `cap` in bytes of VRAM; `reuse` of the wanted pairs are in the slots already."""
+    """One cell of the table.
+
+    cap: bytes of VRAM.
+    reuse: the share of a fetch's pairs that are in the slots already.
+    corrected: the share of the slots that a correction then fills anew.
+    """
 
     model: str
     method: str
     context: int
     cap: int
     reuse: float
+    corrected: float = 0.0
 
 
 def build(name: str, device: torch.device) -> LlamaForCausalLM:
@@ -208,53 +217,71 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
 
 @contextmanager
 def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
-    """Within it, fetches run on the main stream where the method says so, and the slots' reuse is the case's."""
+    """Within it, fetches run on the main stream where the method says so, and bring what the case says."""
     if device.type != "cuda":
         yield
         return
-    from specache_compile.kernels import copy_stream, triton_select
+    from specache_compile.kernels import copy_stream, triton_copy
 
-    stream_of, select = copy_stream.stream_of, triton_select.select_topk
+    stream_of, gather = copy_stream.stream_of, triton_copy.gather
     if "synchronous" in case.method:
         copy_stream.stream_of = torch.cuda.current_stream  # type: ignore[assignment]
-    triton_select.select_topk = forced_selection(select, case.reuse)
+    triton_copy.gather = forced_gather(gather, case.reuse, case.corrected)
     try:
         yield
     finally:
-        copy_stream.stream_of, triton_select.select_topk = stream_of, select
+        copy_stream.stream_of, triton_copy.gather = stream_of, gather
 
 
-def forced_selection(select: Callable[..., None], reuse: float) -> Callable[..., None]:
-    """A selection that does the real one's work, and then wants new tokens for all but a share `reuse`. A correction's,
-    which has the cursor, stays the real one: it is of what the token asks for.
+def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -> Callable[..., None]:
+    """A gather that leaves a share of the slots as they are, `reuse` or, of a correction's, 1 - `corrected`, and brings
+    new pairs to the others. What the real selection has chosen is chosen, and left.
 
     Two small kernels more than the real one: each further one would cost its launch once a layer in every step.
     """
-    turns: dict[int, tuple[Tensor, Tensor]] = {}
+    turns: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
 
-    def forced(scores: Tensor, wanted: Tensor, *cursor: Tensor) -> None:
-        select(scores, wanted, *cursor)
-        if cursor:
-            return
-        if wanted.data_ptr() not in turns:  # in the first step, which is not captured
-            turns[wanted.data_ptr()] = two_turns(scores, wanted, reuse)
-        tokens, both = turns[wanted.data_ptr()]
-        torch.sub(both, tokens, out=tokens)
-        wanted.copy_(tokens)
+    def forced(
+        wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: int
+    ) -> None:
+        corrects = bool(grid)  # a grid of its own is a correction's
+        key = slots.data_ptr(), corrects
+        if key not in turns:  # in the first step, which is not captured
+            turns[key] = two_turns(host, slot_index, corrects, 1 - corrected if corrects else reuse)
+            wanted = turns[key][0].expand_as(slot_index).contiguous()  # fills all slots
+        else:
+            tokens, both, stay = turns[key]
+            torch.sub(both, tokens, out=tokens)
+            wanted = torch.where(stay, slot_index, tokens)
+        gather(wanted, host, slots, slot_index, traffic, **grid)
 
     return forced
 
 
-def two_turns(scores: Tensor, wanted: Tensor, reuse: float) -> tuple[Tensor, Tensor]:
-    """The tokens [k] of one turn, and their sum with the other turn's.
+def two_turns(host: Tensor, slot_index: Tensor, corrects: bool, stays: float) -> tuple[Tensor, ...]:
+    """The tokens [k] of one turn, their sum with the other turn's, and which slots [k] stay as they are.
 
-    Two halves of the candidates take turns: a token of one is never among the other's.
+    An eighth of the places for each turn of a fetch and of a correction: no pair is there before it is brought.
     """
-    count = wanted.shape[-1]
-    half = int((scores >= 0).sum(-1).min()) // 2
-    number = torch.arange(count, device=wanted.device, dtype=wanted.dtype)
-    first = number * (half // count)
-    return first, 2 * first + half * (number >= round(reuse * count))
+    k, eighth = slot_index.shape[-1], places_of(host) // 8
+    number = torch.arange(k, device=slot_index.device, dtype=slot_index.dtype)
+    first = number * (eighth // k) + 2 * eighth * corrects
+    return first, 2 * first + eighth, number < round(stays * k)
+
+
+def share_corrected(method: str, given: float | None) -> float:
+    """The share of the slots that the method's corrections fill anew: as given, or as was measured."""
+    options = parse_options(SPECACHE.get(method, {"top_k": 0}))
+    if getattr(options, "correct", "never") != "always" or options.top_k == 0:
+        return 0.0
+    return CORRECTED[options.speculate] if given is None else given
+
+
+def share_reused(method: str, given: float) -> float:
+    """One lane's correction has brought all that its fetch asks for."""
+    options = SPECACHE.get(method, {})
+    alone = not options.get("speculate", True) and share_corrected(method, None) > 0
+    return 1.0 if alone else given
 
 
 def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -385,7 +412,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         (
             row["model"], f"{row['context'] // 1024}k", f"{row['cap'] / GIB:.0f}", row["method"],
-            f"{row['reuse']:.0%}", row["batch"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
+            f"{row['reuse']:.0%}", f"{row['corrected']:.0%}", row["batch"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
             f"{row.get('peak bytes', 0) / GIB:.1f}", f"{row.get('bytes to device', 0) / 1e6:.1f}",
             f"{row['waited']:.2f}" if "waited" in row else "", f"{row['hidden']:.0%}" if "hidden" in row else "",
             f"{row['roofline share']:.0%}", "yes" if row["captured"] else "no",
@@ -393,7 +420,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]  # fmt: skip
     headers = (
-        "model", "context", "GB", "method", "reuse", "batch", "ms", "tokens/s", "peak GiB", "MB a step", "ms waited",
+        "model", "context", "GB", "method", "reuse", "corrected", "batch", "ms", "tokens/s", "peak GiB", "MB a step", "ms waited",
         "hidden", "roofline", "captured",
     )  # fmt: skip
     return tabulate(lines, headers, disable_numparse=True)
@@ -405,10 +432,19 @@ def cases_of(args: argparse.Namespace, total: int) -> list[Case]:
     for model in args.models:
         for context in args.contexts:
             for cap in dict.fromkeys(caps):
-                plain = [Case(model, method, context, cap, args.reuse[0]) for method in args.methods]
-                swept = [replace(case, reuse=r) for r in args.reuse[1:] for case in plain if fetches(case.method)]
+                plain = [case_of(model, method, context, cap, args.reuse[0], args.corrected) for method in args.methods]
+                swept = [
+                    case_of(model, method, context, cap, reuse, args.corrected)
+                    for reuse in args.reuse[1:]
+                    for method in args.methods
+                    if fetches(method)
+                ]
                 cases += plain + swept
-    return cases
+    return list(dict.fromkeys(cases))
+
+
+def case_of(model: str, method: str, context: int, cap: int, reuse: float, corrected: float | None) -> Case:
+    return Case(model, method, context, cap, share_reused(method, reuse), share_corrected(method, corrected))
 
 
 def fetches(method: str) -> bool:
@@ -425,6 +461,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--reuse", type=float, nargs="+", default=[0.5, 0.0, 0.75, 1.0], help="shares of the slots that stay"
+    )
+    parser.add_argument(
+        "--corrected", type=float, metavar="SHARE", help="of the slots that a correction fills anew (22/64; one lane: 28/64)"
     )
     parser.add_argument("--mode", default="reduce-overhead", help="torch.compile's (default: reduce-overhead)")
     parser.add_argument("--host-gib", type=float, default=100.0, help="pinned memory that may be used (100)")

@@ -124,14 +124,15 @@ def gather_rates(smoke: bool = False) -> Found:
     wanted = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
     moved = torch.zeros(1, dtype=torch.int64, device=device)
     pinned = limits(device, 1 << (16 if smoke else 28), 5)["to device"]
-    rates, before = {}, triton_copy.PROGRAMS
+    rates = {}
     for programs in (1, 4) if smoke else (4, 8, 16, 32, 64, 176):
-        triton_copy.PROGRAMS = programs
         ms = milliseconds(
-            lambda i: triton_copy.gather(wanted, host, slots, index, moved), device, 10, lambda i: index.fill_(-1)
+            lambda i: triton_copy.gather(wanted, host, slots, index, moved, programs),
+            device,
+            10,
+            lambda i: index.fill_(-1),
         )
         rates[programs] = slots.nbytes / ms / 1e6
-    triton_copy.PROGRAMS = before
     said = ", ".join(f"{programs}: {rate:.0f}" for programs, rate in rates.items())
     return {"holds": True, "says": f"{said} GB/s (pinned copy {pinned:.0f})", "GB/s": rates, "pinned GB/s": pinned}
 

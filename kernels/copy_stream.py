@@ -102,7 +102,7 @@ def correct(
     if missed is not None:
         wanted = torch.where(missed.unsqueeze(-1), wanted, slot_index)
     if host.is_pinned():
-        gather(wanted, host, slots, slot_index, corrected)
+        gather(wanted, host, slots, slot_index, corrected, programs=slot_index.shape[0] * slot_index.shape[1])
     else:
         join(slots.device)
         tiers.refill(wanted, host, slots, slot_index, corrected)

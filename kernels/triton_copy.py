@@ -3,7 +3,8 @@
 The CUDA implementations of `tiers.prefetch`'s copy and of `tiers.offload`'s for a decode step. The gather's indices
 never leave the device, so that the step can be captured. A host pair (K and V) is one contiguous read of 2·d elements
 (512 B at d 128), and a program has all k of a head's in flight: few programs saturate the link, and leave the other
-multiprocessors to the compute beside them.
+multiprocessors to the compute beside them. Where nothing runs beside it, each head has a program of its own, so that
+no head's read waits for another's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .triton_cursor import AT_LENGTH
 
 # Slots that are compared with all wanted tokens at once.
 CHUNK = 32
-# Programs of a gather: 16 of 64 pairs are five times the 200 that 50 GB/s have under way in the link's 2 µs.
+# Programs of a gather beside compute: 16 of 64 pairs are five times the 200 that 50 GB/s have under way in the link's
+# 2 µs.
 PROGRAMS = 16
 # Elements of a gather tile: 64 rows of 2·128 channels, 64 registers of each of 256 threads.
 GATHER = 16384
@@ -75,7 +77,7 @@ def fetch_missing(
             row = tl.load(source[:, None] + column[None, :], there)
             tl.store(target[:, None] + column[None, :], row, there)
         moved += tl.sum(missing.to(tl.int64), 0)
-    tl.atomic_add(traffic, moved * row_bytes)
+    tl.atomic_add(traffic, moved * row_bytes, sem="relaxed")  # read once the stream has come to its end
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -106,15 +108,17 @@ def write_host(
     tl.store(place + d, value, inside)
 
 
-def gather(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor) -> None:
-    """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read."""
+def gather(
+    wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS
+) -> None:
+    """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read. At most so many `programs`."""
     batch, heads, top_k = wanted.shape
     if top_k == 0:
         return
     pair = 2 * host.shape[-1]
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
-    fetch_missing[(min(batch * heads, PROGRAMS),)](
+    fetch_missing[(min(batch * heads, programs),)](
         wanted, host, slots, slot_index, traffic,
         count=batch * heads, span=span_of(host), top_k=top_k, row_bytes=pair * host.element_size(),
         pair=pair, WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,

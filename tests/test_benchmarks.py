@@ -12,7 +12,6 @@ import random
 import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,20 +145,37 @@ def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> N
     assert all("of plain" in printed and row["way"] in printed for row in rows)
 
 
-@pytest.mark.parametrize(("reuse", "stay"), [(0.0, 0), (0.5, 4), (1.0, 8)])
-def test_a_forced_selection_keeps_its_share_from_step_to_step(reuse: float, stay: int) -> None:
-    from gpu_decode import forced_selection
+@pytest.mark.parametrize(("reuse", "corrected"), [(0.0, 0.0), (0.5, 0.25), (0.75, 1.0), (1.0, 0.5)])
+def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected: float) -> None:
+    from gpu_decode import forced_gather
+    from held_tiers import in_segments
 
-    scores, wanted = torch.ones(2, 3, 256), torch.zeros(2, 3, 8, dtype=torch.int32)
-    scores[:, :, 200:] = -1.0
-    forced = forced_selection(lambda scores, wanted: None, reuse)
-    steps = []
-    for _ in range(4):
-        forced(scores, wanted)
-        assert torch.equal(wanted, wanted[:1, :1].expand_as(wanted))
-        steps.append(set(wanted[0, 0].tolist()))
-    assert all(len(tokens) == 8 and max(tokens) < 200 for tokens in steps)
-    assert [len(a & b) for a, b in pairwise(steps)] == [stay] * 3
+    from specache_compile.kernels.tiers import refill
+
+    k, pairs = 8, torch.randn(2, 3, 512, 2, 4)
+    host, slots = in_segments(pairs), torch.zeros(2, 3, k, 2, 4)
+    index = torch.full((2, 3, k), -1, dtype=torch.int32)
+    forced = forced_gather(lambda *given, **grid: refill(*given), reuse, corrected)
+    moved = []
+    for _ in range(5):
+        for grid in ({}, {"programs": 6}):
+            traffic = torch.zeros(1, dtype=torch.int64)
+            forced(index, host, slots, index, traffic, **grid)
+            moved.append(traffic.item() / (6 * 2 * 4 * 4))
+            assert torch.equal(slots[1, 2], pairs[1, 2, index[1, 2].long()])
+    assert moved[2:] == [k * (1 - reuse), k * corrected] * 4
+
+
+def test_a_row_says_which_pairs_its_steps_move() -> None:
+    """One lane's fetch asks for what its correction has brought."""
+    from gpu_decode import case_of
+
+    cases = {
+        method: case_of("llama-3-8b", method, 8192, 0, 0.5, None)
+        for method in ("kivi 2-bit", "specache 2-bit", "specache best", "specache best, one lane")
+    }
+    moves = [(case.reuse, case.corrected) for case in cases.values()]
+    assert moves == [(0.5, 0), (0.5, 0), (0.5, 22 / 64), (1, 28 / 64)]
 
 
 @pytest.mark.slow

@@ -627,13 +627,23 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
     assert expected[2] > 0
 
 
+def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(triton_copy, "gather", lambda *given, programs: grids.append(programs))
+    index = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=DEVICE)
+    scores, cursor = torch.rand(1, BATCH, 24, 64).to(DEVICE), torch.tensor([64, 64, 64, 0], device=DEVICE)
+    copy_stream.correct(scores, None, cursor, index, index, index, index)
+    assert grids == [BATCH * 24]
+
+
 @pytest.mark.parametrize("k", [1, 8, 64, 300])
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("dtype", "segmented"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
+@pytest.mark.parametrize("programs", [1, 3, 4])  # for four heads
 def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
-    k: int, dtype: torch.dtype, segmented: bool, monkeypatch: pytest.MonkeyPatch
+    k: int, dtype: torch.dtype, segmented: bool, programs: int
 ) -> None:
-    monkeypatch.setattr(triton_copy, "PROGRAMS", 3)  # for four heads
     capacity, heads, d = 512, 2, 80
     pairs = torch.randn(BATCH, heads, capacity, 2, d).to(dtype)
     host = in_segments(pairs) if segmented else pairs
@@ -652,7 +662,7 @@ def test_the_gather_fetches_what_is_missing_and_moves_nothing_else(
         for row, wish in enumerate(wishes):
             wanted[row // heads, row % heads, : len(wish)] = wish
         before = index.tolist()
-        triton_copy.gather(wanted.to(DEVICE), host, slots, index, fetched)
+        triton_copy.gather(wanted.to(DEVICE), host, slots, index, fetched, programs)
         for row, wish in enumerate(wishes):
             b, h = row // heads, row % heads
             now = {token: place for place, token in enumerate(index[b, h].tolist()) if token >= 0}
