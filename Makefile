@@ -13,7 +13,7 @@ demo: .venv/ready          ## keys found, bytes and times of a real model, in on
 	$(BIN)/specache demo --out build/demo
 
 # One thread a worker; a worker takes a file whole, whose tests share models and graphs.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n 2 --dist loadfile
 
 test: .venv/ready          ## the test suite: eight minutes on two cores; or a part: TESTS=tests/passes
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(TESTS)
@@ -35,11 +35,10 @@ test-newest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-newest
 test-newest: .venv-newest/ready  ## the same on the newest versions; by hand, never in CI: torch with CUDA is 6 GB
 	OMP_NUM_THREADS=1 $(NEWEST)/python $(PYTEST) $(TESTS)
 
-# Two devices, so that what needs a second one runs too. Files in their order: behind the schedules two of the faults are
-# not found, for a reason that is not known yet.
+# Two devices, so that what needs a second one runs too.
 DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/runtime/test_hold.py
 ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) --devices 2 -- \
-	  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	  python -m pytest -n 2 --dist loadfile
 
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part of it: TESTS=tests/device DEVICE=rtx4090
 	$(ON_DEVICE) -m 'gpu and not slow and not whole' $(or $(TESTS),$(DEVICE_TESTS))

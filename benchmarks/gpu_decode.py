@@ -241,9 +241,7 @@ def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -
     """
     turns: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
 
-    def forced(
-        wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: int
-    ) -> None:
+    def forced(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: int) -> None:
         corrects = bool(grid)  # a grid of its own is a correction's
         key = slots.data_ptr(), corrects
         if key not in turns:  # in the first step, which is not captured
@@ -412,7 +410,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         (
             row["model"], f"{row['context'] // 1024}k", f"{row['cap'] / GIB:.0f}", row["method"],
-            f"{row['reuse']:.0%}", f"{row['corrected']:.0%}", row["batch"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
+            f"{row['reuse']:.0%}", f"{row['corrected']:.0%}", row["batch"],
+            f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}",
             f"{row.get('peak bytes', 0) / GIB:.1f}", f"{row.get('bytes to device', 0) / 1e6:.1f}",
             f"{row['waited']:.2f}" if "waited" in row else "", f"{row['hidden']:.0%}" if "hidden" in row else "",
             f"{row['roofline share']:.0%}", "yes" if row["captured"] else "no",
@@ -420,8 +419,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]  # fmt: skip
     headers = (
-        "model", "context", "GB", "method", "reuse", "corrected", "batch", "ms", "tokens/s", "peak GiB", "MB a step", "ms waited",
-        "hidden", "roofline", "captured",
+        "model", "context", "GB", "method", "reuse", "corrected", "batch", "ms", "tokens/s", "peak GiB",
+        "MB a step", "ms waited", "hidden", "roofline", "captured",
     )  # fmt: skip
     return tabulate(lines, headers, disable_numparse=True)
 
@@ -463,7 +462,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--reuse", type=float, nargs="+", default=[0.5, 0.0, 0.75, 1.0], help="shares of the slots that stay"
     )
     parser.add_argument(
-        "--corrected", type=float, metavar="SHARE", help="of the slots that a correction fills anew (22/64; one lane: 28/64)"
+        "--corrected",
+        type=float,
+        metavar="SHARE",
+        help="of the slots that a correction fills anew (22/64; one lane: 28/64)",
     )
     parser.add_argument("--mode", default="reduce-overhead", help="torch.compile's (default: reduce-overhead)")
     parser.add_argument("--host-gib", type=float, default=100.0, help="pinned memory that may be used (100)")

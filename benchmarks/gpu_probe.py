@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +125,13 @@ def gather_rates(smoke: bool = False) -> Found:
     wanted = (torch.arange(top_k, device=device, dtype=torch.int32) * (tokens // top_k)).expand_as(index).contiguous()
     moved = torch.zeros(1, dtype=torch.int64, device=device)
     pinned = limits(device, 1 << (16 if smoke else 28), 5)["to device"]
-    rates = {}
-    for programs in (1, 4) if smoke else (4, 8, 16, 32, 64, 176):
-        ms = milliseconds(
-            lambda i: triton_copy.gather(wanted, host, slots, index, moved, programs),
-            device,
-            10,
-            lambda i: index.fill_(-1),
-        )
-        rates[programs] = slots.nbytes / ms / 1e6
+
+    def timed(programs: int) -> float:
+        fetch = partial(triton_copy.gather, wanted, host, slots, index, moved, programs)
+        return milliseconds(lambda i: fetch(), device, 10, lambda i: index.fill_(-1))
+
+    several = (1, 4) if smoke else (4, 8, 16, 32, 64, 176)
+    rates = {programs: slots.nbytes / timed(programs) / 1e6 for programs in several}
     said = ", ".join(f"{programs}: {rate:.0f}" for programs, rate in rates.items())
     return {"holds": True, "says": f"{said} GB/s (pinned copy {pinned:.0f})", "GB/s": rates, "pinned GB/s": pinned}
 

@@ -9,6 +9,7 @@ and exits with 1.
     python benchmarks/soak.py --seed 7 --calls 200       the first 200 operations of seed 7
     python benchmarks/soak.py --recompile-limit 1000     as many graphs as it likes (Dynamo's own limit is 8)
     python benchmarks/soak.py --min-context 96           caches that move from 16 bits into the tiers as they grow
+    python benchmarks/soak.py --device cuda --small      on a GPU, here of short texts: as on a simulated one
 
 Operation n of a seed is the same in every run, its delays too; only what the copy thread overtakes is not.
 """
@@ -26,6 +27,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -33,7 +35,7 @@ import psutil
 import torch
 import transformers
 from soak_operations import OPERATIONS
-from soak_state import VOCABULARY, Difference, Soak, settle, some_text
+from soak_state import SMALL, VOCABULARY, Difference, Sizes, Soak, settle, some_text
 from tabulate import tabulate
 from torch._dynamo import utils as dynamo
 from tqdm import tqdm
@@ -71,7 +73,8 @@ def compiled(model: LlamaForCausalLM, args: argparse.Namespace) -> LlamaForCausa
 def operate(soak: Soak, seed: int, number: int) -> None:
     """Operation `number` of `seed`, one in three with delayed copies."""
     draw = random.Random(f"{seed}, {number}")
-    name, _, function = draw.choices(OPERATIONS, [weight for _, weight, _ in OPERATIONS])[0]
+    possible = [entry for entry in OPERATIONS if can_happen(entry[0])]
+    name, _, function = draw.choices(possible, [weight for _, weight, _ in possible])[0]
     soak.now = f"operation {number} ({name})"
     settle()
     soak.weather.delay = draw.choice((0.0, 0.0, 0.004))
@@ -80,6 +83,11 @@ def operate(soak: Soak, seed: int, number: int) -> None:
     soak.calls[name] += 1
     soak.tokens[name] += function(soak, draw)
     soak.seconds[name] += time.perf_counter() - started
+
+
+def can_happen(operation: str) -> bool:
+    """A copy on a stream cannot fail by itself."""
+    return operation != "failing copy" or torch.get_default_device().type == "cpu"
 
 
 def last_look(soak: Soak) -> None:
@@ -153,6 +161,7 @@ def command(args: argparse.Namespace, calls: int) -> str:
     """What shows the first `calls` operations again."""
     more = {"--min-context": args.min_context, "--recompile-limit": args.recompile_limit}
     given = "".join(f" {name} {value}" for name, value in more.items() if value)
+    given += f" --device {args.device}" * (args.device != "cpu") + " --small" * args.small
     return f"python benchmarks/soak.py --seed {args.seed} --calls {calls} --lowering {args.lowering}{given}"
 
 
@@ -162,6 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, help="stop after so many operations instead, however long they take")
     parser.add_argument("--seed", type=int, default=0, help="what the operations are drawn from (default: 0)")
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager", help="(default: eager)")
+    parser.add_argument("--device", default="cpu", help="torch's name of it (default: cpu)")
+    parser.add_argument("--small", action="store_true", help="few rows and short texts, for a simulated device")
     parser.add_argument("--min-context", type=int, default=0, metavar="N", help="tokens below which caches are 16-bit")
     parser.add_argument("--recompile-limit", type=int, metavar="N", help="Dynamo's, on graphs of one function")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures, with the command and versions")
@@ -171,10 +182,11 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     dynamo.set_compilation_metrics_limit(100_000)
     limits = {"recompile_limit": args.recompile_limit, "accumulated_recompile_limit": 100 * (args.recompile_limit or 0)}
-    model = tiny(0, layers=2)
-    soak = Soak(model, compiled(model, args), compiled(tiny(5, layers=1), args))
+    model, assistant = tiny(0, layers=2).to(args.device), tiny(5, layers=1).to(args.device)
+    soak = Soak(model, compiled(model, args), compiled(assistant, args), SMALL if args.small else Sizes())
     failed, started = "", time.perf_counter()
     with (
+        nullcontext() if args.device == "cpu" else torch.device(args.device),
         torch._dynamo.config.patch(limits if args.recompile_limit else {}),
         mock.patch.object(copy_queue, "run_job", soak.weather.run_job),
         warnings.catch_warnings(record=True) as caught,
@@ -193,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     facts = figures(soak, time.perf_counter() - started, [str(warning.message) for warning in caught])
     print(table(soak, facts))
     if args.out:
-        report = {"provenance": provenance(torch.device("cpu"), "benchmarks/soak.py"), "options": LOSSLESS}
+        report = {"provenance": provenance(torch.device(args.device), "benchmarks/soak.py"), "options": LOSSLESS}
         report |= {"failed": failed, "calls": soak.calls, "tokens compared": soak.tokens, "figures": facts}
         args.out.write_text(json.dumps(report, indent=2) + "\n")
     if failed:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from soak_faults import failing_copy, interrupted_step
-from soak_state import LARGEST_BATCH, Difference, Pair, Soak, a_prompt, some_text
+from soak_state import Difference, Pair, Soak, a_prompt, some_text
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
@@ -31,17 +31,17 @@ class Noise(LogitsProcessor):
     """Moves logits by about ROUNDING, without a draw from torch's own generator."""
 
     def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores + ROUNDING * torch.randn(scores.shape, generator=self.generator)
+        return scores + ROUNDING * torch.randn(scores.shape, generator=self.generator, device="cpu").to(scores.device)
 
 
 def generate(soak: Soak, draw: random.Random, ids: Tensor, pair: Pair | None = None, **how: Any) -> int:
     """Both models' tokens for one prompt, or on `pair`'s caches; a Difference where they are not equal and it is not
     rounding that decides them."""
     seed = draw.getrandbits(31)
-    how |= {"max_new_tokens": draw.randint(1, 24), "eos_token_id": draw.choice((None, 7))}
+    how |= {"max_new_tokens": draw.randint(1, soak.sizes.new), "eos_token_id": draw.choice((None, 7))}
     before = copy.deepcopy(pair.theirs) if pair else None
 
     def run(model: LlamaForCausalLM, **more: Any) -> Any:
@@ -75,23 +75,23 @@ def different_rows(a: Tensor, b: Tensor) -> set[int]:
 
 
 def greedy(soak: Soak, draw: random.Random) -> int:
-    return generate(soak, draw, a_prompt(draw), do_sample=False)
+    return generate(soak, draw, a_prompt(soak, draw), do_sample=False)
 
 
 def sampled(soak: Soak, draw: random.Random) -> int:
     several = draw.choice((1, 1, 2, 3))
-    ids = a_prompt(draw, LARGEST_BATCH // several)
+    ids = a_prompt(soak, draw, max(1, soak.sizes.rows // several))
     return generate(soak, draw, ids, do_sample=True, temperature=1.5, top_k=20, num_return_sequences=several)
 
 
 def beams(soak: Soak, draw: random.Random) -> int:
     width = draw.randint(2, 4)
     how = {"num_beams": width, "num_return_sequences": draw.randint(1, width), "do_sample": draw.random() < 0.3}
-    return generate(soak, draw, a_prompt(draw, LARGEST_BATCH // width), **how)
+    return generate(soak, draw, a_prompt(soak, draw, max(1, soak.sizes.rows // width)), **how)
 
 
 def left_padded(soak: Soak, draw: random.Random) -> int:
-    ids = a_prompt(draw)
+    ids = a_prompt(soak, draw)
     mask = torch.ones_like(ids)
     for row in range(1, ids.shape[0]):
         mask[row, : draw.randrange(ids.shape[1])] = 0
@@ -104,7 +104,7 @@ def prompt_lookup(soak: Soak, draw: random.Random) -> int:
 
 
 def assisted(soak: Soak, draw: random.Random) -> int:
-    return generate(soak, draw, a_prompt(draw, 1), do_sample=False, assistant_model=soak.assistant)
+    return generate(soak, draw, a_prompt(soak, draw, 1), do_sample=False, assistant_model=soak.assistant)
 
 
 # Caches of the pool
@@ -165,7 +165,7 @@ def select(soak: Soak, draw: random.Random) -> int:
 
 def repeat(soak: Soak, draw: random.Random) -> int:
     pair = soak.pick(draw)
-    times = draw.randint(1, max(1, min(3, LARGEST_BATCH // len(pair.text))))
+    times = draw.randint(1, max(1, min(3, soak.sizes.rows // len(pair.text))))
     rows = [row for row in range(len(pair.text)) for _ in range(times)]
     return edit_rows(pair, rows, lambda cache: cache.batch_repeat_interleave(times))
 

@@ -18,8 +18,22 @@ from specache_compile.kernels import copy_queue
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
 
-VOCABULARY, LARGEST_BATCH, LONGEST, POOL = 128, 12, 600, 5
+VOCABULARY, POOL = 128, 5
 TOLERANCE = 1e-3  # of logits
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """At most so many rows, tokens of a prompt, tokens of a cache, and tokens of one generation."""
+
+    rows: int = 12
+    prompt: int = 300
+    longest: int = 600
+    new: int = 24
+
+
+# Where each launch takes milliseconds.
+SMALL = Sizes(rows=3, prompt=100, longest=150, new=6)
 
 
 class Difference(Exception):
@@ -70,6 +84,7 @@ class Soak:
     model: LlamaForCausalLM
     twin: LlamaForCausalLM
     assistant: LlamaForCausalLM
+    sizes: Sizes = Sizes()
     pool: list[Pair] = field(default_factory=list)
     weather: Weather = field(default_factory=Weather)
     dropped: list[weakref.ref[Session]] = field(default_factory=list)
@@ -85,12 +100,12 @@ class Soak:
         if not self.pool:
             self.start(draw)
         pair = draw.choice(self.pool)
-        if pair.text.shape[1] > LONGEST:
-            pair.crop(draw.randrange(LONGEST // 2, LONGEST))
+        if pair.text.shape[1] > self.sizes.longest:
+            pair.crop(draw.randrange(self.sizes.longest // 2, self.sizes.longest))
         return pair
 
     def start(self, draw: random.Random) -> int:
-        ids = a_prompt(draw, 4)
+        ids = a_prompt(self, draw, 4)
         ours, theirs = self.twin(ids, use_cache=True), self.model(ids, use_cache=True)
         self.add(Pair(ours.past_key_values, theirs.past_key_values, ids), draw)
         return compare_logits(ours.logits, theirs.logits)
@@ -128,18 +143,23 @@ class Soak:
 
 
 def settle() -> None:
-    """Wait until the copy thread has done all that was handed in."""
+    """Wait until all copies that were handed in are done."""
     copy_queue.worker().submit(int).result()
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def some_text(draw: random.Random, batch: int, length: int) -> Tensor:
-    """Any tokens but the padding."""
-    generator = torch.Generator().manual_seed(draw.getrandbits(32))
-    return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+    """Any tokens but the padding, on the default device."""
+    generator = torch.Generator("cpu").manual_seed(draw.getrandbits(32))
+    text = torch.randint(1, VOCABULARY, (batch, length), generator=generator, device="cpu")
+    return text.to(torch.get_default_device())
 
 
-def a_prompt(draw: random.Random, largest: int = LARGEST_BATCH) -> Tensor:
-    return some_text(draw, draw.randint(1, largest), draw.randint(1, 300))
+def a_prompt(soak: Soak, draw: random.Random, largest: int | None = None) -> Tensor:
+    """At most `largest` rows, and no more than the soak's sizes allow."""
+    rows = min(soak.sizes.rows, largest or soak.sizes.rows)
+    return some_text(draw, draw.randint(1, rows), draw.randint(1, soak.sizes.prompt))
 
 
 def compare_logits(ours: Tensor, theirs: Tensor) -> int:

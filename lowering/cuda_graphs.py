@@ -81,7 +81,8 @@ def record(
     graph = torch.cuda.CUDAGraph()
     # A pool of its own: one that all of its graphs have left cannot be captured into again.
     capturing = torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local")
-    with torch.cuda.device(device), capturing:  # what it waits for and empties is the current device's
+    # What a capture waits for and empties is the current device's; one that fails leaves its stream the current one.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), capturing:
         try:
             with made_first(first, lambda: copy_stream.stream_of(device).record_event()):
                 outputs = list(step())

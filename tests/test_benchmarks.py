@@ -148,8 +148,8 @@ def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> N
 @pytest.mark.parametrize(("reuse", "corrected"), [(0.0, 0.0), (0.5, 0.25), (0.75, 1.0), (1.0, 0.5)])
 def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected: float) -> None:
     from gpu_decode import forced_gather
-    from held_tiers import in_segments
 
+    from held_tiers import in_segments
     from specache_compile.kernels.tiers import refill
 
     k, pairs = 8, torch.randn(2, 3, 512, 2, 4)

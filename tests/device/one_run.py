@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from conftest import prompt, tiny_llama
 from held_tiers import in_order
 from specache_compile.kernels import host_memory
+from specache_compile.runtime.session import session_of
 
 # What is missing is not fetched: a fetch that came too late, or that a step did not wait for, shows in the logits.
 NEVER = {
@@ -65,7 +66,8 @@ def compile_anew() -> None:
 def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
     """Logits of all steps, and what each layer's tiers hold: the host's of the cached tokens, the device's whole."""
     found = {"logits": torch.cat([torch.zeros(0), *(each.flatten().cpu() for each in logits)])}
-    session: Any = cache.layers[0].keys.handle.session
+    session = session_of(cache)
+    assert session is not None
     session.drain()
     for number, state in enumerate(session.state):
         for name, tensor in state.items():
@@ -84,6 +86,7 @@ def feed(model: Any, cache: Any, tokens: Tensor, places: Tensor) -> Tensor:
 def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options: Any) -> Result:
     """A prompt, `more` tokens in one further call, and decode steps, all with given tokens, read at the end."""
     set_schedule("eager")
+    torch.cuda.empty_cache()  # new memory is NaN: what a dead run has left there is what this one is going to write
     model = compiled(layers, tuple(sorted(options.items())))
     ids = prompt(PROMPT + more + steps, seed=5).cuda()
     places = torch.arange(ids.shape[1], device="cuda")[None]

@@ -34,7 +34,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "specache, lossless": {**GROUPS, "bits": 1, "top_k": 1024},
     "specache, recorded": {**GROUPS, "top_k": 8, "mode": "reduce-overhead"},
 }  # fmt: skip
-QUICK = ("fp8", "offload", "kcache", "h2o", "specache", "specache, in the paper", "specache, recorded")
+QUICK = (
+    "fp8-a row", "offload-a row", "kcache-a row", "h2o-padded rows", "specache-a row", "specache-padded rows",
+    "specache, in the paper-a row", "specache, recorded-a row",
+)  # fmt: skip
 
 
 def test_every_method_is_there() -> None:
@@ -76,11 +79,9 @@ def check(model: Any, options: dict[str, Any], rows: int, atol: float = 2e-3) ->
     assert torch.equal(ours.argmax(-1), expected.argmax(-1))
 
 
+@pytest.mark.quick_for(*QUICK, rest="whole")
 @pytest.mark.parametrize("rows", [1, 3], ids=["a row", "padded rows"])
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.whole) for name in SETTINGS],
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_method_is_on_cuda_what_it_is_on_the_cpu(name: str, rows: int) -> None:
     method = name.split(",")[0]
     if rows == 1 and method == "random":

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -35,6 +36,7 @@ static std::set<T *> &living() {
 static Stream *defaults[MOST_DEVICES];
 static thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 static std::string fault;  // what work that ran has broken; empty: nothing
+static std::atomic<int> asked;  // how often somebody has asked for an end since work was given last
 
 std::set<Capture *> &captures() { return living<Capture>(); }
 bool is_default(const Stream *stream) { return stream->number < 0; }
@@ -243,6 +245,18 @@ void go_on() {
   }
 }
 
+// Whoever asks again and again sees an end. Whoever asks in passing, as an allocator does for its freed blocks, leaves
+// the order as it is.
+constexpr int ASKED_IN_PASSING = 64;
+
+static void asked_for_an_end() {
+  static thread_local bool stepping = false;  // work that asks itself starts no other
+  if (stepping || ++asked < ASKED_IN_PASSING) return;
+  stepping = true;
+  step();
+  stepping = false;
+}
+
 void set_fault(const char *what) {
   Lock lock(books());
   if (fault.empty()) fault = what;
@@ -293,6 +307,7 @@ cudaError_t enqueue(cudaStream_t handle, const char *what, std::function<void()>
       stream->after = {(int)capture->graph->nodes.size() - 1};
       return cudaSuccess;
     }
+    asked = 0;
     if (scheduled()) {
       stream->queue.push_back({RUN, what, run});
       return cudaSuccess;
@@ -310,6 +325,7 @@ cudaError_t enqueue_replay(cudaStream_t handle, std::shared_ptr<Graph> graph, co
     if (stream->capture) return invalidate(stream->capture, cudaErrorStreamCaptureUnsupported, where);
     size_t nodes = graph->nodes.size();
     if (nodes == 0) return cudaSuccess;
+    asked = 0;
     if (scheduled()) {
       auto replay = std::make_shared<Replay>(Replay{graph, std::vector<char>(nodes), std::vector<char>(nodes), nodes});
       stream->queue.push_back({REPLAY, "graph", nullptr, nullptr, replay});
@@ -392,7 +408,7 @@ EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 }
 EXPORTED cudaError_t cudaStreamQuery(cudaStream_t handle) {
   if (cudaError_t refused = may_be_waited_for(handle, __func__)) return refused;
-  if (scheduled()) step();  // whoever asks again and again sees an end
+  if (scheduled()) asked_for_an_end();
   Lock lock(books());
   return idle(stream_of(handle)) ? cudaSuccess : fail(cudaErrorNotReady, __func__);
 }
@@ -480,12 +496,7 @@ EXPORTED cudaError_t cudaEventQuery(cudaEvent_t handle) {
     UNSAFE_IN_CAPTURES();
     mark = ((Event *)handle)->mark;
   }
-  static thread_local bool stepping = false;  // work that asks itself starts no other
-  if (mark && !mark->reached && !stepping) {
-    stepping = true;
-    step();
-    stepping = false;
-  }
+  if (mark && !mark->reached) asked_for_an_end();
   Lock lock(books());
   streams_with_work();
   return !mark || mark->reached ? cudaSuccess : fail(cudaErrorNotReady, __func__);
