@@ -59,22 +59,24 @@ MODELS = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
+# What fetches nothing has no host tier, which would bound its batch.
+ON_DEVICE: dict[str, Any] = {"top_k": 0, "speculate": False, "host": False}
 SPECACHE: dict[str, dict[str, Any]] = {
-    "16 bits, k = 0": {"setting": "paper", "bits": 16, "top_k": 0, "speculate": False},
-    "2-bit, k = 0": {"setting": "paper", "bits": 2, "top_k": 0, "speculate": False},
-    "1-bit, k = 0": {"setting": "paper", "bits": 1, "top_k": 0, "speculate": False},
+    "16 bits, k = 0": {"setting": "paper", "bits": 16, **ON_DEVICE},
+    "2-bit, k = 0": {"setting": "paper", "bits": 2, **ON_DEVICE},
+    "1-bit, k = 0": {"setting": "paper", "bits": 1, **ON_DEVICE},
     "specache 2-bit": {"setting": "paper", "bits": 2},
     "specache 1-bit": {"setting": "paper", "bits": 1},
     "specache 2-bit, one lane": {"setting": "paper", "bits": 2, "speculate": False},
     "specache 2-bit, synchronous fetch": {"setting": "paper", "bits": 2},
-    "best, k = 0": {"top_k": 0, "speculate": False},
+    "best, k = 0": ON_DEVICE,
     "specache best": {},
     "specache best, one lane": {"speculate": False},
-    "kivi 2-bit": {"method": "kivi", "bits": 2},
+    "kivi 2-bit": {"method": "kivi", "bits": 2, "host": False},
     "offload": {"method": "offload"},
     "fp8": {"method": "fp8"},
 }
-# The same without any fetch: what a method's step is measured against for what it waits.
+# The same without fetch, correction and offload: what a method's step is measured against for what it waits.
 BARE = {
     "specache 2-bit": "2-bit, k = 0", "specache 1-bit": "1-bit, k = 0", "specache best": "best, k = 0",
     "specache 2-bit, one lane": "2-bit, k = 0", "specache best, one lane": "best, k = 0",
@@ -382,8 +384,8 @@ def run_case(
 
 
 def with_hidden_shares(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
-    """Against k = 0 at the same batch: the milliseconds that a step is longer (`waited`), and the share of the transfer
-    that it does not wait for."""
+    """Against k = 0 without a host tier at the same batch: the milliseconds that a step is longer (`waited`), and the
+    share of the transfer that it does not wait for."""
     key = ("model", "context", "cap", "batch")
     bare = {(*(r[k] for k in key), r["method"]): r["ms"] for r in rows if r["method"].endswith("k = 0")}
     for row in rows:

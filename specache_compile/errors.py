@@ -290,11 +290,19 @@ def evicted(method: str) -> SpecacheError:
     )
 
 
+def no_host_tier(what: str) -> SpecacheError:
+    """`what` needs pairs in 16 bits that a cache without a host tier has not."""
+    return SpecacheError(
+        f"option host=False: {what} needs pairs in host memory, and this cache keeps none there. A prompt is read in "
+        "one call, and behind it one token at a time; host=True, the default, keeps what the rest needs."
+    )
+
+
 def evicted_half_way(method: str) -> SpecacheError:
     return SpecacheError(
-        f"a step of this cache was interrupted or failed, and method {method!r} had begun to evict for it: what is "
-        "kept is no longer what its policy would keep. Generate again with a new cache, or copy.deepcopy it before "
-        "a step that may fail."
+        f"a step of this cache was interrupted or failed, and method {method!r} had begun to drop pairs for it: what "
+        "is kept is no longer what it would keep. Generate again with a new cache, or copy.deepcopy it before a step "
+        "that may fail."
     )
 
 

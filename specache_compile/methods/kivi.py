@@ -1,5 +1,5 @@
 """KIVI (arXiv 2402.02750): the low-bit copy and the recent window alone; no pair is fetched. The host tier is kept for
-extends and crops, which stay exact."""
+extends and crops, which stay exact; with `host=False` there is none, as in KIVI itself."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class KiviOptions(LowBitOptions):
     residual_length: int = inherited(LowBitOptions, "residual_length", default=128)
 
 
-METHOD = Method("kivi", KiviOptions, specache.FIELDS, specache.recipe, defaults=bits_or_memory)
+METHOD = Method("kivi", KiviOptions, specache.FIELDS, specache.recipe, specache.fields_at, bits_or_memory)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specache_compile.errors import OptionError
+from specache_compile.errors import OptionError, no_host_tier
 from specache_compile.kernels import center
 from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.quantisers import QUANTISERS
@@ -101,6 +101,11 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
+    host: bool = choice(
+        True, (True, False),
+        "keep every pair in 16 bits in host memory too, for fetches, extends, crops and drafts. False: nothing is "
+        "fetched, and a cache grows token by token alone, as KIVI's own",
+    )  # fmt: skip
     zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
     min_context: int | str = option(
         "auto", check_min_context,
@@ -118,6 +123,11 @@ class LowBitOptions(DraftOptions):
         if (self.layout.key_bits == 16) != (self.layout.value_bits == 16):
             raise OptionError(
                 f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
+            )
+        if not self.host and self.verify is not None:
+            raise OptionError(
+                f"option host=False with verify={self.verify!r}: a draft is verified, and taken back, by pairs in host "
+                "memory; take one of them"
             )
 
     @property
@@ -191,8 +201,11 @@ def recent_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity
 
 
 def refill_recent(state: LayerState, cropped: Cropped) -> None:
-    """After a crop into the low-bit tier the window is older tokens', which the host tier has."""
+    """After a crop into the low-bit tier the window is older tokens', which the host tier has; SpecacheError, before
+    anything has changed, where there is none."""
     if cropped.low_bit < cropped.low_bit_before:
+        if "host" not in state:
+            raise no_host_tier(f"a crop to {cropped.length:,} tokens, of which {cropped.low_bit_before:,} are rounded,")
         window_from_host(state, cropped.low_bit, cropped.length)
 
 

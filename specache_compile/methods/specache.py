@@ -12,6 +12,7 @@ from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .drafting import TIERS
+from .field import Field, LayerShape
 from .host_tier import HOST
 from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
@@ -54,6 +55,8 @@ class SpecacheOptions(LowBitOptions):
         super().__post_init__()
         if self.verify == TIERS:
             self.check_tiers()
+        if self.top_k and not self.host:
+            raise OptionError(f"option host=False with top_k={self.top_k}: pairs are fetched from host memory; top_k=0")
         if self.selector == "pages" and self.correct != "never":
             raise OptionError(
                 f"option selector='pages' with correct={self.correct!r}: a correction takes tokens one by one"
@@ -105,15 +108,12 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
         (*options.layout, options.unbiased),
         scores=True,
     )
-    decodes = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
-    return Recipe(
-        {**decodes, "extend": Call("extend_attention", ("host",))},
-        (
-            Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
-            Call("offload", ("host",)),
-        ),
-        selector_of(options),
-    )
+    attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
+    stores = (Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),)
+    if options.host:
+        attend |= {"extend": Call("extend_attention", ("host",))}
+        stores += (Call("offload", ("host",)),)
+    return Recipe(attend, stores, selector_of(options))
 
 
 def selector_of(options: LowBitOptions) -> Selector | None:
@@ -136,4 +136,10 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)
-METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, defaults=defaults)
+
+
+def fields_at(options: LowBitOptions, layer: LayerShape) -> tuple[Field, ...]:
+    return FIELDS if options.host else tuple(field for field in FIELDS if field is not HOST)
+
+
+METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, fields_at, defaults)

@@ -20,6 +20,7 @@ from specache_compile.errors import (
     evicted,
     evicted_half_way,
     no_host_memory,
+    no_host_tier,
     stale_cache,
     went_exact,
     went_uncompiled,
@@ -185,8 +186,13 @@ class Session:
         self.see(padding, after)
 
     def start_evicting(self) -> None:
-        """From here until `finish` a policy drops pairs, layer by layer."""
-        self.half_evicted = bool(self.fields("kept"))
+        """From here until `finish` a policy drops pairs, layer by layer; without a host tier rounding does."""
+        self.half_evicted = bool(self.fields("kept")) or self.has_no_host
+
+    @property
+    def has_no_host(self) -> bool:
+        """Whether its low-bit tier is all that it has of the tokens behind its window."""
+        return isinstance(self.options, LowBitOptions) and not self.options.host
 
     def finish(self, tokens: int, phase: Phase) -> None:
         """After it: `tokens` more are cached, and views of the cache taken before are stale."""
@@ -201,6 +207,8 @@ class Session:
         if self.options.verify == TIERS:
             widened = captured is EXTEND and causal and self.verifying
             return (WIDENED,) if widened else phases(captured, self.options)
+        if captured is EXTEND and self.has_no_host:
+            raise no_host_tier("a call of several tokens behind cached ones")
         exact = captured.one_token and self.options.verify is not None and not self.drafting
         return (EXTEND,) if exact else phases(captured, self.options)
 
@@ -433,6 +441,8 @@ class Session:
         self.drain()
         layer = self.layers[site]
         whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
+        if whole is None and self.has_no_host:
+            raise no_host_tier("a copy of its keys and values")
         if whole is None:
             raise evicted(self.options.method)
         pairs = tokens_of(self.state[site][whole], 0, self.length)
@@ -454,13 +464,13 @@ class Session:
     def abandon_step(self) -> None:
         """After a step that raised: wait out its copies, empty the slots, and bring back what it pushed out of the
         window, so that it can be taken again. Under eviction it cannot, once it has started: some layers have dropped
-        pairs for it, and counted its attention."""
+        pairs for it, and counted its attention. Nor can it without a host tier."""
         self.queue.settle()
         copy_stream.release_staging()
         self.deferred.drop()
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         self.slots_ready, self.guess = False, None
-        if isinstance(self.options, LowBitOptions):
+        if isinstance(self.options, LowBitOptions) and not self.has_no_host:
             for state in self.state:
                 window_from_host(state, self.options.low_bit_length(self.length), self.length)

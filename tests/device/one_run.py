@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -49,6 +50,16 @@ def set_schedule(name: str) -> None:
     driver.set_schedule(name)
 
 
+def poison_free_memory() -> None:
+    """Numbers in memory that the allocator lends again become NaN, and whole ones -1: what a dead run has left there is
+    what the next one is going to write, and would hide that it reads too early."""
+    torch.cuda.empty_cache()
+    for segment in torch.cuda.memory_snapshot():
+        for block in segment["blocks"]:
+            if block["state"] == "inactive" and tuple(segment["segment_pool_id"]) == (0, 0):
+                ctypes.memset(block["address"], 0xFF, block["size"])
+
+
 @functools.cache
 def compiled(layers: int, options: tuple[tuple[str, Any], ...]) -> Any:
     """One model for all runs of the same options, so that only the first of them traces."""
@@ -86,7 +97,7 @@ def feed(model: Any, cache: Any, tokens: Tensor, places: Tensor) -> Tensor:
 def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options: Any) -> Result:
     """A prompt, `more` tokens in one further call, and decode steps, all with given tokens, read at the end."""
     set_schedule("eager")
-    torch.cuda.empty_cache()  # new memory is NaN: what a dead run has left there is what this one is going to write
+    poison_free_memory()
     model = compiled(layers, tuple(sorted(options.items())))
     ids = prompt(PROMPT + more + steps, seed=5).cuda()
     places = torch.arange(ids.shape[1], device="cuda")[None]

@@ -1,0 +1,147 @@
+"""host=False: KIVI as its authors have it, with nothing on the host, and what that cannot do said in words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import specache_compile as sc
+from conftest import greedy, prompt
+from specache_compile.errors import OptionError, SpecacheError
+from specache_compile.methods import parse_options
+from specache_compile.runtime.session import session_of
+
+WITHOUT = {
+    "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32, "host": False},
+    "kivi, 16 bits first": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32, "host": False,
+                            "min_context": 90},
+    "k = 0": {"setting": "paper", "top_k": 0, "group_size": 32, "residual_length": 32, "host": False},
+    "k = 0, rotated": {"top_k": 0, "group_size": 32, "residual_length": 32, "host": False},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def compiled_for(model: Any, **options: Any) -> Any:
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={"lowering": "eager", **options})
+    return twin
+
+
+def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any, Any]:
+    model = compiled_for(llama, **options)
+    return model, model(prompt(tokens), use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any) -> None:
+    """What only extends and crops read changes no decode step."""
+    options = WITHOUT[name]
+    runs = []
+    for host in (True, False):
+        model, cache = filled({**options, "host": host}, llama, 80)
+        runs.append([model(prompt(1, seed=n), past_key_values=cache, use_cache=True).logits for n in range(30)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_nothing_lies_on_the_host_as_explain_predicted(name: str, llama: Any) -> None:
+    options = WITHOUT[name]
+    model, cache = filled(options, llama)
+    said = sc.stats(model)
+    explained = sc.explain(llama, prompt_length=100, options={**options, "min_context": 0})
+    assert said.host_bytes == 0 == explained.bytes_by_tier["host"]
+    assert said.bytes_to_host == 0
+    assert all("host" not in state for state in session_of(cache).state)
+
+
+def test_rows_and_forks_go_on_as_they_are(llama: Any) -> None:
+    model, cache = filled(WITHOUT["kivi"], llama)
+    twin = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(2)
+    both = model(prompt(1).repeat(2, 1), past_key_values=cache, use_cache=True).logits
+    alone = model(prompt(1), past_key_values=twin, use_cache=True).logits
+    torch.testing.assert_close(both, alone.repeat(2, 1, 1))
+
+
+def test_a_crop_within_the_window_is_right(llama: Any) -> None:
+    """100 tokens, of which 64 are rounded: what comes behind 98 is what came behind them before."""
+    model, cache = filled(WITHOUT["kivi"], llama, 98)
+    expected = model(prompt(1), past_key_values=copy.deepcopy(cache), use_cache=True).logits
+    for _ in range(2):
+        model(prompt(1, seed=3), past_key_values=cache, use_cache=True)
+    cache.crop(-2)
+    assert torch.equal(model(prompt(1), past_key_values=cache, use_cache=True).logits, expected)
+
+
+def test_a_held_cache_and_one_that_was_saved_go_on(llama: Any, tmp_path: Any) -> None:
+    model, cache = filled(WITHOUT["kivi"], llama)
+    held = sc.hold(llama(prompt(100), use_cache=True).past_key_values, model)
+    sc.save(cache, tmp_path)
+    step = {"input_ids": prompt(1), "use_cache": True}
+    loaded = sc.load(tmp_path, model)
+    expected = model(**step, past_key_values=cache).logits
+    assert torch.equal(model(**step, past_key_values=held).logits, expected)
+    assert torch.equal(model(**step, past_key_values=loaded).logits, expected)
+
+
+REFUSED: dict[str, Callable[[Any, Any], object]] = {
+    "a call of several tokens": lambda model, cache: model(prompt(5), past_key_values=cache, use_cache=True),
+    "a crop to 40 tokens": lambda model, cache: (
+        cache.crop(-60), model(prompt(1), past_key_values=cache, use_cache=True)
+    ),
+    "a copy of its keys and values": lambda model, cache: sc.materialize(cache),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_needs_every_pair_is_refused_in_words(what: str, llama: Any) -> None:
+    model, cache = filled(WITHOUT["kivi"], llama)
+    with pytest.raises(SpecacheError, match=f"host=False: {what}.*host=True"):
+        REFUSED[what](model, cache)
+
+
+def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specache_compile.runtime.step import CompiledGraph
+
+    def interrupted(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model, cache = filled(WITHOUT["kivi"], llama)
+    model(prompt(1), past_key_values=cache, use_cache=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledGraph, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(prompt(1), past_key_values=cache, use_cache=True)
+    with pytest.raises(SpecacheError, match="interrupted"):
+        model(prompt(1), past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"host": False}, "host=False with top_k=64.*top_k=0"),
+        ({"host": False, "top_k": 0, "verify": 4}, "host=False with verify=4"),
+        ({"method": "kivi", "host": False, "verify": "tiers"}, "host=False with verify='tiers'"),
+        ({"method": "offload", "host": False}, "'offload' has none"),
+        ({"method": "kivi", "host": 0.5}, "host=0.5"),
+    ],
+)
+def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        parse_options(options)
+
+
+def test_generate_says_the_same_with_and_without(llama: Any) -> None:
+    texts = [
+        greedy(compiled_for(llama, **{**WITHOUT["kivi"], "host": host}), prompt(70, 2), 40) for host in (True, False)
+    ]
+    assert torch.equal(*texts)
