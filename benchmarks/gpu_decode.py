@@ -60,7 +60,7 @@ MODELS = {
     },
 }  # fmt: skip
 # What fetches nothing has no host tier, which would bound its batch.
-ON_DEVICE: dict[str, Any] = {"top_k": 0, "speculate": False, "host": False}
+ON_DEVICE: dict[str, Any] = {"top_k": 0, "speculate": False, "host_tier": False}
 SPECACHE: dict[str, dict[str, Any]] = {
     "16 bits, k = 0": {"setting": "paper", "bits": 16, **ON_DEVICE},
     "2-bit, k = 0": {"setting": "paper", "bits": 2, **ON_DEVICE},
@@ -72,7 +72,7 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "best, k = 0": ON_DEVICE,
     "specache best": {},
     "specache best, one lane": {"speculate": False},
-    "kivi 2-bit": {"method": "kivi", "bits": 2, "host": False},
+    "kivi 2-bit": {"method": "kivi", "bits": 2, "host_tier": False},
     "offload": {"method": "offload"},
     "fp8": {"method": "fp8"},
 }

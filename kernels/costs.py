@@ -46,8 +46,8 @@ class Cost:
         return max(times, key=times.__getitem__)
 
 
-# Share of the wanted pairs that a correction must still bring, behind the other lane's fetch: 22 of 64 of SmolLM2 at 4,096
-# tokens, greedy (`specache generate --stats`).
+# Share of the wanted pairs that a correction must still bring, behind the other lane's fetch: 22 of 64 of SmolLM2 at
+# 4,096 tokens, greedy (`specache generate --stats`).
 CORRECTED = 0.34
 
 

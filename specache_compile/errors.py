@@ -293,8 +293,8 @@ def evicted(method: str) -> SpecacheError:
 def no_host_tier(what: str) -> SpecacheError:
     """`what` needs pairs in 16 bits that a cache without a host tier has not."""
     return SpecacheError(
-        f"option host=False: {what} needs pairs in host memory, and this cache keeps none there. A prompt is read in "
-        "one call, and behind it one token at a time; host=True, the default, keeps what the rest needs."
+        f"option host_tier=False: {what} needs pairs in host memory, and this cache keeps none there. A prompt is read "
+        "in one call, and behind it one token at a time; host_tier=True, the default, keeps what the rest needs."
     )
 
 

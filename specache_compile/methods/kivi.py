@@ -1,5 +1,5 @@
 """KIVI (arXiv 2402.02750): the low-bit copy and the recent window alone; no pair is fetched. The host tier is kept for
-extends and crops, which stay exact; with `host=False` there is none, as in KIVI itself."""
+extends and crops, which stay exact; with `host_tier=False` there is none, as in KIVI itself."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
-    host: bool = choice(
+    host_tier: bool = choice(
         True, (True, False),
         "keep every pair in 16 bits in host memory too, for fetches, extends, crops and drafts. False: nothing is "
         "fetched, and a cache grows token by token alone, as KIVI's own",
@@ -124,10 +124,10 @@ class LowBitOptions(DraftOptions):
             raise OptionError(
                 f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
             )
-        if not self.host and self.verify is not None:
+        if not self.host_tier and self.verify is not None:
             raise OptionError(
-                f"option host=False with verify={self.verify!r}: a draft is verified, and taken back, by pairs in host "
-                "memory; take one of them"
+                f"option host_tier=False with verify={self.verify!r}: a draft is verified, and taken back, by pairs in "
+                "host memory; take one of them"
             )
 
     @property

@@ -55,8 +55,10 @@ class SpecacheOptions(LowBitOptions):
         super().__post_init__()
         if self.verify == TIERS:
             self.check_tiers()
-        if self.top_k and not self.host:
-            raise OptionError(f"option host=False with top_k={self.top_k}: pairs are fetched from host memory; top_k=0")
+        if self.top_k and not self.host_tier:
+            raise OptionError(
+                f"option host_tier=False with top_k={self.top_k}: pairs are fetched from host memory; top_k=0"
+            )
         if self.selector == "pages" and self.correct != "never":
             raise OptionError(
                 f"option selector='pages' with correct={self.correct!r}: a correction takes tokens one by one"
@@ -110,7 +112,7 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
     stores = (Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),)
-    if options.host:
+    if options.host_tier:
         attend |= {"extend": Call("extend_attention", ("host",))}
         stores += (Call("offload", ("host",)),)
     return Recipe(attend, stores, selector_of(options))
@@ -139,7 +141,7 @@ FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED,
 
 
 def fields_at(options: LowBitOptions, layer: LayerShape) -> tuple[Field, ...]:
-    return FIELDS if options.host else tuple(field for field in FIELDS if field is not HOST)
+    return FIELDS if options.host_tier else tuple(field for field in FIELDS if field is not HOST)
 
 
 METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, fields_at, defaults)

@@ -192,7 +192,7 @@ class Session:
     @property
     def has_no_host(self) -> bool:
         """Whether its low-bit tier is all that it has of the tokens behind its window."""
-        return isinstance(self.options, LowBitOptions) and not self.options.host
+        return isinstance(self.options, LowBitOptions) and not self.options.host_tier
 
     def finish(self, tokens: int, phase: Phase) -> None:
         """After it: `tokens` more are cached, and views of the cache taken before are stale."""

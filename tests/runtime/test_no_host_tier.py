@@ -1,4 +1,4 @@
-"""host=False: KIVI as its authors have it, with nothing on the host, and what that cannot do said in words."""
+"""host_tier=False: KIVI as its authors have it, with nothing on the host, and what that cannot do said in words."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
 WITHOUT = {
-    "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32, "host": False},
-    "kivi, 16 bits first": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32, "host": False,
+    "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32, "host_tier": False},
+    "kivi, 16 bits first": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32, "host_tier": False,
                             "min_context": 90},
-    "k = 0": {"setting": "paper", "top_k": 0, "group_size": 32, "residual_length": 32, "host": False},
-    "k = 0, rotated": {"top_k": 0, "group_size": 32, "residual_length": 32, "host": False},
+    "k = 0": {"setting": "paper", "top_k": 0, "group_size": 32, "residual_length": 32, "host_tier": False},
+    "k = 0, rotated": {"top_k": 0, "group_size": 32, "residual_length": 32, "host_tier": False},
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any
     options = WITHOUT[name]
     runs = []
     for host in (True, False):
-        model, cache = filled({**options, "host": host}, llama, 80)
+        model, cache = filled({**options, "host_tier": host}, llama, 80)
         runs.append([model(prompt(1, seed=n), past_key_values=cache, use_cache=True).logits for n in range(30)])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
@@ -105,7 +105,7 @@ REFUSED: dict[str, Callable[[Any, Any], object]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_needs_every_pair_is_refused_in_words(what: str, llama: Any) -> None:
     model, cache = filled(WITHOUT["kivi"], llama)
-    with pytest.raises(SpecacheError, match=f"host=False: {what}.*host=True"):
+    with pytest.raises(SpecacheError, match=f"host_tier=False: {what}.*host_tier=True"):
         REFUSED[what](model, cache)
 
 
@@ -128,11 +128,11 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"host": False}, "host=False with top_k=64.*top_k=0"),
-        ({"host": False, "top_k": 0, "verify": 4}, "host=False with verify=4"),
-        ({"method": "kivi", "host": False, "verify": "tiers"}, "host=False with verify='tiers'"),
-        ({"method": "offload", "host": False}, "'offload' has none"),
-        ({"method": "kivi", "host": 0.5}, "host=0.5"),
+        ({"host_tier": False}, "host_tier=False with top_k=64.*top_k=0"),
+        ({"host_tier": False, "top_k": 0, "verify": 4}, "host_tier=False with verify=4"),
+        ({"method": "kivi", "host_tier": False, "verify": "tiers"}, "host_tier=False with verify='tiers'"),
+        ({"method": "offload", "host_tier": False}, "'offload' has none"),
+        ({"method": "kivi", "host_tier": 0.5}, "host_tier=0.5"),
     ],
 )
 def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], told: str) -> None:
@@ -142,6 +142,7 @@ def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], told
 
 def test_generate_says_the_same_with_and_without(llama: Any) -> None:
     texts = [
-        greedy(compiled_for(llama, **{**WITHOUT["kivi"], "host": host}), prompt(70, 2), 40) for host in (True, False)
+        greedy(compiled_for(llama, **{**WITHOUT["kivi"], "host_tier": host}), prompt(70, 2), 40)
+        for host in (True, False)
     ]
     assert torch.equal(*texts)
