@@ -415,6 +415,8 @@ def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *given, **settings: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
     monkeypatch.setattr(copy_stream, "join_capture", joined.append)
 
@@ -427,7 +429,8 @@ def test_a_step_that_fails_while_it_is_captured_says_why(monkeypatch: pytest.Mon
 
 
 def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own capture stream is of the device that captured first, whichever the model is on."""
+    """torch's own capture stream is of the device that captured first, whichever the model is on. The stream that was
+    current is entered before, so that it is current again behind a capture that fails."""
     told: list[Any] = []
 
     @contextmanager
@@ -438,10 +441,12 @@ def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monk
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", noted)
     monkeypatch.setattr(torch.cuda, "device", noted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", noted)
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(copy_stream, "join_capture", lambda device: None)
     record(list, torch.device("cuda:1"), ())
-    assert told == [torch.device("cuda:1"), "stream of cuda:1"]
+    assert told == [torch.device("cuda:1"), "current stream of cuda:1", "stream of cuda:1"]
 
 
 def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> None:
