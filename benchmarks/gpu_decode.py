@@ -264,6 +264,7 @@ def two_turns(host: Tensor, slot_index: Tensor, corrects: bool, stays: float) ->
     An eighth of the places for each turn of a fetch and of a correction: no pair is there before it is brought.
     """
     k, eighth = slot_index.shape[-1], places_of(host) // 8
+    assert k <= eighth, f"{places_of(host)} places are too few for {k} pairs a turn"
     number = torch.arange(k, device=slot_index.device, dtype=slot_index.dtype)
     first = number * (eighth // k) + 2 * eighth * corrects
     return first, 2 * first + eighth, number < round(stays * k)

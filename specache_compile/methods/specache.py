@@ -111,7 +111,9 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
-    stores = (Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),)
+    stores: tuple[Call, ...] = (
+        Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
+    )
     if options.host_tier:
         attend |= {"extend": Call("extend_attention", ("host",))}
         stores += (Call("offload", ("host",)),)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+import specache_compile as sc
 from conftest import prompt, tiny_llama
 from held_tiers import in_order
 from specache_compile.kernels import host_memory
@@ -84,7 +85,6 @@ def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
         for name, tensor in state.items():
             whole = in_order(tensor)[:, :, : session.length] if name == "host" else tensor
             found[f"{name} of layer {number}"] = whole.cpu().clone()
-    assert found["logits"].isfinite().all()
     return found
 
 
@@ -108,9 +108,12 @@ def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options
         logits.append(feed(model, cache, ids[:, PROMPT : PROMPT + more], places[:, PROMPT : PROMPT + more]))
     for step in range(PROMPT + more, ids.shape[1]):
         logits.append(feed(model, cache, ids[:, step : step + 1], places[:, step : step + 1]))
-    return result_of(cache, logits)
+    result = result_of(cache, logits)
+    assert not options.get("mode") or sc.stats(model).replays > 0
+    return result
 
 
 def differences(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> list[str]:
-    """What is not the same bit for bit."""
+    """What of a right run is not the same bit for bit in another one."""
+    assert some["logits"].isfinite().all()
     return [name for name in some if not torch.equal(some[name], others[name])]

@@ -77,7 +77,7 @@ def test_a_launch_beyond_a_limit_is_refused(grid: tuple[int, int, int], threads:
 
 
 def test_an_image_for_another_architecture_is_refused() -> None:
-    other = {8: 90, 9: 80}[torch.cuda.get_device_capability()[0]]
+    other = 90 if torch.cuda.get_device_capability()[0] == 8 else 80
     signature = {"source": "*fp32", "out": "*fp32", "size": "i32", "BLOCK": "constexpr"}
     source = ASTSource(double, signature=signature, constexprs={"BLOCK": 64})
     image = triton.compile(source, target=GPUTarget("cuda", other, 32)).asm["cubin"]
@@ -100,7 +100,7 @@ def test_a_kernel_with_more_shared_memory_than_a_block_may_have_is_refused() -> 
 
 def test_memory_ends_where_the_devices_does() -> None:
     free, total = torch.cuda.mem_get_info()
-    assert 20 << 30 < free < total
+    assert 0 < free < total
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(total, dtype=torch.uint8, device="cuda")
 

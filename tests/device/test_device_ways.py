@@ -138,11 +138,11 @@ def test_a_copy_that_stops_loses_nothing(
     cache = DynamicCache()
     calls: list[int] = []
 
-    def stopping(*given: Any) -> None:
+    def stopping(*given: Any, **grid: int) -> None:
         calls.append(1)
         if len(calls) == 5:
             raise error("stopped")
-        gather(*given)
+        gather(*given, **grid)
 
     monkeypatch.setattr(triton_copy, "gather", stopping)
     with pytest.raises(error):

@@ -187,9 +187,9 @@ def hold_up_gathers(monkeypatch: pytest.MonkeyPatch) -> Iterator[HoldUp]:
     gather = triton_copy.gather
 
     def hold_up(cycles: int) -> None:
-        def late(*given: Any) -> None:
+        def late(*given: Any, **grid: int) -> None:
             torch.cuda._sleep(cycles)
-            gather(*given)
+            gather(*given, **grid)
 
         if SIMULATED:
             set_schedule("late")

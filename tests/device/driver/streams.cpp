@@ -221,6 +221,7 @@ static void run_until(const std::function<bool()> &done) {
     {
       Lock lock(books());
       if (done()) return;
+      if (!streams_with_work().empty()) continue;  // another thread's work has just come to its end
       for (Stream *stream : all_streams()) {
         if (stream->busy && pthread_equal(stream->runner, pthread_self())) return;
         others = others || stream->busy;
@@ -624,10 +625,11 @@ EXPORTED int simulated_is_capturing(void *handle) {
   return stream && stream->capture;
 }
 EXPORTED int simulated_is_scheduled() { return scheduled(); }
-EXPORTED void simulated_schedule(const char *text) {
-  finish_all(__func__);
+EXPORTED int simulated_schedule(const char *text) {
+  cudaError_t told = finish_all(__func__);
   Lock lock(books());
   schedule() = parse(text);
+  return told;
 }
 EXPORTED int simulated_enqueue(void *stream, const char *what, void (*run)(void *), void *data) {
   cudaError_t error = enqueue((cudaStream_t)stream, what, [=] { run(data); }, __func__);

@@ -28,13 +28,13 @@ _numbers = itertools.count(1)
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _called(number: int) -> None:
     """A stream has come to this work. What goes wrong in it is told to whoever waits for the device next."""
-    name, run, once = _work.pop(number)
-    if not once:
-        _work[number] = name, run, once
+    name, run, once = _work[number]
+    if once:
+        del _work[number]
     try:
         with _disable_current_modes(), torch.no_grad():
             run()
-    except Exception as error:
+    except BaseException as error:  # what leaves here is lost: no caller of a stream's work is Python
         traceback.print_exc()
         _library.simulated_fault(f"{name}: {error!r}".encode())
 
@@ -54,8 +54,10 @@ def enqueue(name: str, run: Run) -> None:
 
 
 def set_schedule(name: str) -> None:
-    """The order in which queued work runs from here on: eager, late, early, or random:SEED."""
-    _library.simulated_schedule(name.encode())
+    """The order in which queued work runs from here on: eager, late, early, or random:SEED. RuntimeError where what
+    was queued before has failed."""
+    if error := _library.simulated_schedule(name.encode()):
+        raise RuntimeError(f"CUDA error {error}: queued work has failed")
 
 
 def set_other_addresses(there: bool) -> None:
