@@ -187,8 +187,8 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
     """A tensor on the host, of which `device` can read the first `backed` places of dim 0 (all, if not given), with
     anything in it: nothing is read of a host tier that was not written before. Pinned for a GPU; where that fails,
     ordinary memory and one warning. Under a fake mode there is no memory to pin."""
-    if isinstance(torch.empty(0), FakeTensor):
-        return torch.empty(shape, dtype=dtype)
+    if isinstance(torch.empty(0, device="cpu"), FakeTensor):
+        return torch.empty(shape, dtype=dtype, device="cpu")
     addresses, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
     size = addresses if backed is None else backed * unit
     lease = _pool.lend(size, addresses, unit, device) if device.type == "cuda" and size else None
@@ -200,7 +200,7 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
             "the step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
             stacklevel=2,
         )
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed: int | None = None) -> Tensor | None:

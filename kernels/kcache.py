@@ -41,7 +41,8 @@ def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
     if not length:
         return host.new_zeros(*index.shape, host.shape[-1])
     batch, heads = index.shape[:2]
-    row, head = torch.arange(batch)[:, None, None, None], torch.arange(heads)[None, :, None, None]
+    row = torch.arange(batch, device=host.device)[:, None, None, None]
+    head = torch.arange(heads, device=host.device)[None, :, None, None]
     return picked(host, row, head, index, 1)
 
 

@@ -47,7 +47,7 @@ def rotation_block(head_dim: int) -> int:
 @functools.cache
 def hadamard(size: int, device: torch.device) -> Tensor:
     """The orthonormal Hadamard matrix [size, size] in Sylvester's order, float32; it is its own inverse."""
-    matrix = torch.ones(1, 1, dtype=torch.float32)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / size**0.5).to(device)

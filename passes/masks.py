@@ -146,7 +146,7 @@ def at(size: Any, sizes: Sizes) -> int:
 def padding_at(padding: Node, sizes: Sizes) -> Tensor:
     """Some padding [B, n]: a hole in every row, and all rows but the first padded left."""
     batch, width = (at(size, sizes) for size in value_of(padding).shape)
-    made = torch.ones(batch, width, dtype=value_of(padding).dtype)
+    made = torch.ones(batch, width, dtype=value_of(padding).dtype, device="cpu")
     for row in range(batch):
         made[row, : min(row, width - 1)] = 0
     made[:, width // 2] = 0
@@ -182,7 +182,7 @@ def agrees(made: Tensor, sizes: Sizes, mask: Node, padding: Node | None) -> bool
     rows, columns = (at(size, sizes) for size in value_of(mask).shape[2:])
     if made.shape[2:] != (rows, columns) or columns < rows:
         return False
-    expected = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    expected = torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril(columns - rows)
     if padding is not None:
         there = padding_at(padding, sizes)[:, :columns] != 0
         if there.shape[1] != columns or len(there) not in (1, len(made)):

@@ -10,4 +10,4 @@ from .history import History
 
 def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
     """A fresh number for every pair."""
-    return torch.rand(history.token.shape, generator=random).to(history.token.device)
+    return torch.rand(history.token.shape, generator=random, device="cpu").to(history.token.device)

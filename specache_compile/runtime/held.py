@@ -181,7 +181,7 @@ def take(held: HeldTensor, dim: int, part: Any) -> HeldTensor:
         return crop(held, *part.indices(held.shape[2]))
     if dim != 0:
         raise held_read("indexing other than by batch rows and a crop")
-    rows = torch.arange(held.shape[0])
+    rows = torch.arange(held.shape[0], device="cpu")
     return select_rows(held, 0, rows[part.cpu() if isinstance(part, Tensor) else part, ...])
 
 

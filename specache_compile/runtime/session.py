@@ -390,7 +390,7 @@ class Session:
 
     def select(self, indices: Tensor) -> None:
         """Keep the batch rows `indices`, in that order: reorder, repeat and select are all this."""
-        if indices.numel() == self.batch and torch.equal(indices.cpu(), torch.arange(self.batch)):
+        if indices.numel() == self.batch and torch.equal(indices.cpu(), torch.arange(self.batch, device="cpu")):
             return
         for number, layer in enumerate(self.layers):
             self.state[number] = copied(self.state[number], self.options, layer, self.room, indices)

@@ -97,7 +97,7 @@ def stats(model: torch.nn.Module) -> Stats:
     latest.queue.settle()
     tier = latest.bytes_by_tier
     device = device_total(tier)
-    tally = torch.stack([t.cpu() for t in latest.tallies]).sum(0) if latest.tallies else torch.zeros(3)
+    tally = torch.stack([t.cpu() for t in latest.tallies]).sum(0) if latest.tallies else torch.zeros(3, device="cpu")
     mass, recall, count = tally.tolist()
     fetched = sum(int(count) for count in [*latest.fetched, *latest.corrected])
     return Stats(

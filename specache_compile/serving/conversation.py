@@ -42,7 +42,7 @@ class Conversation:
 def begun(model: Any) -> Conversation:
     """One that holds nothing yet."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return Conversation(torch.empty(0, dtype=torch.int64), cache)
+    return Conversation(torch.empty(0, dtype=torch.int64, device="cpu"), cache)
 
 
 def shared(ids: Tensor, prompt: Tensor) -> int:

@@ -121,7 +121,7 @@ class Generation:
             conversation.cache.crop(-unsaid)
             held -= unsaid
         conversation.asked = min(answer.prompt - answer.question.opening, held)
-        conversation.ids = torch.tensor(answer.ids[:held], dtype=torch.int64)
+        conversation.ids = torch.tensor(answer.ids[:held], dtype=torch.int64, device="cpu")
         if held and held == len(conversation.ids):
             self.conversations.put(conversation)
             self.submit(self.conversations.trim)  # to disk, it takes a while: nobody's answer waits for it

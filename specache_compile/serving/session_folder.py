@@ -107,7 +107,7 @@ def found(root: Path) -> list[Saved]:
     for folder in root.glob(SESSION_FOLDER):
         try:
             told = json.loads((folder / TOKENS).read_text())
-            ids = torch.tensor(told["ids"], dtype=torch.int64)
+            ids = torch.tensor(told["ids"], dtype=torch.int64, device="cpu")
             saved = Saved(folder, ids, int(told["asked"]), bool(told["crops"]), size_of(folder))
             left[saved] = (folder / TOKENS).stat().st_mtime
         except (OSError, ValueError, KeyError, TypeError):
