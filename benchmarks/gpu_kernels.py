@@ -133,7 +133,7 @@ class Inputs:
         return score(self.q, self.k, None, None, self.cursor, *given, *self.settings)
 
     def attend_scored(self, attend: Any, *logits: Tensor) -> Tensor:
-        given = self.of_state("codes", "value_params", "recent", "slots", "slot_index")
+        given = self.of_state("codes", "value_params", "recent", "slots", "slot_index", "slot_index")
         return attend(self.q, self.k, self.v, None, None, self.cursor, *logits, *given, *self.settings)
 
 

@@ -225,15 +225,18 @@ def query_of(
     )  # fmt: skip
 
 
-def in_slots(slot_index: Tensor, low_bit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the slots [B, H, k] which hold a pair of the low-bit tier, bool, and whose, int64; and of the tier's tokens
-    which are there, bool [B, H, low_bit]."""
-    fetched = (slot_index >= 0) & (slot_index < low_bit)
-    position = slot_index.long().clamp(0, max(low_bit - 1, 0))
+def in_slots(slot_index: Tensor, low_bit: int) -> tuple[Tensor, Tensor]:
+    """Of the slots [B, H, k] which hold a pair of the low-bit tier, bool, and whose, int64."""
+    return (slot_index >= 0) & (slot_index < low_bit), slot_index.long().clamp(0, max(low_bit - 1, 0))
+
+
+def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
+    """Of the low-bit tier's tokens which are in the slots, bool [B, H, low_bit]."""
+    fetched, position = in_slots(slot_index, low_bit)
     hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=slot_index.device)
     if low_bit:
         hidden.scatter_add_(2, position, fetched.int())
-    return fetched, position, hidden.bool()
+    return hidden.bool()
 
 
 @dataclass(frozen=True)
@@ -263,11 +266,11 @@ class Attended:
 
 
 def attend_over(
-    at: Query, k: Tensor, v: Tensor, logits: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor,
-    slot_index: Tensor, layout: Layout,
+    at: Query, k: Tensor, v: Tensor, logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor,
+    recent: Tensor, slots: Tensor, slot_index: Tensor, layout: Layout,
 ) -> Attended:  # fmt: skip
-    """`Attended` from the low-bit tier's logits."""
-    fetched, position, hidden = in_slots(slot_index, at.low_bit)
+    """`Attended` from the low-bit tier's logits; hidden: as for `low_bit_mix`."""
+    fetched, position = in_slots(slot_index, at.low_bit)
     packed = low_bit_mix(logits, hidden, codes, value_params, k.shape[-1], layout)
     slot_logits = product(at.query, slots[:, :, :, 0], at.softcap)
     if at.low_bit_bias is not None and at.low_bit:
@@ -321,7 +324,8 @@ def decode_attention(
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     logits = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout, unbiased)
-    done = attend_over(at, k, v, logits, codes, value_params, recent, slots, slot_index, layout)
+    hidden = hidden_by(slot_index, at.low_bit)
+    done = attend_over(at, k, v, logits, hidden, codes, value_params, recent, slots, slot_index, layout)
     scores = torch.full(codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
         packed, exact, window = map(done.last_lane, done.parts[:3])
@@ -385,17 +389,21 @@ def attend_scored(
     recent: Tensor,
     slots: Tensor,
     slot_index: Tensor,
+    chosen: Tensor,
     key_bits: int,
     value_bits: int,
     rotate: bool,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits."""
+    """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits. chosen int32
+    [B, H, k]: what `correct` returned, the tokens of slot_index in another order, known before their pairs are there.
+    """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
-    done = attend_over(at, k, v, packed, codes, value_params, recent, slots, slot_index, layout)
+    hidden = hidden_by(chosen, at.low_bit)
+    done = attend_over(at, k, v, packed, hidden, codes, value_params, recent, slots, slot_index, layout)
     return done.output(q.dtype)
 
 

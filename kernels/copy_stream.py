@@ -1,9 +1,15 @@
-"""The copy stream of a CUDA device: fetches and offloads beside compute.
+"""The copy streams of a CUDA device: fetches and offloads beside compute; and corrections, beside less of it.
 
     main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
     copy stream                  └── gather_0, gather_1 ... ──┘
 
-What the copy stream touches is state of a session, or staging that this module owns; never an Inductor temporary.
+    main stream    score_0 ── choose_0 ─┬─ low-bit values_0 ─┬─ slots_0, recent_0, new_0 ── merge_0 ...
+    corrections                         └─ gather_0 ─────────┘
+
+A correction has a stream of its own: the step waits for it, and it for no other layer's fetch.
+
+What the copy stream touches is state of a session, or staging that this module owns; never an Inductor temporary. A
+correction also reads what was chosen, which the attention behind it keeps.
 Nothing here blocks the host in a decode step. While a CUDA graph is being captured, the fork is part of the graph and
 `join` ends it: events from outside a capture cannot be waited for within. The last layers' fetches, which that would
 leave no time, are deferred to the next replay (`deferred.py`). The stream that steps are recorded on is not here but
@@ -28,8 +34,9 @@ from .segments import aligned, put, runs, span_of, tokens_of
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
 
-# The end of the last fetch into each layer's slots, by their address.
+# The end of the last fetch into each layer's slots, by their address; and of a correction that is not waited for yet.
 _fetches: dict[int, torch.cuda.Event] = {}
+_corrections: dict[int, torch.cuda.Event] = {}
 
 
 @functools.cache
@@ -39,11 +46,24 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+@functools.cache
+def correction_stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device's corrections, of high priority as well."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def adopt(state: Mapping[str, Tensor]) -> None:
-    """Tell the allocator that the copy stream uses these state tensors, so that their memory is not reused too soon."""
-    for field in (field for field in deferred.FETCH_STATE if field != "host"):
-        state[field].record_stream(stream_of(state[field].device))
-    weakref.finalize(state["slots"], _fetches.pop, state["slots"].data_ptr(), None)
+    """Tell the allocator that both streams use these state tensors, so that their memory is not reused too soon."""
+    device = state["slots"].device
+    used = {
+        stream_of(device): ("wanted", "slots", "slot_index", "fetched"),
+        correction_stream_of(device): ("slots", "slot_index", "corrected"),
+    }
+    for stream, fields in used.items():
+        for field in fields:
+            state[field].record_stream(stream)
+    for ends in (_fetches, _corrections):
+        weakref.finalize(state["slots"], ends.pop, state["slots"].data_ptr(), None)
 
 
 def join(device: torch.device) -> None:
@@ -52,14 +72,17 @@ def join(device: torch.device) -> None:
 
 
 def join_capture(device: torch.device) -> None:
-    """Before a capture ends: bring the copy stream back into it, if a fetch has forked it off.
+    """Before a capture ends: bring those streams back into it that a fetch, or a correction in a step that failed, has
+    forked off.
 
     A stream that took no part may not be waited for: its events come from outside of the capture.
     """
-    with torch.cuda.stream(stream_of(device)):
-        forked = torch.cuda.is_current_stream_capturing()
-    if forked:
-        join(device)
+    for stream in (stream_of(device), correction_stream_of(device)):
+        with torch.cuda.stream(stream):
+            forked = torch.cuda.is_current_stream_capturing()
+        if forked:
+            torch.cuda.current_stream(device).wait_stream(stream)
+    _corrections.clear()
 
 
 def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
@@ -91,21 +114,33 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wante
 def correct(
     scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
-) -> None:  # fmt: skip
-    """As `tiers.correct`, on the main stream: it has nothing to do meanwhile, and other layers' fetches, which queue on
-    the copy stream, are overtaken. The host decides nothing."""
+) -> Tensor:  # fmt: skip
+    """As `tiers.correct`: the choice on the main stream, the gather beside what that is given next, up to
+    `wait_for_correction`. The host decides nothing."""
     from .triton_copy import gather
     from .triton_select import select_topk
 
-    wanted = torch.empty_like(slot_index)
-    select_topk(scores[0], wanted, cursor)
+    chosen = torch.empty_like(slot_index)
+    select_topk(scores[0], chosen, cursor)
     if missed is not None:
-        wanted = torch.where(missed.unsqueeze(-1), wanted, slot_index)
-    if host.is_pinned():
-        gather(wanted, host, slots, slot_index, corrected, programs=slot_index.shape[0] * slot_index.shape[1])
-    else:
+        chosen = torch.where(missed.unsqueeze(-1), chosen, slot_index)
+    if not host.is_pinned():
         join(slots.device)
-        tiers.refill(wanted, host, slots, slot_index, corrected)
+        tiers.refill(chosen, host, slots, slot_index, corrected)
+        return chosen
+    corrections = correction_stream_of(slots.device)
+    corrections.wait_stream(torch.cuda.current_stream(slots.device))
+    with torch.cuda.stream(corrections):
+        gather(chosen, host, slots, slot_index, corrected, programs=slot_index.shape[0] * slot_index.shape[1])
+    _corrections[slots.data_ptr()] = corrections.record_event()
+    return chosen
+
+
+def wait_for_correction(slots: Tensor) -> None:
+    """What the main stream is given from here on runs behind the correction of these slots."""
+    correction = _corrections.pop(slots.data_ptr(), None)
+    if correction is not None:
+        torch.cuda.current_stream(slots.device).wait_event(correction)
 
 
 def copy_across(source: Tensor, target: Tensor) -> None:

@@ -103,11 +103,11 @@ def score_low_bit_fused(
 def attend_scored_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
     base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    *settings: Any,
+    chosen: Tensor, *settings: Any,
 ) -> Tensor:  # fmt: skip
     """`attention.attend_scored`, as one C++ kernel; the same arguments and results."""
     if not fits(codes, k, v, recent, slots):
-        tiers = (logits, base, codes, value_params, recent, slots, slot_index)
+        tiers = (logits, base, codes, value_params, recent, slots, slot_index, chosen)
         return attend_scored(q, k, v, mask, sinks, cursor, *tiers, *settings)
     out = q.new_empty(q.shape, dtype=torch.float32)
     layout, scale, softcap = Layout(*settings[:3]), *settings[3:]

@@ -89,7 +89,7 @@ def tiers_library() -> CDLL:
     return compiled(("cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 4, *[number] * 4, pointer],
-        "correct": [*[pointer] * 5, *[number] * 7, pointer],
+        "correct": [*[pointer] * 5, *[number] * 7, pointer, pointer],
         "write_pairs": [*[pointer] * 3, *[number] * 6],
     })  # fmt: skip
 

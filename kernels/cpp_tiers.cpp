@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#include <vector>
 
 namespace {
 
@@ -103,17 +104,21 @@ extern "C" void refill(const int32_t* wanted, char* host, char* slots, int32_t* 
   *fetched += refill_heads(wanted, {host, heads, span, pair}, 0, heads, slots, slot_index, k);
 }
 
-// Lane 0's own choice among the first `n` tokens, in the rows that missed (null: all): scores [lanes, rows·heads, stride].
+// Lane 0's own choice among the first `n` tokens, in the rows that missed (null: all): scores [lanes, rows·heads, stride]
+// → chosen [rows·heads, k], what the slots hold then.
 extern "C" void correct(const float* scores, const uint8_t* missed, char* host, char* slots, int32_t* slot_index,
                         int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t n, int64_t k,
-                        int64_t pair, int64_t* corrected) {
-  std::vector<int32_t> wanted(heads * k);
+                        int64_t pair, int32_t* chosen, int64_t* corrected) {
   for (int64_t row = 0; row < rows; ++row) {
-    if (missed && !missed[row]) continue;
     const int64_t first = row * heads;
-    select_topk(scores + first * stride, heads, stride, n, k, wanted.data());
-    *corrected += refill_heads(wanted.data(), {host, rows * heads, span, pair}, first, first + heads,
-                               slots + first * k * pair, slot_index + first * k, k);
+    int32_t* wanted = chosen + first * k;
+    if (missed && !missed[row]) {
+      std::copy_n(slot_index + first * k, heads * k, wanted);
+      continue;
+    }
+    select_topk(scores + first * stride, heads, stride, n, k, wanted);
+    *corrected += refill_heads(wanted, {host, rows * heads, span, pair}, first, first + heads, slots + first * k * pair,
+                               slot_index + first * k, k);
   }
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import tiers
@@ -55,15 +56,16 @@ def prefetch_fused(
 def correct_fused(
     scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """`tiers.correct`, in C++; the same arguments and results."""
+    chosen = torch.empty_like(slot_index)
     scores, low_bit = scores.contiguous(), int(cursor[LOW_BIT])
     missed = None if missed is None else missed.contiguous()
     sizes = (*slots.shape[:2], scores.shape[-1], span_of(host), low_bit, slots.shape[2], pair_bytes(slots))
     places, library = [address(tensor) for tensor in (scores, missed, host, slots, slot_index)], tiers_library()
 
     def job() -> None:
-        library.correct(*places, *sizes, address(corrected))
+        library.correct(*places, *sizes, address(chosen), address(corrected))
 
     queue = queue_of(cursor)
     if queue is None:
@@ -71,6 +73,7 @@ def correct_fused(
     else:
         queue.wait_for_offloads()
         queue.correcting += queue.run_now(job)
+    return chosen
 
 
 def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:

@@ -76,6 +76,10 @@ def fake_score_low_bit(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *room(q, capacity), q.new_empty((q.shape[2], batch, heads, capacity), dtype=torch.float32)
 
 
+def fake_correct(*arguments: Any) -> Tensor:
+    return torch.empty_like(arguments[5])
+
+
 def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -92,8 +96,8 @@ SCORE = (
 )
 SCORED = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor logits, Tensor base, "
-    f"Tensor codes, Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, {LAYOUT}, float scale, "
-    "float? softcap) -> Tensor"
+    "Tensor codes, Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, Tensor chosen, "
+    f"{LAYOUT}, float scale, float? softcap) -> Tensor"
 )
 
 
@@ -157,8 +161,8 @@ DECLARED = (
     ),
     Op(
         "correct(Tensor scores, Tensor? missed, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
-        "Tensor(c!) corrected) -> ()",
-        tiers.correct, fake_nothing, "copy_stream:correct",
+        "Tensor(c!) corrected) -> Tensor",
+        tiers.correct, fake_correct, "copy_stream:correct",
         fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of, cost=costs.correct,
     ),
     Op(

@@ -123,28 +123,29 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
 def correct(
     scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Bring the pairs that lane 0 wants now, and the slots lack: scores [lanes, B, H, C] as `score_low_bit` gives them.
 
     missed bool [B, 1]: rows whose guess was not the token that came; the others' slots stay. None: all rows. Stands
-    behind a `wait` on its slots, and so behind the offload of every token in the low-bit tier. Returns when the pairs
-    are there. Mutates slots [B, H, k, 2, d], slot_index [B, H, k], and corrected int64 [1], the bytes
+    behind a `wait` on its slots, and so behind the offload of every token in the low-bit tier. Returns the tokens that
+    the slots hold from here on, int32 [B, H, k] in any order; on a GPU their pairs may come later, but before
+    `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index [B, H, k], and corrected int64 [1], the bytes
     that travelled.
     """
-    low_bit = int(cursor[LOW_BIT])
+    chosen, low_bit = torch.empty_like(slot_index), int(cursor[LOW_BIT])
 
     def job() -> None:
-        wanted = torch.empty_like(slot_index)
-        select_topk(scores[0, :, :, :low_bit], wanted)
+        select_topk(scores[0, :, :, :low_bit], chosen)
         if missed is not None:
-            wanted = torch.where(missed.unsqueeze(-1), wanted, slot_index)
-        refill(wanted, host, slots, slot_index, corrected)
+            chosen.copy_(torch.where(missed.unsqueeze(-1), chosen, slot_index))
+        refill(chosen, host, slots, slot_index, corrected)
 
     queue = queue_of(cursor)
     if queue is None:
         job()
     else:
         queue.correcting += queue.run_now(job)
+    return chosen
 
 
 def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import SEEN
+from .copy_stream import wait_for_correction
 from .kept_logits import LOGIT_BLOCK
 from .layout import Layout, rotation_block
 from .triton_center import share_of_center
@@ -139,7 +140,7 @@ def attend_exact(
     return peak, total
 
 
-@triton.jit(do_not_specialize=[*MASK_STRIDES, "exact", "splits"])
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "exact", "splits", "first"])
 def attend_tiers(
     # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
     # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [4].
@@ -160,8 +161,8 @@ def attend_tiers(
     # [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_row, m_token,
     scale, softcap,
-    # H, C in tokens; E, shares of the exact tiers, and S, of the low-bit tier.
-    heads, capacity, exact, splits,
+    # H, C in tokens; E, shares of the exact tiers, and S, of the low-bit tier; of all the first one of this launch.
+    heads, capacity, exact, splits, first,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr,
@@ -180,7 +181,7 @@ def attend_tiers(
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
     A half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
     """
-    bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bh, split = tl.program_id(0).to(tl.int64), first + tl.program_id(1)
     batch, head = bh // heads, bh % heads
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
     row = tl.arange(0, ROWS)
@@ -372,12 +373,13 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, kept: Kept, layout: Layout,
     scale: float, softcap: float | None, group: int, center: Tensor | None = None, unbiased: bool = False,
-    keys: bool = True, values: bool = True,
+    keys: bool = True, values: bool = True, chosen: Tensor | None = None,
 ) -> Sums:  # fmt: skip
     """`attend_tiers`, whole or a half of it; of a half, anything stands for the tensors that it does not need.
 
     kept: where the last lanes' logits are, and a half's base. Without `values` there are no slots. group: tokens of a
-    tile; g, or without `keys` a divisor of it.
+    tile; g, or without `keys` a divisor of it. chosen: the tokens that a correction brings to the slots; the low-bit
+    tier is attended to without them meanwhile, in a launch of its own.
     """
     logits, base = kept
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -386,7 +388,8 @@ def attend(
     queries = query_heads // heads
     rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))
     top_k, window = slots.shape[2] if values else 0, recent.shape[2]
-    exact, splits = shares_of(batch * heads, capacity // group, exact_blocks(top_k, window), programs_at_once(q.device))
+    blocks, apart = exact_blocks(top_k, window), chosen is not None
+    exact, splits = shares_of(batch * heads, capacity // group, blocks, programs_at_once(q.device), apart)
     kind, mask, mask_strides = form
     value_group = d // value_params.shape[-1] if layout.is_quantised and values else d
     key_width, value_width = layout.widths(d)
@@ -401,9 +404,12 @@ def attend(
     shares = q
     if centered := center is not None and center.shape[2] > 0:
         shares = share_of_center(q, center, cursor, capacity, group, scale)
-    attend_tiers[batch * heads, exact + splits](
+    given = (
         q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,
-        recent, slots, slot_index, shares, logits, peaks if base is None else base, partial, peaks, totals,
+        recent, slots,
+    )  # fmt: skip
+    written = (shares, logits, peaks if base is None else base, partial, peaks, totals)
+    settings = dict(
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2),
         k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
@@ -415,6 +421,12 @@ def attend(
         SPAN=span, EXACT=EXACT_BLOCK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
+    if chosen is None:
+        attend_tiers[batch * heads, exact + splits](*given, slot_index, *written, first=0, **settings)
+    else:
+        attend_tiers[batch * heads, splits](*given, chosen, *written, first=exact, **settings)
+        wait_for_correction(slots)
+        attend_tiers[batch * heads, exact](*given, slot_index, *written, first=0, **settings)
     return Sums(exact, partial, peaks, totals)
 
 
@@ -470,15 +482,17 @@ def exact_blocks(top_k: int, window: int) -> int:
 
 
 @functools.cache
-def shares_of(rows: int, tiles: int, blocks: int, slots: int) -> tuple[int, int]:
+def shares_of(rows: int, tiles: int, blocks: int, slots: int, apart: bool = False) -> tuple[int, int]:
     """E and S, the shares of a head's exact tiers, `blocks` tiles of 16 bits, and of its low-bit tier's `tiles`, for
     B·H `rows` on a GPU that runs `slots` programs at a time.
 
     E: of three tiles or more, while all heads' fill a quarter of the GPU at most. S: of those with four tiles or more,
-    and a few rounds of programs in all, the number that ends first.
+    and a few rounds of programs in all, the number that ends first. apart: each kind has a launch, and the GPU, of its
+    own.
     """
-    exact = max(1, min(blocks // FEWEST_TILES, slots // (4 * rows), MOST_PARTS // 2))
-    first = rows * exact * [PROLOGUE + EXACT_TILE * triton.cdiv(blocks, exact)]
+    room = slots if apart else slots // 4
+    exact = max(1, min(blocks // FEWEST_TILES, room // rows, MOST_PARTS // 2))
+    first = [] if apart else rows * exact * [PROLOGUE + EXACT_TILE * triton.cdiv(blocks, exact)]
     most = max(1, min(tiles // 4, MOST_PARTS - exact, MOST_ROUNDS * slots // rows))
 
     def end(splits: int) -> float:

@@ -7,7 +7,8 @@ The CUDA implementations of `attention.score_low_bit` and `attention.attend_scor
     merge_splits   the log-sum-exp of every lane
     score_tokens   every lane's scores
 
-    attend_tiers   those logits, low-bit values, and slots, recent and new in 16 bits
+    attend_tiers   those logits and low-bit values, without what was chosen for the slots, while its pairs travel
+    attend_tiers   slots, recent and new in 16 bits
     merge_splits   the output
 """
 
@@ -44,8 +45,8 @@ def score_low_bit(
 
 def attend_scored(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
-    base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, key_bits: int,
-    value_bits: int, rotate: bool, scale: float, softcap: float | None,
+    base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
+    chosen: Tensor, key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """As `attention.attend_scored`. Bytes a low-bit token and KV head: its values', and `bytes_of_logit`·G·lanes.
     FLOPs: 2·G·lanes·(d + d/gv)."""
@@ -57,6 +58,6 @@ def attend_scored(
     kept = logits.contiguous(), base.contiguous()
     sums = attend(
         q, k, v, form, cursor, codes, value_params, value_params, recent, slots, slot_index, kept, layout, scale,
-        softcap, group=max(SMALLEST_GROUP, 1 << value_group.bit_length() - 1), keys=False,
+        softcap, group=max(SMALLEST_GROUP, 1 << value_group.bit_length() - 1), keys=False, chosen=chosen,
     )  # fmt: skip
     return merged(sums, q, k.shape[1], sinks, 0, layout)[0]

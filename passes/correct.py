@@ -15,8 +15,8 @@ def correct(graph_module: GraphModule, context: Context) -> tuple[GraphModule, P
 
         wait(q, cursor, slots_0, ...)            asked = score_low_bit(q, k, ..., codes_0, key_params_0, ...)
         pair = decode_attention(q, k, v, ...)    wait(q, cursor, slots_0, ...)
-        out = pair[0]                            correct(asked[2], missed, cursor, host_0, slots_0, ...)
-                                                 out = attend_scored(q, k, v, ..., asked[0], asked[1], codes_0, ...)
+        out = pair[0]                            chosen = correct(asked[2], missed, cursor, host_0, slots_0, ...)
+                                                 out = attend_scored(q, ..., asked[0], asked[1], codes_0, ..., chosen)
         select_topk(pair[1], wanted_0)           select_topk(asked[2][-1], wanted_0)
 
     The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves
@@ -71,9 +71,11 @@ def split_attention(graph_module: GraphModule, context: Context, site: Site, mis
         chooser = scores
         if not context.phase.one_token:
             chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (scores, [0], True))
-        call_op(graph_module, site, "correct", (chooser, missed, cursor, host, slots, slot_index, corrected))
+        asking = (chooser, missed, cursor, host, slots, slot_index, corrected)
+        chosen = call_op(graph_module, site, "correct", asking)
     with graph.inserting_before(call):
-        given = (q, k, v, mask, sinks, cursor, logits, base, codes, value_params, recent, slots, slot_index, *settings)
+        tiers = (codes, value_params, recent, slots, slot_index, chosen)
+        given = (q, k, v, mask, sinks, cursor, logits, base, *tiers, *settings)
         out = call_op(graph_module, site, "attend_scored", given)
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1))
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})

@@ -182,7 +182,7 @@ def print_launches() -> None:
                 logits, base, by_lane = scored.score_low_bit(q, k, None, None, cursor, *keys, *settings)
                 select.select_topk(by_lane[0], at["wanted"], cursor)
                 copy.gather(*fetch)
-                rest = [logits, base, at["codes"], at["value_params"], *exact]
+                rest = [logits, base, at["codes"], at["value_params"], *exact, at["wanted"]]
                 scored.attend_scored(q, k, v, None, None, cursor, *rest, *settings)
                 scores = by_lane[1]
             select.select_topk(scores, at["wanted"])

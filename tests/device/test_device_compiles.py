@@ -72,7 +72,8 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     logits, base, scores = triton_scored.score_low_bit(
         q, k, mask, None, cursor, low_bit[0], low_bit[1], low_bit[3], exact[0], *settings
     )
-    triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, low_bit[0], low_bit[2], *exact, *settings)
+    tiers = (low_bit[0], low_bit[2], *exact, exact[-1])
+    triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, *tiers, *settings)
     triton_select.select_topk(scores[0], state["wanted"])
     triton_copy.gather(state["wanted"].fill_(0), state["host"], *exact[1:], torch.zeros(1, dtype=torch.int64).cuda())
     triton_copy.write_through(k, v, cursor, state["host"])

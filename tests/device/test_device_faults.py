@@ -27,7 +27,7 @@ from specache_compile.runtime.session import session_of
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
-from specache_compile.kernels import triton_extend
+from specache_compile.kernels import triton_decode, triton_extend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +36,7 @@ pytestmark = [
 ]
 
 RECORDED = {"mode": "reduce-overhead"}
+CORRECTED = {"correct": "always"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,19 @@ FAULTS = [
         "copy.wait_stream(torch.cuda.current_stream(slots.device))", "pass", ("early",),
     ),
     Fault(
+        "a correction not waited for", copy_stream.wait_for_correction,
+        "torch.cuda.current_stream(slots.device).wait_event(correction)", "pass", ("late",), CORRECTED,
+    ),
+    Fault(
+        "slots corrected while they are read", copy_stream.correct,
+        "corrections.wait_stream(torch.cuda.current_stream(slots.device))", "pass", ("early",), CORRECTED,
+    ),
+    Fault(
+        "the values of what the slots held left out", triton_decode.attend,
+        "[batch * heads, splits](*given, chosen,", "[batch * heads, splits](*given, slot_index,",
+        ("late",), CORRECTED,
+    ),
+    Fault(
         "staging copied before it is written", copy_stream.Staging.send, "copy.wait_stream(main)", "pass", ("early",),
     ),
     Fault(
@@ -92,7 +106,7 @@ FAULTS = [
     Fault(
         "wanted chosen anew before the gather has read it", prefetch.prefetch,
         '(site.q, cursor, slots, slot_index, state["wanted"])', "(site.q, cursor, slots, slot_index, slots)",
-        ("late",), {"correct": "always"}, in_the_graph=True,
+        ("late",), CORRECTED, in_the_graph=True,
     ),
 ]  # fmt: skip
 
@@ -187,5 +201,5 @@ def what_a_dead_caches_fetches_write() -> float:
 
 def test_an_allocation_reused_without_record_stream_is_found() -> None:
     assert what_a_dead_caches_fetches_write() == 0
-    with planted(copy_stream.adopt, "state[field].record_stream(stream_of(state[field].device))", "pass"):
+    with planted(copy_stream.adopt, "state[field].record_stream(stream)", "pass"):
         assert what_a_dead_caches_fetches_write() > 0

@@ -94,7 +94,8 @@ class Step:
         step = (self.mask, self.sinks, self.cursor)
         asked = (self.q, self.k, *step, codes, key_params, center, recent, *settings)
         *kept, scores = getattr(torch.ops.specache, op)(*asked)
-        given = (self.q, self.k, self.v, *step, *kept, codes, value_params, recent, slots, slot_index, *settings)
+        rest = (codes, value_params, recent, slots, slot_index, slot_index.flip(-1))
+        given = (self.q, self.k, self.v, *step, *kept, *rest, *settings)
         return getattr(torch.ops.specache, op.replace("score_low_bit", "attend_scored"))(*given), scores[-1]
 
 

@@ -140,7 +140,7 @@ def score_inputs(i: Inputs) -> tuple[Any, ...]:
 
 
 def scored_inputs(i: Inputs) -> tuple[Any, ...]:
-    state = (i.logits, i.base, i.codes, i.value_params, i.recent, i.slots, i.slot_index)
+    state = (i.logits, i.base, i.codes, i.value_params, i.recent, i.slots, i.slot_index, i.slot_index.flip(-1))
     return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
 
 

@@ -10,9 +10,11 @@ import functools
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -322,7 +324,8 @@ class Step:
 
     def attended(self, attend: Any, *kept: Tensor) -> Tensor:
         tier = self.state("codes", "value_params", "recent", "slots", "slot_index")
-        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *kept, *tier, *self.settings)
+        step = (self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor)
+        return attend(*step, *kept, *tier, tier[-1].flip(-1), *self.settings)
 
 
 def step_of(case: Case) -> Step:
@@ -365,6 +368,29 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     close(out, step.attended(attention.attend_scored, *expected_kept))
     torch.testing.assert_close(out, whole, atol=2 * tolerance, rtol=2 * tolerance)
     assert out.is_contiguous()
+
+
+def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The low-bit values are attended to by what was chosen; slots and their index may hold anything until then."""
+    step = step_of(Case(rotate=True, bits=1, dtype=torch.float16))
+    slots, slot_index = step.state("slots", "slot_index")
+    logits, base, _ = step.scored(triton_scored.score_low_bit)
+    expected = step.attended(triton_scored.attend_scored, logits, base)
+
+    chosen, right = slot_index.flip(-1).clone(), (slots.clone(), slot_index.clone())
+    slots.fill_(float("nan"))
+    slot_index.copy_(slot_index.roll(1, -1) + 1)
+
+    def arrive(slots: Tensor) -> None:
+        for tensor, pairs in zip(step.state("slots", "slot_index"), right, strict=True):
+            tensor.copy_(pairs)
+
+    monkeypatch.setattr(triton_decode, "wait_for_correction", arrive)
+    tier = (*step.state("codes", "value_params", "recent", "slots", "slot_index"), chosen)
+    given = (step.q, step.k, step.v, step.mask, step.sinks, step.layer.cursor)
+    found = triton_scored.attend_scored(*given, logits, base, *tier, *step.settings)
+    assert torch.equal(found, expected)
+    assert found.isfinite().all()
 
 
 def test_logits_are_unbiased() -> None:
@@ -513,7 +539,8 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     *kept, scores = triton_scored.score_low_bit(*asked)
     *expected_kept, expected_scores = attention.score_low_bit(*asked)
     torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-5)
-    step, rest = (q, k, v, None, None, layer.cursor), (codes, value_params, recent, slots, slot_index, *settings)
+    step = (q, k, v, None, None, layer.cursor)
+    rest = (codes, value_params, recent, slots, slot_index, slot_index, *settings)
     torch.testing.assert_close(
         triton_scored.attend_scored(*step, *kept, *rest), attention.attend_scored(*step, *expected_kept, *rest),
         atol=1e-5, rtol=1e-5,
@@ -600,11 +627,18 @@ def test_selection_breaks_ties_by_position_and_takes_no_token_that_is_hidden() -
     assert chosen(torch.full((1, 1, 300), -1.0), 3) == [[]]
 
 
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter reads any memory, and has no streams."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: mock.MagicMock())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.MagicMock())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
 @pytest.mark.parametrize("given", [True, False], ids=["some rows", "all rows"])
-def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
-    given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)  # the interpreter reads any memory
+def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(given: bool, streams: None) -> None:
     capacity, heads, k, low_bit = 5120, 2, 8, 4500
     host = in_segments(torch.randn(BATCH, heads, capacity, 2, 16))
     host = host.pin_memory() if DEVICE.type == "cuda" else host
@@ -617,7 +651,9 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
         index = torch.arange(k, dtype=torch.int32, device=DEVICE).repeat(BATCH, heads, 1)
         slots = host[0, :, :, :k].to(DEVICE, copy=True)
         moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        correct(scores, missed, cursor, host, slots, index, moved)
+        chosen = correct(scores, missed, cursor, host, slots, index, moved)
+        copy_stream.wait_for_correction(slots)
+        assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
         order = index.sort(-1).indices
         where = order[..., None, None].expand(-1, -1, -1, 2, 16)
         return index.gather(-1, order), slots.gather(2, where), moved
@@ -627,9 +663,8 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(
     assert expected[2] > 0
 
 
-def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     grids = []
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     monkeypatch.setattr(triton_copy, "gather", lambda *given, programs: grids.append(programs))
     index = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=DEVICE)
     scores, cursor = torch.rand(1, BATCH, 24, 64).to(DEVICE), torch.tensor([64, 64, 64, 0], device=DEVICE)

@@ -390,6 +390,7 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(copy_stream, "stream_of", lambda device: copies)
+    monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: copies)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest: launch(f"gather {int(wanted)}"))
     cursor = torch.zeros(4)
