@@ -38,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.bench.results import Results
+from specache_compile.kernels.costs import CORRECTED
 from specache_compile.kernels.segments import SEGMENT, places_of
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
@@ -71,7 +72,7 @@ SPECACHE: dict[str, dict[str, Any]] = {
     "specache 2-bit, synchronous fetch": {"setting": "paper", "bits": 2},
     "best, k = 0": ON_DEVICE,
     "specache best": {},
-    "specache best, one lane": {"speculate": False},
+    "specache best, two lanes": {"speculate": True},
     "kivi 2-bit": {"method": "kivi", "bits": 2, "host_tier": False},
     "offload": {"method": "offload"},
     "fp8": {"method": "fp8"},
@@ -79,7 +80,7 @@ SPECACHE: dict[str, dict[str, Any]] = {
 # The same without fetch, correction and offload: what a method's step is measured against for what it waits.
 BARE = {
     "specache 2-bit": "2-bit, k = 0", "specache 1-bit": "1-bit, k = 0", "specache best": "best, k = 0",
-    "specache 2-bit, one lane": "2-bit, k = 0", "specache best, one lane": "best, k = 0",
+    "specache 2-bit, one lane": "2-bit, k = 0", "specache best, two lanes": "best, k = 0",
     "specache 2-bit, synchronous fetch": "2-bit, k = 0",
 }  # fmt: skip
 # They read lengths on the host: no mode makes a CUDA graph of their steps.
@@ -91,9 +92,6 @@ METHODS = [*BASELINES, *SPECACHE]
 SMOKE_METHODS = (FULL, OFFLOADED, FP8, "16 bits, k = 0", "2-bit, k = 0", "specache 2-bit", "specache best", "offload")
 # Bytes of VRAM beside the margin, in which the smoke model and three sequences fit, by their dtypes there.
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
-# Pairs of 64 that a correction brings with two lanes, behind the other lane's fetch, and with one: SmolLM2 at 4,096
-# tokens (`specache generate --stats`).
-CORRECTED = {True: 22 / 64, False: 28 / 64}
 # Tokens that a forced context has room to grow by.
 STEPS = 80
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
@@ -275,14 +273,7 @@ def share_corrected(method: str, given: float | None) -> float:
     options = parse_options(SPECACHE.get(method, {"top_k": 0}))
     if getattr(options, "correct", "never") != "always" or options.top_k == 0:
         return 0.0
-    return CORRECTED[options.speculate] if given is None else given
-
-
-def share_reused(method: str, given: float) -> float:
-    """One lane's correction has brought all that its fetch asks for."""
-    options = SPECACHE.get(method, {})
-    alone = not options.get("speculate", True) and share_corrected(method, None) > 0
-    return 1.0 if alone else given
+    return CORRECTED[1 + options.two_lanes] if given is None else given
 
 
 def measure(model: LlamaForCausalLM, case: Case, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -446,7 +437,7 @@ def cases_of(args: argparse.Namespace, total: int) -> list[Case]:
 
 
 def case_of(model: str, method: str, context: int, cap: int, reuse: float, corrected: float | None) -> Case:
-    return Case(model, method, context, cap, share_reused(method, reuse), share_corrected(method, corrected))
+    return Case(model, method, context, cap, reuse, share_corrected(method, corrected))
 
 
 def fetches(method: str) -> bool:
@@ -468,7 +459,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--corrected",
         type=float,
         metavar="SHARE",
-        help="of the slots that a correction fills anew (22/64; one lane: 28/64)",
+        help="of the slots that a correction fills anew (as seen: .44; two lanes: .34)",
     )
     parser.add_argument("--mode", default="reduce-overhead", help="torch.compile's (default: reduce-overhead)")
     parser.add_argument("--host-gib", type=float, default=100.0, help="pinned memory that may be used (100)")

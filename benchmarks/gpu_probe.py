@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -30,10 +31,12 @@ import triton
 import triton.language as tl
 from measuring import limits, milliseconds
 from tabulate import tabulate
+from torch import Tensor
 
 from specache_compile.bench.results import Results
 from specache_compile.kernels import host_memory, triton_copy
-from specache_compile.kernels.segments import segmented, tokens_of
+from specache_compile.kernels.segments import SEGMENT, segmented, tokens_of
+from specache_compile.kernels.stored_pairs import ROUNDED, rounded_width
 
 CUDA = torch.device("cuda")
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
@@ -136,6 +139,53 @@ def gather_rates(smoke: bool = False) -> Found:
     return {"holds": True, "says": f"{said} GB/s (pinned copy {pinned:.0f})", "GB/s": rates, "pinned GB/s": pinned}
 
 
+def nodes() -> dict[str, set[int]]:
+    """The CPUs of this process by NUMA node; one node where nobody says."""
+    allowed, found = os.sched_getaffinity(0), dict[str, set[int]]()
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        parts = (part.partition("-") for part in path.read_text().strip().split(",") if part)
+        cpus = {cpu for first, _, last in parts for cpu in range(int(first), int(last or first) + 1)}
+        if cpus & allowed:
+            found[path.parent.name] = cpus & allowed
+    return found or {"node0": allowed}
+
+
+def gathers_over_a_large_tier(smoke: bool = False) -> Found:
+    """GB/s of gathers all over 32 GiB (or half of what is free), of pairs in 16 and in 8 bits, evenly spaced and
+    random, with as many programs as a fetch ahead and as a correction has; by the NUMA node whose memory it is."""
+    device = CUDA if torch.cuda.is_available() else torch.device("cpu")
+    heads, top_k, d = (4, 8, 16) if smoke else (192, 64, 128)
+    dtype = torch.bfloat16 if device == CUDA else torch.half
+    size = 1 << 20 if smoke else min(32 << 30, host_memory.free_memory() // 2)
+    slots = torch.zeros(1, heads, top_k, 2, d, dtype=dtype, device=device)
+    index = torch.full((1, heads, top_k), -1, dtype=torch.int32, device=device)
+    moved = torch.zeros(1, dtype=torch.int64, device=device)
+    rates, everywhere = dict[str, float](), os.sched_getaffinity(0)
+    for (node, cpus), stored in itertools.product(nodes().items(), (dtype, ROUNDED)):
+        width = rounded_width(d) if stored == ROUNDED else d
+        tokens = size // (heads * 2 * width * stored.itemsize) // SEGMENT * SEGMENT
+        os.sched_setaffinity(0, cpus)  # pages are of the node that touches them first
+        host = host_memory.host_empty(segmented(1, heads, tokens, width), stored, device).fill_(1)
+        os.sched_setaffinity(0, everywhere)
+        even = torch.arange(top_k, dtype=torch.int32).mul(tokens // top_k).expand(1, heads, -1)
+        orders = {"even": even, "random": torch.randint(tokens, (1, heads, top_k), dtype=torch.int32)}
+        for (order, first), programs in itertools.product(orders.items(), (triton_copy.PROGRAMS, heads)):
+            turns = [
+                ((first + turn * 977) % tokens).to(device).contiguous() for turn in range(10)
+            ]  # none finds the last
+
+            def fetch(i: int, turns: list[Tensor] = turns, host: Tensor = host, programs: int = programs) -> None:
+                triton_copy.gather(turns[i % len(turns)], host, slots, index, moved, programs)
+
+            took = milliseconds(fetch, device, 10, lambda i: index.fill_(-1))
+            told = f"{node}, {8 * stored.itemsize} bits, {order}, {programs} programs"
+            rates[told] = heads * top_k * 2 * width * stored.itemsize / took / 1e6
+        del host
+        host_memory.release_host_memory()
+    said = "; ".join(f"{name}: {rate:.0f}" for name, rate in rates.items())
+    return {"holds": True, "says": f"GB/s of {size / 2**30:.1f} GiB: {said}", "GB/s": rates, "GiB": size / 2**30}
+
+
 PROBES: dict[str, Callable[..., Found]] = {
     "subnormal products": subnormal_products,
     "same address": same_address,
@@ -143,9 +193,10 @@ PROBES: dict[str, Callable[..., Found]] = {
     "growth of a tier": growth,
     "copy between registrations": copy_between_registrations,
     "gather by programs": gather_rates,
+    "gather over 32 GiB": gathers_over_a_large_tier,
 }
-# It has a small form, for a smoke run.
-ANYWHERE = ("gather by programs",)
+# They have a small form, for a smoke run.
+ANYWHERE = ("gather by programs", "gather over 32 GiB")
 # Nothing depends on its answer, not even where that is the end of its process.
 ONLY_TO_BE_KNOWN = ("copy between registrations",)
 

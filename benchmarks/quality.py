@@ -101,6 +101,13 @@ TABLES = {
         ("uncompiled", "fp8", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
+    "host": Table(
+        "the same of a host tier of 8 bits, the default's, and of 16",
+        SMOLLM2,
+        ("closeness",),
+        ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", "bits=1,") for on_host in (16, 8))),
+        (*UNSEEN, "--lengths", "2048", "--samples", "16"),
+    ),
     "evictions": Table(
         "the same of policies that keep a quarter of a prompt, which they read exactly",
         SMOLLM2,

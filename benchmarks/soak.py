@@ -49,7 +49,7 @@ from specache_compile.runtime.session import Session
 
 # Every pair is fetched, so that the 1-bit tier never decides. The small group and window make tokens leave the window
 # early.
-LOSSLESS = {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
+LOSSLESS = {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024, "host_bits": 16}
 
 
 def tiny(seed: int, layers: int) -> LlamaForCausalLM:

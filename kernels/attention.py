@@ -14,11 +14,11 @@ from torch import Tensor
 from .center import share_of_center
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
-from .fp8 import decoded
 from .kept_logits import whole_logits
 from .layout import Layout, rotated
 from .quantize import dequantize_keys, dequantize_values
 from .segments import tokens_of
+from .stored_pairs import decoded
 
 # Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.
 BLOCK = 1024
@@ -440,7 +440,7 @@ def extend_attention(
             stop, keys, values = length + tokens, k, v
         else:
             stop = min(start + BLOCK, length)
-            keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype).unbind(3)
+            keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(3)
         logits = product(query, keys, softcap)
         if bias is not None:
             logits = logits + bias[..., start:stop]

@@ -19,20 +19,26 @@ in `lowering/cuda_graphs.py`.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import deferred, kcache, tiers
 from . import measure as hit_rate
 from .cursor import length_of
 from .segments import aligned, put, runs, span_of, tokens_of
+from .stored_pairs import ROUNDED, stored
 
 # More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
 WRITE_THROUGH = 64
+
+# Segments that are rounded at a time: what that takes is of so many alone.
+ROUNDED_AT_ONCE = 4
 
 # The end of the last fetch into each layer's slots, by their address; and of a correction that is not waited for yet.
 _fetches: dict[int, torch.cuda.Event] = {}
@@ -82,7 +88,6 @@ def join_capture(device: torch.device) -> None:
             forked = torch.cuda.is_current_stream_capturing()
         if forked:
             torch.cuda.current_stream(device).wait_stream(stream)
-    _corrections.clear()
 
 
 def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
@@ -174,7 +179,8 @@ class Staging:
         copied = self.copied[number]
         if copied is not None:
             main.wait_event(copied)
-        staged = stage(k, v, start, host, self.buffer(number, 2 * k.nbytes).view(k.dtype))
+        size = 2 * k[..., 0].numel() * host.shape[-1] * host.itemsize
+        staged = stage(k, v, start, host, self.buffer(number, size).view(host.dtype))
         copy.wait_stream(main)
         with torch.cuda.stream(copy):
             for pairs, (target, _, _) in zip(staged, runs(host, start, start + k.shape[2]), strict=True):
@@ -189,14 +195,20 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Tensor, buffer: Tensor) -> list[Tensor]:
-    """Put the new pairs k, v [B, H, T, d] into `buffer` [2·B·H·T·d], a contiguous piece for each of the `runs` of the
-    host tier's tokens from `start` on; returns the pieces [B, H, n, 2, d]. Whole segments are put there at once."""
+    """Put the new pairs k, v [B, H, T, d], as the host tier stores them, into `buffer`, a contiguous piece for each of
+    the `runs` of its tokens from `start` on; returns the pieces [B, H, n, 2, d or w]. Whole segments are put there at
+    once."""
     stop, staged, used = start + k.shape[2], list[Tensor](), 0
     for begin, end in aligned(host, start, stop):
         size = min(end - begin, span_of(host))
         keys, values = (x[:, :, begin - start : end - start].unflatten(2, (-1, size)).movedim(2, 0) for x in (k, v))
-        pieces = buffer[used : used + 2 * keys.numel()].view(*keys.shape[:4], 2, keys.shape[4])
-        torch.stack([keys, values], dim=4, out=pieces)
+        shape = (*keys.shape[:4], 2, host.shape[-1])
+        pieces = buffer[used : used + math.prod(shape)].view(shape)
+        if host.dtype == ROUNDED:
+            for some in zip(*(x.split(ROUNDED_AT_ONCE) for x in (pieces, keys, values)), strict=True):
+                some[0].copy_(stored(torch.stack(some[1:], dim=4), host))
+        else:
+            torch.stack([keys, values], dim=4, out=pieces)
         staged += pieces.unbind()
         used += pieces.numel()
     return staged
@@ -218,7 +230,7 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
 
     if not host.is_pinned():
         start = length_of(cursor)
-        put(host, start, torch.stack([k, v], dim=3).to(host.device))
+        put(host, start, stored(torch.stack([k, v], dim=3).to(host.device), host))
     elif k.shape[2] <= WRITE_THROUGH:
         write_through(k, v, cursor, host)
     else:
@@ -261,8 +273,9 @@ def host_blocks(host: Tensor, length: int, size: int, device: torch.device) -> I
 
 
 def measure(q: Tensor, *rest: Any) -> None:
-    """As `measure.measure`, behind all copies to the host."""
+    """As `measure.measure`, behind all copies to the host, and the correction of the slots that it asks about."""
     join(q.device)
+    torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))
     hit_rate.measure(q, *rest)
 
 
@@ -292,5 +305,7 @@ class StreamCopies:
     settle = drain
 
     def wait_for_offloads(self) -> None:
-        """What the main stream is given from here on runs behind every offload handed in so far."""
-        join(self.device)
+        """What the main stream is given from here on runs behind every offload handed in so far; of fake tensors none
+        was."""
+        if not isinstance(torch.empty(0, device="cpu"), FakeTensor):
+            join(self.device)

@@ -15,6 +15,7 @@ from torch import SymInt, Tensor
 from .evict import HISTORY_SIZE
 from .kept_logits import bytes_of_logit
 from .quantize import value_group
+from .stored_pairs import rounded_width, rounds
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Cost:
         return max(times, key=times.__getitem__)
 
 
-# Share of the wanted pairs that a correction must still bring, behind the other lane's fetch: 22 of 64 of SmolLM2 at
-# 4,096 tokens, greedy (`specache generate --stats`).
-CORRECTED = 0.34
+# Share of the wanted pairs that a correction must still bring, by lanes: what is wanted and was not by the last token,
+# or is not by the fetch for the next; 28 and 22 of 64 of SmolLM2 at 4,096 tokens, greedy (`specache generate --stats`).
+CORRECTED = {1: 0.44, 2: 0.34}
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,11 @@ def bytes_of(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Pair:
-    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), low in the low-bit tier, those of keys
-    and of values."""
+    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), on_host as the host tier has it, low
+    in the low-bit tier, those of keys and of values."""
 
     exact: int
+    on_host: int
     low_keys: float
     low_values: float
 
@@ -104,12 +106,13 @@ class Pair:
 
 def pair_bytes(options: Any, layer: Any) -> Pair:
     exact = 2 * layer.head_dim * layer.dtype.itemsize
+    on_host = 2 * rounded_width(layer.head_dim) if rounds(options.bits_on_host, layer.dtype) else exact
     layout = getattr(options, "layout", None)
     if layout is None or not layout.is_quantised:
-        return Pair(exact, exact / 2, exact / 2)
+        return Pair(exact, on_host, exact / 2, exact / 2)
     keys = layer.head_dim * layout.key_bits / 8 + exact / options.group_size
     values = layer.head_dim * layout.value_bits / 8 + exact / value_group(layer.head_dim, options.group_size)
-    return Pair(exact, keys, values)
+    return Pair(exact, on_host, keys, values)
 
 
 def fetched_pairs(options: Any, length: int) -> int:
@@ -167,16 +170,17 @@ def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 def correct(arguments: Arguments, load: Workload, site: int) -> Cost:
     """What lane 0 wants, and neither the last step's slots nor the fetch ahead have brought."""
-    pairs = fetched_pairs(load.options, load.length) * load.corrected
-    moved = rows(load, site) * pairs * pair_bytes(load.options, load.layers[site]).exact
+    pairs = rows(load, site) * fetched_pairs(load.options, load.length) * load.corrected
+    pair = pair_bytes(load.options, load.layers[site])
     scores = 4 * rows(load, site) * load.options.low_bit_length(load.length)
-    return Cost(hbm=moved + scores, to_device=moved)
+    return Cost(hbm=pairs * pair.exact + scores, to_device=pairs * pair.on_host)
 
 
 def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     """Every pair, from wherever the cache is, in the dtype in which it is there."""
     q, cache = arguments["q"], arguments["host"]
-    past = rows(load, site) * load.length * 2 * load.layers[site].head_dim * cache.dtype.itemsize
+    width = size_of(cache.shape[-1]) * cache.dtype.itemsize
+    past = rows(load, site) * load.length * 2 * width
     seen = load.length + size_of(q.shape[2]) / 2
     return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if arguments["on_host"] else 0)
 
@@ -222,8 +226,10 @@ def append(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 def offload(arguments: Arguments, load: Workload, site: int) -> Cost:
     tokens = size_of(arguments["k"].shape[2])
-    moved = rows(load, site) * tokens * pair_bytes(load.options, load.layers[site]).exact
-    return Cost(hbm=moved, to_host=moved) if arguments["on_host"] else Cost(hbm=2 * moved)
+    pair = pair_bytes(load.options, load.layers[site])
+    read = rows(load, site) * tokens * pair.exact
+    moved = rows(load, site) * tokens * pair.on_host
+    return Cost(hbm=read, to_host=moved) if arguments["on_host"] else Cost(hbm=read + moved)
 
 
 def select_topk(arguments: Arguments, load: Workload, site: int) -> Cost:
@@ -231,9 +237,9 @@ def select_topk(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def prefetch(arguments: Arguments, load: Workload, site: int) -> Cost:
-    pairs = fetched_pairs(load.options, load.length) * (1 - load.reuse)
-    moved = rows(load, site) * pairs * pair_bytes(load.options, load.layers[site]).exact
-    return Cost(hbm=moved, to_device=moved)
+    pairs = rows(load, site) * fetched_pairs(load.options, load.length) * (1 - load.reuse)
+    pair = pair_bytes(load.options, load.layers[site])
+    return Cost(hbm=pairs * pair.exact, to_device=pairs * pair.on_host)
 
 
 def measure(arguments: Arguments, load: Workload, site: int) -> Cost:

@@ -83,15 +83,16 @@ def rows_library(dtype: torch.dtype) -> CDLL:
 
 
 @functools.cache
-def tiers_library() -> CDLL:
-    """cpp_tiers.cpp, for pairs of any dtype."""
+def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
+    """cpp_tiers.cpp, for pairs of any dtype; to and from a host tier that is rounded, of this one."""
     pointer, number = c_void_p, c_int64
     return compiled(("cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
-        "refill": [*[pointer] * 4, *[number] * 4, pointer],
-        "correct": [*[pointer] * 5, *[number] * 7, pointer, pointer],
+        "refill": [*[pointer] * 4, *[number] * 5, pointer],
+        "correct": [*[pointer] * 5, *[number] * 8, pointer, pointer],
         "write_pairs": [*[pointer] * 3, *[number] * 6],
-    })  # fmt: skip
+        "round_pairs": [*[pointer] * 3, *[number] * 6],
+    }, dtype)  # fmt: skip
 
 
 def compiled(

@@ -1,10 +1,11 @@
 // What moves pairs between the tiers on a CPU, as `tiers.py` defines it: the choice of pairs, the refill of the slots, the
-// pairs of new tokens. A pair is bytes here: 2·d elements, keys first.
+// pairs of new tokens. A pair is bytes here: 2·d elements, keys first; or, of a host tier that is rounded, as
+// `stored_pairs.py` has it, and then widened to DTYPE, and rounded from it.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 #include <vector>
 
 namespace {
@@ -48,17 +49,58 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
   std::fill(wanted + chosen + left, wanted + k, -1);
 }
 
-// A tier in runs of `span` contiguous tokens of each of `heads`: `segments.py`.
+// A tier in runs of `span` contiguous tokens of each of `heads`: `segments.py`. pair: its bytes; channels: d where it is
+// rounded, else 0.
 struct Tier {
   char* pairs;
-  int64_t heads, span, pair;
+  int64_t heads, span, pair, channels = 0;
   char* at(int64_t head, int64_t token) const {
     return pairs + ((token / span * heads + head) * span + token % span) * pair;
   }
 };
 
+constexpr float kLargest = 127.0f;
+
+// One key or value of d channels, rounded to `width` bytes, and back.
+void round_to(const DTYPE* from, int64_t d, int64_t width, char* to) {
+  float largest = 0.0f;
+  bool finite = true;
+  for (int64_t i = 0; i < d; ++i) {
+    const float size = std::fabs(static_cast<float>(from[i]));
+    finite &= size < INFINITY;
+    largest = std::max(largest, size);
+  }
+  const float scale = finite ? largest / kLargest : NAN;
+  for (int64_t i = 0; i < d; ++i) {
+    to[i] = scale > 0.0f ? static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) / scale)) : 0;
+  }
+  std::memcpy(to + width - sizeof scale, &scale, sizeof scale);
+}
+
+void widen(const char* from, int64_t d, int64_t width, DTYPE* to) {
+  float scale;
+  std::memcpy(&scale, from + width - sizeof scale, sizeof scale);
+  for (int64_t i = 0; i < d; ++i) store(scale * static_cast<int8_t>(from[i]), to + i);
+}
+
+int64_t slot_bytes(const Tier& host) { return host.channels ? 2 * host.channels * sizeof(DTYPE) : host.pair; }
+
+// A pair of the host tier into a slot.
+void bring(const Tier& host, int64_t head, int64_t token, char* slot) {
+  const char* pair = host.at(head, token);
+  const int64_t d = host.channels, width = host.pair / 2;
+  if (!d) {
+    std::memcpy(slot, pair, host.pair);
+    return;
+  }
+  DTYPE* to = reinterpret_cast<DTYPE*>(slot);
+  widen(pair, d, width, to);
+  widen(pair + width, d, width, to + d);
+}
+
 // Bring one head's wanted pairs into its slots, those that are not there yet; returns how many travelled.
 int64_t refill_head(const int32_t* wanted, const Tier& host, int64_t head, char* slots, int32_t* index, int64_t k) {
+  const int64_t slot = slot_bytes(host);
   std::vector<int32_t> missing;
   std::vector<uint8_t> stays(k);
   for (int64_t i = 0; i < k; ++i) {
@@ -75,7 +117,7 @@ int64_t refill_head(const int32_t* wanted, const Tier& host, int64_t head, char*
     index[j] = -1;
     if (next == missing.size()) continue;
     index[j] = missing[next++];
-    std::memcpy(slots + j * host.pair, host.at(head, index[j]), host.pair);
+    bring(host, head, index[j], slots + j * slot);
   }
   return missing.size();
 }
@@ -86,7 +128,7 @@ int64_t refill_heads(const int32_t* wanted, const Tier& host, int64_t first, int
   int64_t moved = 0;
   for (int64_t head = first; head < stop; ++head) {
     const int64_t at = (head - first) * k;
-    moved += host.pair * refill_head(wanted + at, host, head, slots + at * host.pair, index + at, k);
+    moved += host.pair * refill_head(wanted + at, host, head, slots + at * slot_bytes(host), index + at, k);
   }
   return moved;
 }
@@ -100,15 +142,16 @@ extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, 
 
 // wanted and slot_index [heads, k], slots [heads, k] of pairs, host a tier of pairs; fetched: bytes, added to.
 extern "C" void refill(const int32_t* wanted, char* host, char* slots, int32_t* slot_index, int64_t heads, int64_t span,
-                       int64_t k, int64_t pair, int64_t* fetched) {
-  *fetched += refill_heads(wanted, {host, heads, span, pair}, 0, heads, slots, slot_index, k);
+                       int64_t k, int64_t pair, int64_t channels, int64_t* fetched) {
+  *fetched += refill_heads(wanted, {host, heads, span, pair, channels}, 0, heads, slots, slot_index, k);
 }
 
 // Lane 0's own choice among the first `n` tokens, in the rows that missed (null: all): scores [lanes, rows·heads, stride]
 // → chosen [rows·heads, k], what the slots hold then.
 extern "C" void correct(const float* scores, const uint8_t* missed, char* host, char* slots, int32_t* slot_index,
                         int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t n, int64_t k,
-                        int64_t pair, int32_t* chosen, int64_t* corrected) {
+                        int64_t pair, int64_t channels, int32_t* chosen, int64_t* corrected) {
+  const Tier tier = {host, rows * heads, span, pair, channels};
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t first = row * heads;
     int32_t* wanted = chosen + first * k;
@@ -117,7 +160,7 @@ extern "C" void correct(const float* scores, const uint8_t* missed, char* host, 
       continue;
     }
     select_topk(scores + first * stride, heads, stride, n, k, wanted);
-    *corrected += refill_heads(wanted, {host, rows * heads, span, pair}, first, first + heads, slots + first * k * pair,
+    *corrected += refill_heads(wanted, tier, first, first + heads, slots + first * k * slot_bytes(tier),
                                slot_index + first * k, k);
   }
 }
@@ -132,5 +175,17 @@ extern "C" void write_pairs(const char* keys, const char* values, char* target, 
       char* pair = tier.at(head, (first + t) % places);
       std::memcpy(pair, keys + (head * count + t) * half, half);
       std::memcpy(pair + half, values + (head * count + t) * half, half);
+    }
+}
+
+// The same into a host tier that is rounded: keys and values [heads, count] of d channels.
+extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, char* target, int64_t heads, int64_t count,
+                            int64_t span, int64_t first, int64_t d, int64_t width) {
+  const Tier tier = {target, heads, span, 2 * width, d};
+  for (int64_t head = 0; head < heads; ++head)
+    for (int64_t t = 0; t < count; ++t) {
+      char* pair = tier.at(head, first + t);
+      round_to(keys + (head * count + t) * d, d, width, pair);
+      round_to(values + (head * count + t) * d, d, width, pair + width);
     }
 }

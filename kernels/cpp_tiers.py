@@ -18,14 +18,27 @@ from .copy_queue import queue_of
 from .cpp_library import address, tiers_library
 from .cursor import LENGTH, LOW_BIT
 from .segments import places_of, span_of
+from .stored_pairs import ROUNDED
 
 # New tokens whose pairs are written at once; more are the worker's.
 WRITE_THROUGH = 16
 
 
 def library_of(*arguments: Any) -> CDLL:
-    """What a call with such arguments needs: the same for all."""
-    return tiers_library()
+    """What a call with such arguments needs: the same for all, unless the host tier is rounded."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    rounded = [x for x in tensors if x.dtype == ROUNDED]
+    return library_for([x for x in tensors if x.is_floating_point()][-1], rounded[0]) if rounded else tiers_library()
+
+
+def library_for(pairs: Tensor, host: Tensor) -> CDLL:
+    """What moves pairs of this dtype to and from a host tier."""
+    return tiers_library(pairs.dtype) if host.dtype == ROUNDED else tiers_library()
+
+
+def channels_of(slots: Tensor, host: Tensor) -> int:
+    """d where the host tier is rounded, else 0."""
+    return slots.shape[-1] if host.dtype == ROUNDED else 0
 
 
 def select_topk_fused(scores: Tensor, wanted: Tensor) -> None:
@@ -39,11 +52,12 @@ def prefetch_fused(
     wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
 ) -> None:
     """`tiers.prefetch`, in C++ and at once; the same arguments and results."""
-    heads, k, pair = wanted.shape[0] * wanted.shape[1], wanted.shape[-1], pair_bytes(slots)
-    places, library = [address(tensor) for tensor in (wanted, host, slots, slot_index)], tiers_library()
+    heads, k = wanted.shape[0] * wanted.shape[1], wanted.shape[-1]
+    sizes = (heads, span_of(host), k, pair_bytes(host), channels_of(slots, host))
+    places, library = [address(tensor) for tensor in (wanted, host, slots, slot_index)], library_for(slots, host)
 
     def job() -> None:
-        library.refill(*places, heads, span_of(host), k, pair, address(fetched))
+        library.refill(*places, *sizes, address(fetched))
 
     queue = queue_of(cursor)
     if queue is None:
@@ -61,8 +75,9 @@ def correct_fused(
     chosen = torch.empty_like(slot_index)
     scores, low_bit = scores.contiguous(), int(cursor[LOW_BIT])
     missed = None if missed is None else missed.contiguous()
-    sizes = (*slots.shape[:2], scores.shape[-1], span_of(host), low_bit, slots.shape[2], pair_bytes(slots))
-    places, library = [address(tensor) for tensor in (scores, missed, host, slots, slot_index)], tiers_library()
+    stored, library = (pair_bytes(host), channels_of(slots, host)), library_for(slots, host)
+    sizes = (*slots.shape[:2], scores.shape[-1], span_of(host), low_bit, slots.shape[2], *stored)
+    places = [address(tensor) for tensor in (scores, missed, host, slots, slot_index)]
 
     def job() -> None:
         library.correct(*places, *sizes, address(chosen), address(corrected))
@@ -78,10 +93,11 @@ def correct_fused(
 
 def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
     """`tiers.offload`; a few tokens in C++ and at once. The same arguments and results."""
-    if k.shape[2] > WRITE_THROUGH or not k.dtype == v.dtype == host.dtype:
+    if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
         return
-    job = write_pairs(k, v, host, int(cursor[LENGTH]))
+    write = round_pairs if host.dtype == ROUNDED else write_pairs
+    job = write(k, v, host, int(cursor[LENGTH]))
     queue = queue_of(cursor)
     if queue is None:
         job()
@@ -112,5 +128,17 @@ def write_pairs(k: Tensor, v: Tensor, target: Tensor, first: int) -> Callable[[]
     return job
 
 
-def pair_bytes(slots: Tensor) -> int:
-    return 2 * slots.shape[-1] * slots.element_size()
+def round_pairs(k: Tensor, v: Tensor, host: Tensor, first: int) -> Callable[[], None]:
+    """The same into a host tier that is rounded."""
+    k, v = k.contiguous(), v.contiguous()
+    heads, count, d = k.shape[0] * k.shape[1], k.shape[2], k.shape[3]
+    span, library = span_of(host), library_for(k, host)
+
+    def job() -> None:
+        library.round_pairs(address(k), address(v), address(host), heads, count, span, first, d, host.shape[-1])
+
+    return job
+
+
+def pair_bytes(pairs: Tensor) -> int:
+    return 2 * pairs.shape[-1] * pairs.element_size()

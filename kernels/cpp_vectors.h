@@ -51,5 +51,14 @@ inline void store(float value, BFloat16* to) {
   to->bits = value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 
+inline void store(float value, Float16* to) {
+  const uint32_t bits = bits_of<uint32_t>(value), magnitude = bits & 0x7fffffff;
+  uint32_t half;
+  if (magnitude >= 0x47800000) half = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  else if (magnitude >= 0x38800000) half = (magnitude + 0xc8000fff + ((magnitude >> 13) & 1)) >> 13;
+  else half = bits_of<uint32_t>(bits_of<float>(magnitude) + 0.5f) - 0x3f000000;  // a subnormal's last place is a 0.5's
+  to->bits = half | (bits >> 16 & 0x8000);
+}
+
 }  // namespace
 

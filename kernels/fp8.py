@@ -21,8 +21,3 @@ def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_c
     pairs = torch.stack([k, v], dim=3)
     # Not every version of torch saturates by itself.
     fp8_codes[:, :, start : start + k.shape[2]] = pairs.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
-
-
-def decoded(pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """What codes (uint8) stand for, in `dtype`; pairs that are no codes as they are."""
-    return pairs.view(FP8).to(dtype) if pairs.dtype == torch.uint8 else pairs

@@ -1,7 +1,8 @@
 """Memory of the host tier: pinned where a GPU reads it, within a budget, and lent to the next cache when one dies.
 
 A pinned tier has more addresses than memory: those of its bucket, and more behind them. Addresses cost nothing until
-they are touched: the segments that new tokens need are pinned when they come, and what is there stays where it is.
+they are touched: the segments that new tokens need are pinned when they come, and what is there stays where it is. A
+cache that grows has its next segments pinned on a thread before they are needed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import psutil
@@ -31,6 +33,8 @@ REGISTER_FLAGS = 3
 # Private: Linux makes no huge pages of shared memory unless shmem_enabled is set, which by default it is not. Without
 # MAP_NORESERVE (0x4000, which mmap does not name) it refuses more addresses than there is memory.
 MAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000} if hasattr(mmap, "MADV_HUGEPAGE") else {}
+# Linux's advice to make pages as if they were written to; since 5.14.
+POPULATE_WRITE = 23
 # Addresses of a tier, in its first bucket's: it moves when it outgrows them.
 ROOM = 8 if MAP_FLAGS else 1
 
@@ -38,12 +42,15 @@ ROOM = 8 if MAP_FLAGS else 1
 class PinnedMap(mmap.mmap):
     """Anonymous memory, the first `pinned` bytes of which are registered with CUDA until it is freed; `device` reads
     and writes them. registered: where each registration begins. unit: bytes of a segment. No registration ends within
-    one: a copy must not cross from one registration into the next, for nothing says that one may."""
+    one: a copy must not cross from one registration into the next, for nothing says that one may. asked_ahead,
+    ahead: how many bytes a thread is to have pinned in all, and has; 0: it could not."""
 
     pinned: int
     registered: list[int]
     device: torch.device
     unit: int = 1
+    asked_ahead: int = 0
+    ahead: Future[int] | None = None
 
     def __del__(self) -> None:
         if getattr(self, "registered", None) and not sys.is_finalizing():
@@ -54,12 +61,27 @@ class PinnedMap(mmap.mmap):
 
     def pin(self, size: int) -> bool:
         """Register what lies between `pinned` and `size`; False where the driver refuses."""
+        if not self.register_to(size):
+            return False
+        self.pinned = size
+        return True
+
+    def register_to(self, size: int) -> bool:
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr() + self.pinned
         if not register(address, size - self.pinned, self.device):
             return False
         self.registered.append(address)
-        self.pinned = size
         return True
+
+    def pin_ahead(self, size: int) -> int:
+        """On a thread: make the pages up to `size`, and register them; returns the size, or 0. Nothing here holds up
+        Python's other threads."""
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr() + self.pinned
+        begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+        end = address + size - self.pinned
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # where it fails, on an older Linux or for want of memory, registering tells
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), POPULATE_WRITE)
+        return size if self.register_to(size) else 0
 
 
 class Pool:
@@ -76,6 +98,7 @@ class Pool:
         self.returned: deque[PinnedMap] = deque()
         self.leases: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()  # by address
         self.lent = self.peak = 0
+        self.ahead = 0  # bytes that a thread pins, or has pinned, and nobody has yet
         self.lock = threading.Lock()
 
     def idle_bytes(self) -> int:
@@ -93,13 +116,16 @@ class Pool:
     def collect(self) -> int:
         """Take in the maps of the tensors that have died; returns the idle bytes then."""
         while self.returned:
-            self.idle.append(self.returned.popleft())
-            self.lent -= self.idle[-1].pinned
+            memory = self.returned.popleft()
+            self.lent -= memory.pinned
+            self.take_ahead(memory)
+            self.idle.append(memory)
         return sum(memory.pinned for memory in self.idle)
 
     def lend(self, size: int, addresses: int, unit: int, device: torch.device) -> memoryview | None:
         """A map with so many `addresses`, or more, whose first `size` bytes or a little more are pinned, with whatever
         they held last; None where they cannot be. unit: bytes of a segment."""
+        size = min(whole_pages(size, unit), addresses * ROOM)
         with self.lock:
             self.collect()
             memory = self.reuse(size, addresses, unit, device) or self.make(size, addresses, device)
@@ -129,13 +155,38 @@ class Pool:
             memory = None if lease is None else lease.obj
             if not isinstance(memory, PinnedMap) or addresses > len(memory):
                 return None
-            before = memory.pinned
+            self.note_lent(self.take_ahead(memory))
+            before, size = memory.pinned, min(whole_pages(size, memory.unit), len(memory))
             if size > before:
                 self.make_room(size - before)
                 if before % math.lcm(memory.unit, mmap.PAGESIZE) or not self.insist(lambda: memory.pin(size)):
                     return None
                 self.note_lent(size - before)
             return lease
+
+    def grow_ahead(self, address: int, size: int) -> None:
+        """Begin to pin the map at this address up to `size` bytes on a thread; `grow` waits for the end of it."""
+        with self.lock:
+            lease = self.leases.get(address)
+            memory = None if lease is None else lease.obj
+            if not isinstance(memory, PinnedMap) or memory.ahead is not None:
+                return
+            size = whole_pages(size, memory.unit)
+            if not memory.pinned < size <= len(memory):
+                return
+            if memory.pinned % math.lcm(memory.unit, mmap.PAGESIZE) == 0:
+                self.make_room(size - memory.pinned)
+                self.ahead += size - memory.pinned
+                memory.asked_ahead, memory.ahead = size, _pinning.submit(memory.pin_ahead, size)
+
+    def take_ahead(self, memory: PinnedMap) -> int:
+        """What a thread has pinned of a map is the map's from here on; returns its bytes."""
+        if memory.ahead is None:
+            return 0
+        before, size = memory.pinned, memory.ahead.result()
+        self.ahead -= memory.asked_ahead - before
+        memory.pinned, memory.ahead = size or before, None
+        return memory.pinned - before
 
     def reuse(self, size: int, addresses: int, unit: int, device: torch.device) -> PinnedMap | None:
         """The smallest idle map with these addresses that holds `size` bytes with at most an eighth to spare."""
@@ -162,7 +213,7 @@ class Pool:
     def make_room(self, size: int) -> None:
         """Free idle maps until so many new bytes keep the pool's own measure."""
         while idle := self.collect():
-            if self.lent + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
+            if self.lent + self.ahead + size + idle <= self.peak and idle <= (free_memory() - size) // 2:
                 break
             del self.idle[0]
 
@@ -176,6 +227,7 @@ class Pool:
 
 
 _pool = Pool()
+_pinning = ThreadPoolExecutor(1, "specache-pinning")
 
 
 def release_host_memory() -> None:
@@ -203,6 +255,13 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
+def whole_pages(size: int, unit: int) -> int:
+    """The size, or a little more where segments of `unit` bytes are no whole pages, so that the next registration can
+    begin there: those of 8 bits, of an odd number of heads."""
+    step = math.lcm(unit, mmap.PAGESIZE) if unit > mmap.PAGESIZE else 1
+    return -(-size // step) * step
+
+
 def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed: int | None = None) -> Tensor | None:
     """`old` where it is, with the places along dim 0 of `shape`, of which `device` can read the first `backed` (all, if
     not given); None where it must move for that. Ordinary memory of that shape already stays: there all can be read."""
@@ -213,6 +272,13 @@ def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed
     if lease is None:
         return None
     return old if old.shape == shape else viewed(lease, shape, old.dtype)
+
+
+def grow_ahead(tensor: Tensor, backed: int) -> None:
+    """Let a thread pin memory for the first `backed` places of dim 0 of a tier that `host_empty` made, for `host_grown`
+    to find. Ordinary memory is there already."""
+    if tensor.is_pinned():
+        _pool.grow_ahead(tensor.data_ptr(), tensor[0].nbytes * backed)
 
 
 def viewed(lease: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -269,7 +335,8 @@ def clear_error() -> None:
 def allowance(held: int, asked: int | None, ranks: int = 1) -> int:
     """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free,
     which the pool's idle maps are: they make room. So many `ranks` of one model share either."""
-    return (free_memory() // ranks + _pool.idle_bytes() + held) // 2 if asked is None else asked // ranks
+    own = _pool.idle_bytes() + _pool.ahead
+    return (free_memory() // ranks + own + held) // 2 if asked is None else asked // ranks
 
 
 def free_memory() -> int:

@@ -9,6 +9,7 @@ from .attention import grouped_bias, product, softmax_denominator
 from .copy_queue import wait_for_offloads
 from .cursor import LENGTH, LOW_BIT
 from .segments import tokens_of
+from .stored_pairs import decoded
 
 
 def measure(
@@ -32,7 +33,7 @@ def measure(
     wait_for_offloads(cursor)
     heads = k.shape[1]
     query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
-    cached = tokens_of(host, 0, length)[:, :, :, 0]
+    cached = decoded(tokens_of(host, 0, length)[:, :, :, 0], k.dtype, k.shape[-1])
     logits = product(query, torch.cat([cached.to(k.device), k[:, :, :1]], dim=2), softcap)
     if mask is not None:
         logits = logits + grouped_bias(mask[:, :, :1], heads, length + 1)

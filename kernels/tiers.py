@@ -12,6 +12,7 @@ from .cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from .layout import Layout, rotated
 from .quantize import quantize_keys, quantize_values
 from .segments import picked, put
+from .stored_pairs import decoded, stored
 
 EMPTY = -1
 
@@ -85,7 +86,7 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
     pairs = torch.stack([k, v], dim=3)  # the job's own memory: k and v may be reused before it runs
 
     def job() -> None:
-        put(host, start, pairs)
+        put(host, start, stored(pairs, host))
 
     queue = queue_of(cursor)
     if queue is None:
@@ -127,7 +128,8 @@ def correct(
     """Bring the pairs that lane 0 wants now, and the slots lack: scores [lanes, B, H, C] as `score_low_bit` gives them.
 
     missed bool [B, 1]: rows whose guess was not the token that came; the others' slots stay. None: all rows. Stands
-    behind a `wait` on its slots, and so behind the offload of every token in the low-bit tier. Returns the tokens that
+    behind the offload of every token in the low-bit tier: by a `wait` on its slots, or since the step has waited for
+    them at its beginning. Returns the tokens that
     the slots hold from here on, int32 [B, H, k] in any order; on a GPU their pairs may come later, but before
     `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index [B, H, k], and corrected int64 [1], the bytes
     that travelled.
@@ -161,7 +163,7 @@ def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetc
     slot = order[row, head, rank]
     token = wanted[row, head, want]
     pairs = picked(host, row, head, token.long())
-    slots[row, head, slot] = pairs.to(slots.device)
+    slots[row, head, slot] = decoded(pairs.to(slots.device), slots.dtype, slots.shape[-1])
     slot_index[row, head, slot] = token
     fetched += pairs.nbytes
 

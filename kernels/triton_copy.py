@@ -13,9 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import stored_pairs
 from .segments import span_of
+from .triton_append import ROUND
 from .triton_cursor import AT_LENGTH
 
+LARGEST = tl.constexpr(stored_pairs.LARGEST)
 # Slots that are compared with all wanted tokens at once.
 CHUNK = 32
 # Programs of a gather beside compute: 16 of 64 pairs are five times the 200 that 50 GB/s have under way in the link's
@@ -33,14 +36,17 @@ def fetch_missing(
     slots, slot_index, traffic,
     # KV heads of all rows, B·H; tokens of a head that are contiguous; k; and the bytes of a pair.
     count, span, top_k, row_bytes,
-    pair: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
     free slot.
 
-    pair: 2·d, elements. WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes:
-    4·d over PCIe and as many written for each missing pair, 16·k for its indices. No FLOPs; 3·k² comparisons.
+    width: elements of a key where it lies, d, or the bytes of a ROUNDED one (`stored_pairs.py`), which is widened here.
+    WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes: those of a stored pair
+    over PCIe and 4·d written for each missing one, 16·k for its indices. FLOPs: 2·d of a rounded one; 3·k² comparisons.
     """
+    pair: tl.constexpr = 2 * d
     number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
     moved = tl.zeros([], tl.int64)
     for head in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -69,15 +75,35 @@ def fetch_missing(
         tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
         tl.store(slot_index + bh * top_k + place, want, missing)
         run = ((want // span).to(tl.int64) * count + bh) * span + want % span
-        source = host + run * pair
+        source = host + run * (2 * width)
         target = slots + (bh * top_k + place) * pair
         for start in range(0, pair, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             there = missing[:, None] & (column < pair)[None, :]
-            row = tl.load(source[:, None] + column[None, :], there)
+            if ROUNDED:
+                part = column // d
+                codes = tl.load(source[:, None] + (part * width + column % d)[None, :], there, 0)
+                scales = source.to(tl.pointer_type(tl.float32), bitcast=True)
+                scale = tl.load(scales[:, None] + ((part + 1) * (width // 4) - 1)[None, :], there, 0.0)
+                row = (codes.to(tl.float32) * scale).to(slots.dtype.element_ty)
+            else:
+                row = tl.load(source[:, None] + column[None, :], there)
             tl.store(target[:, None] + column[None, :], row, there)
         moved += tl.sum(missing.to(tl.int64), 0)
     tl.atomic_add(traffic, moved * row_bytes, sem="relaxed")  # read once the stream has come to its end
+
+
+@triton.jit
+def rounded(x):
+    """Codes int8 [BLOCK, CHANNELS] and scales float32 [BLOCK] of x, as `stored_pairs.stored` has them: to the nearest,
+    of two the even one. What is not finite makes its scale so."""
+    exact = x.to(tl.float32)
+    finite = tl.abs(exact) < float("inf")
+    largest = tl.where(tl.min(finite.to(tl.int32), 1) > 0, tl.max(tl.abs(exact), 1), float("nan"))
+    scale = tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
+    codes = tl.div_rn(exact, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], exact.shape))
+    codes = tl.where(scale[:, None] > 0, (codes + ROUND) - ROUND, 0.0)
+    return codes.to(tl.int8), scale
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -88,24 +114,32 @@ def write_host(
     k_batch, k_head, k_token, v_batch, v_head, v_token,
     # B, H, T new tokens; tokens of a head that are contiguous.
     rows, heads, count, span,
-    d: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK new pairs of one head, to their tokens' places.
 
-    CHANNELS: d, padded. Bytes: 4·d a pair read, and as many written over PCIe. No FLOPs.
+    width, ROUNDED: as for `fetch_missing`. CHANNELS: d, padded. Bytes: 4·d a pair read, those of a stored one written
+    over PCIe. FLOPs: 6·d of a rounded one.
     """
     bh = tl.program_id(0).to(tl.int64)
     new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, CHANNELS)
     inside = (new < count)[:, None] & (channel < d)[None, :]
     batch, head = bh // heads, bh % heads
-    key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside)
-    value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside)
+    key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside, 0.0)
+    value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside, 0.0)
     token = tl.load(cursor + AT_LENGTH) + new
     run = ((token // span) * rows * heads + bh) * span + token % span
-    place = host + run[:, None] * (2 * d) + channel[None, :]
+    place = host + run[:, None] * (2 * width) + channel[None, :]
+    if ROUNDED:
+        row = host + run * (2 * width)
+        scales = row.to(tl.pointer_type(tl.float32), bitcast=True) + width // 4 - 1
+        key, key_scale = rounded(key)
+        value, value_scale = rounded(value)
+        tl.store(scales, key_scale, new < count)
+        tl.store(scales + width // 4, value_scale, new < count)
     tl.store(place, key, inside)
-    tl.store(place + d, value, inside)
+    tl.store(place + width, value, inside)
 
 
 def gather(
@@ -115,13 +149,15 @@ def gather(
     batch, heads, top_k = wanted.shape
     if top_k == 0:
         return
-    pair = 2 * host.shape[-1]
+    d, width = slots.shape[-1], host.shape[-1]
+    pair = 2 * d
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
     fetch_missing[(min(batch * heads, programs),)](
         wanted, host, slots, slot_index, traffic,
-        count=batch * heads, span=span_of(host), top_k=top_k, row_bytes=pair * host.element_size(),
-        pair=pair, WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
+        count=batch * heads, span=span_of(host), top_k=top_k, row_bytes=2 * width * host.element_size(),
+        d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
+        WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
     )  # fmt: skip
 
 
@@ -135,5 +171,6 @@ def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
         k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_token=v.stride(2),
         rows=batch, heads=heads, count=count, span=span_of(host),
-        d=d, BLOCK=block, CHANNELS=triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
+        d=d, width=host.shape[-1], ROUNDED=host.dtype == stored_pairs.ROUNDED, BLOCK=block,
+        CHANNELS=triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import copy_stream
 from .cursor import length_of
-from .fp8 import decoded
+from .stored_pairs import decoded
 from .triton_decode import MASK_STRIDES, mask_form
 from .triton_softmax import biased, capped, grown, shown
 
@@ -133,7 +133,7 @@ def extend_attention(
         )  # fmt: skip
 
     for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):
-        attend(*decoded(block, q.dtype).unbind(3), first, False)
+        attend(*decoded(block, q.dtype, d).unbind(3), first, False)
     attend(k, v, length, causal)
     return (out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(q.dtype)
 

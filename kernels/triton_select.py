@@ -1,8 +1,9 @@
 """Triton: the k tokens of largest score, exactly, in rounds of tiles that fit in registers.
 
 The CUDA implementation of `tiers.select_topk`. Each program keeps the best k of one tile: the k-th largest key is found
-by bisection over its 31 bits, every step one comparison an element and one count, with no sort and no histogram. What
-the tiles keep is a shorter list in the same order; rounds go on until one tile holds it. Ties go to the older token.
+by bisection, every turn one comparison an element and one count, with no sort and no histogram. It begins with the
+sixteen octaves below the largest, and ends as soon as k are told from the rest. What the tiles keep is a shorter list
+in the same order; rounds go on until one tile holds it. Ties go to the older token.
 Bytes: the scores once, and a (k / tile)-th of them in each further round.
 """
 
@@ -17,6 +18,10 @@ from .triton_cursor import AT_LOW_BIT
 
 # Elements per program: 4,096 keys are 32 registers of each of 128 threads.
 TILE = 4096
+# Places at a time that are told to be empty.
+EMPTY = tl.constexpr(128)
+# Between a float's bits and those of its 2**-16th: sixteen exponents.
+OCTAVES = tl.constexpr(16 << 23)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -33,8 +38,8 @@ def keep_best(
     """One tile of one head's list: its best `wanted` by score, in the list's order; the rest of the places get -1.
     LOW_BIT_ALONE, of a first list: only what is in the low-bit tier already.
 
-    Bytes an element: 4 read, and 8·wanted / BLOCK written and, of the tokens, read. Integer operations: 62 and a few,
-    2 for each bit of a key.
+    Bytes an element: 4 read, and 8·wanted / BLOCK written and, of the tokens, read. Integer operations: 2 for each turn
+    of the bisection, some 15 of them where scores are attention (at most 31), and a few.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     within = tl.arange(0, BLOCK)
@@ -44,15 +49,22 @@ def keep_best(
         score = tl.where(at < tl.load(cursor + AT_LOW_BIT), score, -1.0)
     # Floats that are not negative are in the order of their bits; -1 stands below them all.
     key = tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
-    threshold = tl.zeros([], tl.int32)
-    for step in range(0, 31):
-        higher = threshold | (tl.full([], 1, tl.int32) << (30 - step))
-        enough = tl.sum((key >= higher).to(tl.int32), 0) >= wanted
-        threshold = tl.where(enough, higher, threshold)
-    above = key > threshold
-    tied = key == threshold
-    room = wanted - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+    # `low` is a key that enough reach, or all that are candidates; `high` one that too few do.
+    low, reach = tl.zeros([], tl.int32), tl.sum((key >= 0).to(tl.int32), 0)
+    high = tl.max(key, 0) + 1
+    middle = tl.maximum(high - OCTAVES, 1)
+    while (reach > wanted) & (high - low > 1):
+        count = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = count >= wanted
+        reach = tl.where(enough, count, reach)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        middle = low + (high - low) // 2
+    chosen = key >= low
+    if reach > wanted:  # equal scores at the border: the older tokens
+        above, tied = key > low, key == low
+        room = wanted - tl.sum(above.to(tl.int32), 0)
+        chosen = above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
     place = (row * tiles + tile) * wanted + tl.cumsum(chosen.to(tl.int32), 0) - 1
     token = at
     if not FIRST:
@@ -61,8 +73,8 @@ def keep_best(
     count = tl.sum(chosen.to(tl.int32), 0)
     if not LAST:
         tl.store(kept_scores + place, score, chosen)
-    for start in range(0, wanted, BLOCK):
-        empty = start + within
+    for start in range(0, wanted, EMPTY):
+        empty = start + tl.arange(0, EMPTY)
         left = (empty >= count) & (empty < wanted)
         tl.store(kept_tokens + (row * tiles + tile) * wanted + empty, -1, left)
         if not LAST:

@@ -1,4 +1,4 @@
-"""Fetch within the step what the token itself asks for, and the fetch ahead did not bring."""
+"""Fetch within the step what the token itself asks for, and the slots lack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def correct(graph_module: GraphModule, context: Context) -> tuple[GraphModule, P
     in which rows the slots were chosen for another token than the one that came. The tokens of a widened decode share
     one choice, of what all of them give most together.
     """
-    if not (context.phase.stores and context.phase.over_tiers and context.selects):
+    if not (context.phase.stores and context.phase.over_tiers):
         return graph_module, PassReport("correct", {"corrected": 0})
     selectors = [(site, context.recipe(site.number).selector) for site in context.sites]
     corrected = [(site, s.correct) for site, s in selectors if s is not None and s.correct != "never"]

@@ -21,9 +21,10 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
 
     A wait names the query it stands behind: an edge that no scheduler can undo; and `wanted`, which the fetch reads.
     Selection and fetch stand at the end of the graph, waits right behind their query; `overlap` moves both to where
-    they hide most. A widened decode waits and fetches nothing ahead: which of its tokens stay, it cannot know.
+    they hide most. A widened decode fetches nothing ahead: which of its tokens stay, it cannot know. Where each token
+    chooses its own pairs, and none is guessed, nothing is fetched ahead at all.
     """
-    if not (context.phase.over_tiers and context.selects and context.sites):
+    if not (context.phase.over_tiers and context.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
     cursor = cursor_input(graph_module, context)
@@ -36,15 +37,16 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
         slots, slot_index = state["slots"], state["slot_index"]
         selection = [state_input(graph_module, context, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
-        behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
-        with graph.inserting_after(behind):
-            call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["wanted"]))
+        if context.selects:
+            behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+            with graph.inserting_after(behind):
+                call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["wanted"]))
         if context.hit_rate and context.phase.stores:
             tally = state_input(graph_module, context, site.number, "tally")
             measured = (site.q, site.k, site.mask, site.sinks, cursor, state["host"], slot_index, tally)
             with graph.inserting_before(call):
                 call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
-        if not context.phase.one_token:
+        if not (context.selects and context.phase.one_token):
             continue
         prefetched += 1
         with graph.inserting_before(output_node(graph_module)):

@@ -20,7 +20,6 @@ from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .evaluation.reader import chat_turn
 from .explaining.devices import find_device
 from .explaining.verification import ACCEPTED
-from .kernels.costs import CORRECTED
 from .methods import METHODS, declared_options, defaults_of, parse_options
 from .serving.command import add_serve, run_serve
 
@@ -92,7 +91,7 @@ def add_explain(command: argparse.ArgumentParser) -> None:
     )
     for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib"):
         command.add_argument(name, type=float, help=argparse.SUPPRESS)
-    for name, assumed in (("--reuse", 0.0), ("--corrected", CORRECTED), ("--accepted", ACCEPTED)):
+    for name, assumed in (("--reuse", 0.0), ("--corrected", None), ("--accepted", ACCEPTED)):
         command.add_argument(name, type=float, default=assumed, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="everything as JSON")

@@ -225,7 +225,7 @@ RECOMPILE_LIMIT = (
 def went_uncompiled(size: int, tokens: int, batch: int) -> str:
     return (
         f"no compiled graph ran this call, so the cache became plain keys and values, {size / 2**20:,.2f} MiB on the "
-        f"device for {tokens:,} tokens x batch {batch}: nothing is lost, and nothing compressed any more. Either "
+        f"device for {tokens:,} tokens x batch {batch}: no pair is lost, and none compressed any more. Either "
         f"{RECOMPILE_LIMIT}, or the cache went to an uncompiled model"
     )
 
@@ -233,7 +233,7 @@ def went_uncompiled(size: int, tokens: int, batch: int) -> str:
 def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
     return (
         f"a graph that uses this cache could not be rewritten ({why}), so the cache became plain keys and values, "
-        f"{size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch {batch}: nothing is lost, and nothing "
+        f"{size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch {batch}: no pair is lost, and none "
         "compressed any more"
     )
 

@@ -91,7 +91,6 @@ class MethodOptions:
     # What holds where a method has no option of the name: nothing is selected, measured or verified, from the first
     # token on.
     top_k = 0
-    speculate = False
     correct = "never"
     hit_rate = False
     min_context = cast("int | str", 0)
@@ -105,6 +104,16 @@ class MethodOptions:
                 declared.metadata["check"](declared.name, getattr(self, declared.name))
         for name in ("disable_passes", "exact_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def two_lanes(self) -> bool:
+        """Whether a speculative token runs beside the output token."""
+        return False
+
+    @property
+    def bits_on_host(self) -> int:
+        """Of a pair in the host tier, where there is one."""
+        return 16
 
     @property
     def in_16_bits(self) -> MethodOptions:

@@ -168,7 +168,7 @@ def context_of(captured: Captured, variant: Variant, fakes: StateFakes) -> Conte
     return Context(
         phase=variant.phase,
         selects=selects(options),
-        speculate=options.speculate,
+        speculate=options.two_lanes,
         hit_rate=options.hit_rate,
         recipe=functools.partial(METHODS[options.method].recipe, options),
         state=fakes.state,

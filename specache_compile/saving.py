@@ -65,8 +65,10 @@ SAMPLED = 256
 NUMBERS = ("batch", "length", "capacity", "slots_ready", "padded")
 TENSORS = ("guess", "guessed", "padding")
 OPTIONS = ("asked", "options", "pending_options")
-# The model's own, whichever cache comes to it: how its graphs are lowered, and what this machine may spend.
-OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory")
+# The model's own, whichever cache comes to it: how its graphs are lowered and run, and what this machine may spend.
+OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
+# What a session that was saved without an option holds.
+BEFORE = {"host_bits": 16}
 # Layers of a cache that are their keys, their values and their numbers, and no more.
 KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Folders of tensors, and nothing else that a folder may have.
@@ -139,7 +141,9 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     root = Path(folder)
     header = read_header(root)
     compiled_with = required_options(model, "load")
-    asked, options, pending = (restored_options(header["options"][name], compiled_with) for name in OPTIONS)
+    asked, options, pending = (
+        restored_options(header["options"][name], compiled_with, of_the_model=name == "asked") for name in OPTIONS
+    )
     assert asked is not None
     assert options is not None
     if told := differences(asked, compiled_with):
@@ -264,13 +268,18 @@ def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
     return {"method": options.method, **{name: getattr(options, name) for name in names}}
 
 
-def restored_options(told: Mapping[str, Any] | None, given: MethodOptions) -> MethodOptions | None:
-    """Those that `described_options` described, for a model that is compiled under `given`."""
+def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_the_model: bool) -> MethodOptions | None:
+    """Those that `described_options` described, for a model that is compiled under `given`. An option that was not
+    there yet is what the session holds, or `of_the_model`."""
     if told is None:
         return None
     kind = METHODS[told["method"]].options
-    own = {name: getattr(given, name) for name in OF_THE_MODEL if name in own_options(kind)}
-    return kind(**told, **own)
+    known = own_options(kind)
+    before = {name: getattr(given, name, value) if of_the_model else value for name, value in BEFORE.items()}
+    own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
+    if not told.get("top_k"):  # nothing is guessed for: 16 bits for now, say
+        own.pop("speculate", None)
+    return kind(**{**{name: value for name, value in before.items() if name in known}, **told, **own})
 
 
 def weights_of(session: Session) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for sm_80 and sm_90; no GPU is needed.
+"""Compile every Triton kernel for sm_80 and sm_90, or for others; no GPU is needed.
 
 Prints a line for each: registers a thread, bytes that it spills of them, shared memory; and, for the low-bit tier's
 attention, the instructions (SASS) that its loop spends on one stored number (a channel of a key or a value), and the
@@ -10,6 +10,7 @@ the launches of a layer.
 
     python tests/compile_kernels.py              every shape of every kernel for both, some two minutes
     python tests/compile_kernels.py --in-turn    one shape for the one, the next for the other
+    python tests/compile_kernels.py --for=89,100,120    for others: a 4090 or an L4, a B200, a 5090
     python tests/compile_kernels.py --only='1 bits, d 16'    the shapes whose label has these words
 """
 
@@ -48,11 +49,13 @@ from specache_compile.kernels import triton_select as select
 from specache_compile.kernels.kept_logits import LOGIT_BLOCK
 from specache_compile.kernels.layout import Layout, rotation_block
 from specache_compile.kernels.quantize import value_group
+from specache_compile.kernels.stored_pairs import rounded_width
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
-TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
+ASKED = next((given.removeprefix("--for=") for given in sys.argv[1:] if given.startswith("--for=")), "80,90")
+TARGETS = {f"sm_{number}": GPUTarget("cuda", int(number), 32) for number in ASKED.split(",")}
 ROUNDS = itertools.cycle([[name] for name in TARGETS] if "--in-turn" in sys.argv[1:] else [list(TARGETS)])
 ONLY = next((given.removeprefix("--only=") for given in sys.argv[1:] if given.startswith("--only=")), "")
 # What the arguments are, by name, where it is not a 32-bit integer.
@@ -95,11 +98,11 @@ def build(
             cubin.write(made.asm["cubin"])
             cubin.flush()
             used = dict(re.findall(r"\b(REG|STACK):(\d+)", tool("cuobjdump", "-res-usage", cubin.name)))
-            part = COUNTED.get(kernel, lambda sass: Counter())
-            loop = part(tool("nvdisasm", "-c", cubin.name))
+            counted = COUNTED[kernel](tool("nvdisasm", "-c", cubin.name)) if kernel in COUNTED else Counter()
+            said = SAID.get(kernel, per_element)(counted, warps=warps, **constants) if counted else ""
         print(
             f"{name} {kernel.__name__:16} {label:40} {used['REG']:>3} registers, {used['STACK']:>5} B spilled, "
-            f"{made.metadata.shared:6,} B shared{per_element(loop, warps, **constants) if loop else ''}"
+            f"{made.metadata.shared:6,} B shared{said}"
         )
         if made.metadata.shared > MOST_SHARED:
             sys.exit(f"{kernel.__name__}, {label}: more than {MOST_SHARED:,} B of shared memory")
@@ -115,8 +118,18 @@ def instructions(sass: str) -> Counter[str]:
 
 
 def loop_of(sass: str) -> Counter[str]:
-    """How often each instruction stands in the loop with the most products: what lies between its label and the jump
-    back to it, what a turn may skip included."""
+    """How often each instruction stands in the loop with the most products, what a turn may skip included."""
+    return max(loops_of(sass), key=lambda loop: loop["HMMA"] + loop["HGMMA"], default=Counter())
+
+
+def bisection_of(sass: str) -> Counter[str]:
+    """The largest loop's instructions, and those of the whole kernel as "whole"."""
+    largest = max(loops_of(sass), key=Counter.total, default=Counter())
+    return Counter({"turn": largest.total(), "whole": instructions(sass).total()})
+
+
+def loops_of(sass: str) -> list[Counter[str]]:
+    """What lies between a label and a jump back to it."""
     lines = sass.splitlines()
     labels = {line.rstrip(":"): at for at, line in enumerate(lines) if re.match(r"\.L_\w+:", line)}
     loops = []
@@ -124,11 +137,11 @@ def loop_of(sass: str) -> Counter[str]:
         target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
         if target is not None and labels[target[1]] < at:
             loops.append(instructions("\n".join(lines[labels[target[1]] : at + 1])))
-    return max(loops, key=lambda loop: loop["HMMA"] + loop["HGMMA"], default=Counter())
+    return loops
 
 
 # What is counted of a kernel; nothing loops where the center's share is computed.
-COUNTED = {decode.attend_tiers: loop_of, center.add_shares: instructions}
+COUNTED = {decode.attend_tiers: loop_of, center.add_shares: instructions, select.keep_best: bisection_of}
 
 
 def per_element(
@@ -142,6 +155,15 @@ def per_element(
     return (
         f", {loop.total() / elements:.2f} instructions an element, {spilled} for spills, {loop['LDG']} loads waited for"
     )
+
+
+def of_a_selection(counted: Counter[str], warps: int, BLOCK: int, **_: Any) -> str:
+    """A warp's instructions: of a turn of the bisection, and of all that runs once."""
+    keys = BLOCK // 32 // warps
+    return f", {counted['turn']} instructions a turn of {keys} keys a thread, {counted['whole']} in all"
+
+
+SAID = {select.keep_best: of_a_selection}
 
 
 def print_shares() -> None:
@@ -160,14 +182,19 @@ def print_shares() -> None:
 
 
 def print_launches() -> None:
-    """The launches of this project's own kernels in a layer's decode step of two lanes, 8,192 tokens; none is made."""
+    """The launches of this project's own kernels in a layer's decode step, 8,192 tokens; none is made."""
     made: list[str] = []
     shape = LayerShape(8, 128, torch.bfloat16, torch.device("cpu"))
-    q, (k, v) = torch.empty(1, 32, 2, 128).bfloat16(), torch.empty(2, 1, 8, 2, 128).bfloat16()
     paper = SpecacheOptions(setting="paper", bits=2, rotate=False, correct="never")
+    settings_of = {
+        "setting paper, 2 bits": paper, "the default": SpecacheOptions(),
+        "the default, two lanes": SpecacheOptions(speculate=True),
+    }  # fmt: skip
     with mock.patch.object(JITFunction, "run", lambda kernel, *given, **named: made.append(kernel.__name__)):
-        for label, options in (("setting paper, 2 bits", paper), ("setting best", SpecacheOptions())):
+        for label, options in settings_of.items():
             made.clear()
+            lanes = 1 + options.two_lanes
+            q, (k, v) = torch.empty(1, 32, lanes, 128).bfloat16(), torch.empty(2, 1, 8, lanes, 128).bfloat16()
             at, cursor = allocate(options, shape, 1, 8192, 8192), torch.tensor([8000, 7936, 7936, 0])
             fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
             low_bit = [at[name] for name in ("codes", "key_params", "value_params", "center")]
@@ -184,9 +211,10 @@ def print_launches() -> None:
                 copy.gather(*fetch)
                 rest = [logits, base, at["codes"], at["value_params"], *exact, at["wanted"]]
                 scored.attend_scored(q, k, v, None, None, cursor, *rest, *settings)
-                scores = by_lane[1]
-            select.select_topk(scores, at["wanted"])
-            copy.gather(*fetch)
+                scores = by_lane[-1]
+            if options.two_lanes:
+                select.select_topk(scores, at["wanted"])
+                copy.gather(*fetch)
             new = k[:, :, :1], v[:, :, :1]
             append.append(*new, None, cursor, at["recent"], *low_bit, *options.layout, "midpoint")
             copy.write_through(*new, cursor, at["host"])
@@ -285,8 +313,11 @@ def main() -> None:
         ("the last round", {"FIRST": False, "LAST": True, "LOW_BIT_ALONE": False}),
     ]:
         build(select.keep_best, label, warps=8, types={"wanted": "i32"}, **constants, BLOCK=select.TILE)
-    build(copy.fetch_missing, "k 64, d 128", warps=8, pair=256, WANTED=64, CHUNK=copy.CHUNK, COLUMNS=256)
-    build(copy.write_host, "d 128", d=128, BLOCK=16, CHANNELS=128)
+    for bits, stored in ((16, {"width": 128, "ROUNDED": False}), (8, {"width": rounded_width(128), "ROUNDED": True})):
+        types, label = {"host": "*i8"} if bits == 8 else {}, f"d 128, {bits} bits on the host"
+        sizes = {"WANTED": 64, "CHUNK": copy.CHUNK, "COLUMNS": 256}
+        build(copy.fetch_missing, f"k 64, {label}", warps=8, types=types, d=128, **stored, **sizes)
+        build(copy.write_host, label, types=types, d=128, **stored, BLOCK=16, CHANNELS=128)
     for dtype, d in (("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp32", 128), ("fp32", 256)):
         channels, tile = extend.tile_of(d, torch.float32 if dtype == "fp32" else torch.bfloat16)
         precision = "ieee" if dtype == "fp32" else "tf32"

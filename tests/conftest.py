@@ -78,6 +78,12 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def tiers_from_the_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's short caches stay in 16 bits by default: not in tests, whose caches are short."""
+    monkeypatch.setattr("specache_compile.runtime.break_even.COMPUTED", {})
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `pairwise` or `quick_for` the other cases are slow. GPU tests skip, with the reason, where there

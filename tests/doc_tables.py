@@ -242,6 +242,26 @@ def gpu() -> str:
     return tables(load("gpu_decode.json"))
 
 
+COMPUTED_ON = ("H100", "A100", "RTX 4090")
+
+
+def computed_steps() -> str:
+    """Steps of an 8B model on three of the devices that `explain` knows; computed."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from computed_steps import HEADERS, table_of
+
+    report = load("computed_steps.json")
+    parts = []
+    for device in COMPUTED_ON:
+        contexts = report["break-even"][device]
+        parts += [
+            f"{device}, {report['settings']['host GiB']:g} GiB of host memory; the default gains on 16 bits from "
+            f"{contexts['default']:,} tokens of one row on:",
+            markdown(HEADERS, table_of(report["rows"], device), right=len(HEADERS) - 1),
+        ]
+    return "\n\n".join(parts)
+
+
 def quality(folder: str, task: str) -> str:
     """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
@@ -323,7 +343,8 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("keys", "multikey"), ("keys", "shared_context"),
-    ("closeness", "closeness"), ("evictions", "closeness"), ("paper", "closeness"), ("needles_smollm2", "needle"),
+    ("closeness", "closeness"), ("host", "closeness"), ("evictions", "closeness"), ("paper", "closeness"),
+    ("needles_smollm2", "needle"),
     ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
 )  # fmt: skip
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -331,7 +352,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, versions, options, methods, summary, demo, cold_start, verification, verify_families, look_ups,
-            gpu, diagnostics, tasks, devices, passes, ops, fields,
+            gpu, computed_steps, diagnostics, tasks, devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},

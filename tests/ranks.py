@@ -39,7 +39,14 @@ from specache_compile.runtime.state import device_total, predicted_bytes
 
 SETTINGS = {
     "lossless": LOSSLESS,
-    "lossy": {"lowering": "eager", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 8},
+    "lossy": {
+        "lowering": "eager",
+        "bits": 2,
+        "group_size": 32,
+        "residual_length": 32,
+        "top_k": 8,
+        "speculate": True,
+    },
 }
 SPLIT = ("llama 3", "qwen2", "qwen3", "gemma2", "mixtral")
 # So many that two and four ranks have whole ones.

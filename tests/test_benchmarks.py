@@ -167,15 +167,37 @@ def test_a_forced_gather_brings_its_share_in_every_step(reuse: float, corrected:
 
 
 def test_a_row_says_which_pairs_its_steps_move() -> None:
-    """One lane's fetch asks for what its correction has brought."""
+    """Of a correction's more where nothing is fetched ahead."""
     from gpu_decode import case_of
 
     cases = {
         method: case_of("llama-3-8b", method, 8192, 0, 0.5, None)
-        for method in ("kivi 2-bit", "specache 2-bit", "specache best", "specache best, one lane")
+        for method in ("kivi 2-bit", "specache 2-bit", "specache best", "specache best, two lanes")
     }
     moves = [(case.reuse, case.corrected) for case in cases.values()]
-    assert moves == [(0.5, 0), (0.5, 0), (0.5, 22 / 64), (1, 28 / 64)]
+    assert moves == [(0.5, 0), (0.5, 0), (0.5, 0.44), (0.5, 0.34)]
+
+
+def test_the_least_recently_wanted_slot_gives_way() -> None:
+    """Two wanted in each of four steps, of which the first only fills the slots."""
+    from slots import missing
+
+    wanted = torch.tensor([[[0, 1]], [[1, 2]], [[2, 3]], [[0, 2]]])
+    assert missing(wanted, 2) * 3 == 1 + 1 + 1
+    assert missing(wanted, 3) * 3 == 1 + 1 + 1
+    assert missing(wanted, 4) * 3 == 1 + 1
+
+
+@pytest.mark.slow
+def test_computed_steps_are_those_that_are_kept(tmp_path: Path) -> None:
+    import computed_steps
+
+    computed_steps.main(["--devices", "RTX 4090", "--out", str(tmp_path / "out.json")])
+    results = Path(computed_steps.__file__).parent / "results" / "computed_steps.json"
+    found, kept = (json.loads(path.read_text()) for path in (tmp_path / "out.json", results))
+    assert found["break-even"]["RTX 4090"] == kept["break-even"]["RTX 4090"]
+    theirs = [row for row in kept["rows"] if row["device"] == "RTX 4090"]
+    assert [row["ms"] for row in found["rows"]] == pytest.approx([row["ms"] for row in theirs], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -275,6 +297,7 @@ def test_a_probe_that_failed_is_asked_again(tmp_path: Path, monkeypatch: pytest.
 
     answers = iter([{"holds": False, "says": "no"}, {"holds": True, "says": "yes"}])
     monkeypatch.setattr(gpu_probe, "run", lambda name, smoke: next(answers))
+    monkeypatch.setattr(gpu_probe, "ANYWHERE", ("gather by programs",))
     monkeypatch.setattr(gpu_probe, "PROBES", dict.fromkeys(gpu_probe.ANYWHERE))
     given = ["--smoke", "--resume", "--out", str(tmp_path / "out.json")]
     assert [gpu_probe.main(given) for _ in range(3)] == [1, 0, 0]

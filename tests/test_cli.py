@@ -42,7 +42,9 @@ def test_explain_prints_tables_of_at_most_100_columns(capsys: pytest.CaptureFixt
 
 
 def test_explain_prints_a_graph_after_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", MODEL, "--prompt-length", "64", "--graph", "decode", "--after", "overlap"]) == 0
+    assert (
+        main(["explain", MODEL, "--prompt-length", "64", "--speculate", "--graph", "decode", "--after", "overlap"]) == 0
+    )
     assert "specache.prefetch" in capsys.readouterr().out
 
 
@@ -50,15 +52,16 @@ def test_explain_as_json_holds_what_the_tables_hold(capsys: pytest.CaptureFixtur
     assert main(["explain", MODEL, "--prompt-length", "2048", "--json", "--device", "l4", "--tflops", "100"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["note"] == "every figure is computed, not measured"
-    assert data["device"] == {"name": "L4, changed", "hbm_gbps": 300, "pcie_gbps": 12.5, "tflops": 100, "vram_gib": 24}
-    assert sum(data["memory"]["by_tier"].values()) > data["memory"]["full_cache"]
+    figures = {"name": "L4, changed", "hbm_gbps": 300, "pcie_gbps": 12.5, "tflops": 100, "vram_gib": 24}
+    assert data["device"].items() >= figures.items()
+    assert data["memory"]["full_cache"] > sum(data["memory"]["by_tier"].values()) > 0
     assert sum(node["cost"]["to_device"] for node in data["nodes"]) == data["step"]["to_device"] > 0
     assert data["step"]["critical_path"]
 
 
 @pytest.mark.parametrize("flag", [["--nodes"], ["--diff", "decode", "prefetch"]])
 def test_explain_prints_nodes_and_diffs(capsys: pytest.CaptureFixture[str], flag: list[str]) -> None:
-    assert main(["explain", MODEL, "--prompt-length", "64", *flag]) == 0
+    assert main(["explain", MODEL, "--prompt-length", "64", "--speculate", *flag]) == 0
     out = capsys.readouterr().out
     assert "prefetch" in out
     assert flag[0] != "--nodes" or max(map(len, out.splitlines())) <= 100

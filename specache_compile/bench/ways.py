@@ -130,8 +130,8 @@ def twin_of(model: Any, name: str, lowering: str) -> Any:
     if name in (COMPILED, STATIC):
         twin.compile(dynamic=name == COMPILED)
     elif name not in BASELINES:
-        options = parse_setting(name).options
-        twin.compile(backend="specache", options={"lowering": lowering, **(options or {})})
+        options = parse_setting(name).measured
+        twin.compile(backend="specache", options={"lowering": lowering, **options})
     return twin
 
 

@@ -41,6 +41,13 @@ class Setting:
             return None
         return {"method": self.name, **dict(self.given)}
 
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What a model is compiled with to be measured: a method's tiers are used from the first token on, unless
+        min_context is given."""
+        at_once = {"min_context": 0} if "min_context" in METHODS[self.name].accepted else {}
+        return {**at_once, **(self.options or {})}
+
 
 def parse_setting(text: str) -> Setting:
     """The setting that `text` spells; OptionError where the backend would not take it."""
@@ -90,7 +97,7 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
     try:
         model._compiled_call_impl = None
         if setting.options is not None:
-            model.compile(backend="specache", options={"lowering": lowering, **setting.options})
+            model.compile(backend="specache", options={"lowering": lowering, **setting.measured})
         with torch._dynamo.config.patch(GRAPHS):
             yield model
     finally:

@@ -59,7 +59,8 @@ def bisect(
     """
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     ids = given["input_ids"]
-    settings = {"lowering": "eager", "top_k": ids.shape[1] + new_tokens, **(options or {})}
+    lossless = {"top_k": ids.shape[1] + new_tokens, "host_bits": 16}
+    settings = {"lowering": "eager", **lossless, **(options or {})}
     if settings.get("exact_layers"):
         raise SpecacheError("bisect chooses exact_layers itself: leave that option out")
     reference, tokens = reference_logits(plain(model), given, new_tokens)

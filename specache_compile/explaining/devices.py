@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from specache_compile.errors import SpecacheError
 
@@ -10,26 +11,33 @@ from specache_compile.errors import SpecacheError
 @dataclass(frozen=True)
 class Device:
     """hbm_gbps, pcie_gbps: 1e9 bytes a second, PCIe one way; tflops: 1e12 dense 16-bit operations a second with 32-bit
-    sums; vram_gib: memory."""
+    sums; vram_gib: memory. For `step_time.py` alone: sms: multiprocessors, of four schedulers each; ghz: their clock
+    under load; hbm_share, tflops_share: what long reads and products reach of the two figures."""
 
     name: str
     hbm_gbps: float
     pcie_gbps: float
     tflops: float
     vram_gib: float
+    sms: int
+    ghz: float
+    hbm_share: float
+    tflops_share: float
 
 
 # Memory and arithmetic: the vendor's data sheets, without sparsity. PCIe: what such a link carries in practice, some
-# four fifths of its nominal 32 (gen 4 x16), 64 (gen 5 x16) and 16 (gen 4 x8) GB/s.
+# four fifths of its nominal 32 (gen 4 x16), 64 (gen 5 x16) and 16 (gen 4 x8) GB/s. Multiprocessors: the data sheets
+# again. The clock: that of the data sheet where power lets a device keep it (A6000, A100, RTX 4090), else an estimate
+# of what is kept. The two shares: estimates.
 DEVICES = {
     device.name: device
     for device in (
-        Device("A6000", 768, 25, 155, 48),
-        Device("A100", 2039, 25, 312, 80),
-        Device("H100", 3350, 50, 989, 80),
-        Device("H200", 4800, 50, 989, 141),
-        Device("RTX 4090", 1008, 25, 165, 24),
-        Device("L4", 300, 12.5, 121, 24),
+        Device("A6000", 768, 25, 155, 48, 84, 1.8, 0.9, 0.8),
+        Device("A100", 2039, 25, 312, 80, 108, 1.41, 0.88, 0.74),
+        Device("H100", 3350, 50, 989, 80, 132, 1.75, 0.9, 0.61),
+        Device("H200", 4800, 50, 989, 141, 132, 1.75, 0.9, 0.61),
+        Device("RTX 4090", 1008, 25, 165, 24, 128, 2.5, 0.92, 0.85),
+        Device("L4", 300, 12.5, 121, 24, 58, 1.5, 0.9, 0.7),
     )
 }
 DEFAULT_DEVICE = "A100"
@@ -50,7 +58,7 @@ def find_device(
             f"unknown device {name!r}: known are {', '.join(DEVICES)}, or give --hbm-gbps, --pcie-gbps and --tflops"
         )
     given = {"hbm_gbps": hbm_gbps, "pcie_gbps": pcie_gbps, "tflops": tflops, "vram_gib": vram_gib}
-    changed = {key: value for key, value in given.items() if value is not None}
+    changed: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for key, value in changed.items():
         if value <= 0:
             raise SpecacheError(f"{key}={value}: give a number above 0")
@@ -58,4 +66,4 @@ def find_device(
         title = "custom" if len(changed) > 2 else f"{base.name}, changed"
     else:
         title = f"{base.name}, changed" if changed else base.name
-    return Device(title, *(changed.get(key, getattr(base, key)) for key in given))
+    return replace(base, name=title, **changed)

@@ -57,7 +57,7 @@ def explain(
     device: str | Device | None = None,
     host_gib: float = 128.0,
     reuse: float = 0.0,
-    corrected: float = CORRECTED,
+    corrected: float | None = None,
     accepted: float = ACCEPTED,
     ranks: int = 1,
 ) -> Explanation:
@@ -66,13 +66,14 @@ def explain(
     model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
     device: a name from `devices.DEVICES`, or a `Device`; A100 if not given. host_gib: host memory for the host tier.
     reuse: share of the wanted pairs that are in the slots already (0: all must travel). corrected: share that a
-    correction must still bring. accepted: chance that a drafted token is right (option verify). ranks: explain one of
-    so many that the model is split over (tensor parallel), on a device and a link of its own; they share host_gib, and
-    the time of their collectives is left out. Nothing is measured.
+    correction must still bring (None: what was seen with as many lanes). accepted: chance that a drafted token is right
+    (option verify). ranks: explain one of so many that the model is split over (tensor parallel), on a device and a
+    link of its own; they share host_gib, and the time of their collectives is left out. Nothing is measured.
     """
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):
         parsed = parsed.in_16_bits
+    corrected = CORRECTED[1 + parsed.two_lanes] if corrected is None else corrected
     if prompt_length < 1 or batch_size < 1:
         raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
     for name, share in (("reuse", reuse), ("corrected", corrected), ("accepted", accepted)):

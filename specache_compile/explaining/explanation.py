@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.costs import Cost, Workload, fetched_pairs
+from specache_compile.kernels.costs import Cost, Workload, fetched_pairs, pair_bytes
 from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import LowBitOptions
@@ -27,6 +27,8 @@ from .plan import StepTime, break_even, fits, largest_batch, step_time
 from .report import write_report
 from .roofline import full_cache_step, launch_cost, step_costs, total
 from .schedule import Launch, Schedule, launches_of
+from .step_kernels import Traced, is_captured
+from .step_time import StepRow, assumed, break_even_context, rows_of
 from .tables import as_dict, text
 from .trace import write_trace
 from .verification import ACCEPTED, Round, drafted_tokens, looked_up_round, round_of
@@ -137,9 +139,9 @@ class Explanation:
 
     @property
     def bytes_fetched(self) -> int:
-        """Bytes that a decode step fetches ahead from the host tier when no pair is in the slots already."""
+        """Bytes that a decode step fetches from the host tier when no pair is in the slots already."""
         pairs = self.batch_size * fetched_pairs(self.options, self.prompt_length)
-        return sum(2 * pairs * x.heads * x.head_dim * x.dtype.itemsize for x in self.layers)
+        return sum(pairs * layer.heads * pair_bytes(self.options, layer).on_host for layer in self.layers)
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -218,6 +220,30 @@ class Explanation:
         """Seconds of the same step on a full 16-bit cache in device memory (which may not fit there)."""
         one_lane = self.graphs.get("pre-decode", self.graphs["decode"])
         return full_cache_step(one_lane, self.load(length=length or self.prompt_length), self.device)
+
+    def traced(self, phase: str = "decode") -> Traced:
+        """A phase's graph, with the shares of the wanted pairs that travel as `step_time.assumed` has them."""
+        self.trace(phase)
+        return Traced(self.graphs[phase], assumed(self.load(), self.lanes), self.weight_bytes)
+
+    @functools.cached_property
+    def computed_steps(self) -> list[StepRow]:
+        """The steps of this model at other lengths and batches, by events (`step_time.py`), and those of full caches;
+        none where a CUDA graph cannot hold the step."""
+        if "decode" not in self.graphs or not self.sites or not is_captured(self.graphs["decode"]):
+            return []
+        return rows_of(self.traced(), self.traced_one_lane, self.device, self.host_gib * 2**30 / self.ranks)
+
+    @property
+    def traced_one_lane(self) -> Traced:
+        """The graph whose products those of a full cache's step are."""
+        return self.traced("pre-decode" if "pre-decode" in self.graphs else "decode")
+
+    @functools.cached_property
+    def computed_break_even(self) -> int | None:
+        """Tokens of context from which a computed step of one row takes no longer than on a 16-bit cache; None: at none
+        up to 128k."""
+        return break_even_context(self.traced(), self.traced_one_lane, self.device)
 
     def round(self, accepted: float | None = None) -> Round | None:
         """A draft and its verification, where the option verify asks for them; `accepted` in place of the given

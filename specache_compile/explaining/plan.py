@@ -121,13 +121,15 @@ def step_time(launches: list[Launch], seconds: Mapping[str, float]) -> StepTime:
     )  # fmt: skip
 
 
-def break_even(ours: Callable[[int], float], full: Callable[[int], float], least: int = 64) -> int | None:
+def break_even(
+    ours: Callable[[int], float], full: Callable[[int], float], least: int = 64, most: int = LONGEST
+) -> int | None:
     """The shortest context, in tokens to 64 exact, at which a step of ours takes no longer than the full cache's;
-    None where there is none up to a million tokens."""
+    None where there is none up to `most` tokens, `least` times a power of two."""
     high = least
     while ours(high) > full(high):
         high *= 2
-        if high > LONGEST:
+        if high > most:
             return None
     low = high // 2
     while high - low > 64:

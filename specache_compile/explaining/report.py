@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from . import tables
 from .outline import Section, changes, folded, only_changed, rows_of
 from .plan import STEADY
 from .schedule import Schedule
@@ -59,6 +60,8 @@ def contents(e: Explanation) -> dict[str, Any]:
             step=step, full_step=e.full_step(), break_even=e.break_even(), alternatives=e.compare(),
             costs=[(s, op, n, cost_cells(c), duration(t), b) for s, op, n, c, t, b in by_op(e.roofline())],
             all_cost=cost_cells(e.step_cost()), timeline=timeline(e), launches=e.roofline(),
+            step_times=tables.step_time_rows(e), step_time_headers=tables.STEP_TIME_HEADERS,
+            step_time_note=tables.step_time_note(e) if e.computed_steps else "",
         )  # fmt: skip
     return data
 

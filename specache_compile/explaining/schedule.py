@@ -71,6 +71,8 @@ class Schedule:
 
     def __init__(self, launches: list[Launch], seconds: Mapping[str, float] | None = None, steps: int = 2) -> None:
         self.launches, self.steps = launches, steps
+        # What is fetched in a step's course alone waits for the step before at the beginning (`runtime/step.py`).
+        waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
         self.dag: nx.DiGraph = nx.DiGraph()
         newest: dict[str, Key] = {}  # of each stream
         fetches: dict[str, Key] = {}  # of each slots tensor
@@ -84,7 +86,8 @@ class Schedule:
                     self.dag.add_edge(newest["compute"], key, kind="launch")
                 if launch.guards in fetches:
                     self.dag.add_edge(fetches[launch.guards], key, kind="wait")
-                if launch.reads_host and "copy" in newest:
+                begins = waits_first and step > 0 and launch is launches[0]
+                if (launch.reads_host or begins) and "copy" in newest:
                     self.dag.add_edge(newest["copy"], key, kind="wait")
                 newest[launch.stream] = key
                 if launch.brings:

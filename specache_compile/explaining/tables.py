@@ -16,6 +16,7 @@ from .roofline import total
 
 if TYPE_CHECKING:
     from .explanation import Explanation, NodeCost
+    from .step_time import StepRow
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
@@ -82,7 +83,7 @@ def text(e: Explanation) -> str:
     if e.sites:
         parts.append(memory_table(e))
     if "decode" in e.graphs:
-        parts += [traffic_table(e), step_text(e), round_text(e), compare_table(e)]
+        parts += [traffic_table(e), step_text(e), step_time_table(e), round_text(e), compare_table(e)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -196,6 +197,57 @@ def step_text(e: Explanation) -> str:
     )
 
 
+STEP_TIME_HEADERS = ("cache", "tokens", "batch 1", "bound by", "largest", "step", "bound by", "tokens/s")
+
+
+def step_time_note(e: Explanation) -> str:
+    """What the computed steps stand on."""
+    load = e.traced().load
+    notes = [f"{e.host_gib:.0f} GiB of host memory", f"{e.computed_steps[0].step.launches:.0f} launches a layer"]
+    if e.options.top_k:
+        corrected = f", {load.corrected:.0%} corrected" if e.corrects else ""
+        notes.append(f"of the wanted pairs {1 - load.reuse:.0%} travel ahead{corrected}")
+    return "; ".join(notes)
+
+
+def step_time_rows(e: Explanation) -> list[tuple[str, ...]]:
+    """A cache and a length each: the step of one row and of the largest batch, what of it is exposed, and what sets
+    that batch."""
+    together: dict[tuple[str, int], list[StepRow]] = {}
+    for row in e.computed_steps:
+        together.setdefault((row.cache, row.length), []).append(row)
+    rows: list[tuple[str, ...]] = []
+    for (cache, length), found in together.items():
+        cells = {bool(row.limit): (step_time_cells(row), row) for row in found}
+        one = cells[False][0] if False in cells else ("-", "-")
+        largest = ("-", "-", "-", "-")
+        if True in cells:
+            shown, row = cells[True]
+            largest = (f"{row.batch:,} ({row.limit})", *shown, f"{row.tokens:,.0f}")
+        rows.append((cache, f"{length // 1024}k", *one, *largest))
+    return rows
+
+
+def step_time_cells(row: StepRow) -> tuple[str, str]:
+    exposed = f" ({row.step.exposed * 1e3:.1f})" if row.step.exposed > 0.05e-3 else ""
+    return f"{row.step.seconds * 1e3:.1f}{exposed}", row.step.bound
+
+
+def step_time_table(e: Explanation) -> str:
+    """The step's time by events, beside the roofline's floor; nothing where it is not known."""
+    if not e.computed_steps:
+        return ""
+    title = (
+        f"The step by events on {e.device.name} ({COMPUTED}; within some 30 %)\n"
+        f"(in ms, in a CUDA graph; in brackets those for which compute stands still for PCIe;\n{step_time_note(e)})"
+    )
+    headers, aligned = STEP_TIME_HEADERS, ("left", "right", "right", "left", "right", "right", "left", "right")
+    table = tabulate(step_time_rows(e), headers=headers, colalign=aligned, disable_numparse=True)
+    even = e.computed_break_even
+    where = "at no context up to 128k" if even is None else f"from {even:,} tokens of context on"
+    return f"{title}\n{table}\nno slower than 16 bits at batch 1: {where} (see min_context)"
+
+
 def round_text(e: Explanation) -> str:
     """What a verification adds up to; nothing where none was asked for."""
     r = e.round()
@@ -268,6 +320,8 @@ def as_dict(e: Explanation) -> dict[str, Any]:
         r = e.round()
         data["verification"] = None if r is None else {"accepted": e.accepted, **asdict(r)}
         data["nodes"] = [asdict(row) for row in e.roofline()]
+        data["computed_steps"] = [{**asdict(row), "tokens_per_second": row.tokens} for row in e.computed_steps]
+        data["computed_break_even_tokens"] = e.computed_break_even if e.computed_steps else None
         data["alternatives"] = [asdict(row) for row in e.compare()]
     return data
 

@@ -76,8 +76,8 @@ class Field:
 
     @property
     def is_the_cache(self) -> bool:
-        """Whether it has every pair, as the model made it."""
-        return self.has_all_pairs and self.dtype is of_the_model
+        """Whether it has every pair, as the model made it; on the host, where no option has it rounded."""
+        return self.has_all_pairs and (self.on_host or self.dtype is of_the_model)
 
     def device(self, layer: LayerShape) -> torch.device:
         """The CPU for what is on the host, the model's for the rest; on the meta device nothing lives anywhere."""

@@ -1,12 +1,15 @@
-"""The host tier: every pair in 16 bits in host memory, where extends, crops and fetches find it."""
+"""The host tier: every pair in host memory, where extends, crops and fetches find it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from specache_compile.errors import OptionError
 from specache_compile.kernels.segments import segmented
+from specache_compile.kernels.stored_pairs import ROUNDED, rounded_width, rounds
 from specache_compile.options import MethodOptions, option
 
 from .field import Field, LayerShape
@@ -32,8 +35,13 @@ def whole_cache(options: Any, layer: LayerShape, batch: int, capacity: int) -> t
 
 
 def in_segments(options: Any, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """[C/256, B, H, 256, K|V, d]."""
-    return segmented(batch, layer.heads, capacity, layer.head_dim)
+    """[C/256, B, H, 256, K|V, d], or w bytes of a rounded key in place of d."""
+    rounded = rounds(options.bits_on_host, layer.dtype)
+    return segmented(batch, layer.heads, capacity, rounded_width(layer.head_dim) if rounded else layer.head_dim)
 
 
-HOST = Field("host", "host", in_segments, on_host=True, has_all_pairs=True)
+def as_stored(options: Any, layer: LayerShape) -> torch.dtype:
+    return ROUNDED if rounds(options.bits_on_host, layer.dtype) else layer.dtype
+
+
+HOST = Field("host", "host", in_segments, as_stored, on_host=True, has_all_pairs=True)

@@ -15,6 +15,7 @@ from specache_compile.kernels.layout import Layout
 from specache_compile.kernels.quantisers import QUANTISERS
 from specache_compile.kernels.quantize import value_group
 from specache_compile.kernels.segments import tokens_of
+from specache_compile.kernels.stored_pairs import decoded
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
 from .drafting import TIERS, DraftOptions
@@ -103,14 +104,20 @@ class LowBitOptions(DraftOptions):
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
     host_tier: bool = choice(
         True, (True, False),
-        "keep every pair in 16 bits in host memory too, for fetches, extends, crops and drafts. False: nothing is "
+        "keep every pair in host memory too, for fetches, extends, crops and drafts. False: nothing is "
         "fetched, and a cache grows token by token alone, as KIVI's own",
+    )  # fmt: skip
+    host_bits: int | str = choice(
+        16, (16, 8, "auto"),
+        "of every pair in host memory: 16, or 8 with a scale for each key and value: half the memory, and half of what "
+        "crosses the link. auto: 8 in the setting best",
+        type=number_or_auto,
     )  # fmt: skip
     zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
     min_context: int | str = option(
         "auto", check_min_context,
         "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it is longer. "
-        'auto: the measured break-even of a GPU, 0 where there is none', type=number_or_auto, metavar="N",
+        'auto: the break-even of a GPU, measured or computed; 0 where there is none', type=number_or_auto, metavar="N",
     )  # fmt: skip
 
     @property
@@ -124,11 +131,25 @@ class LowBitOptions(DraftOptions):
             raise OptionError(
                 f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
             )
+        if self.bits_on_host < 16 and self.verify is not None:
+            raise OptionError(
+                f"option host_bits={self.host_bits} with verify={self.verify!r}: what verifies must be exact; take "
+                "host_bits=16"
+            )
+        if self.bits_on_host < 16 and not self.layout.is_quantised:
+            raise OptionError(f"option host_bits={self.host_bits} with bits=16: nothing may be lost; take host_bits=16")
+        if self.host_bits == 8 and not self.host_tier:
+            raise OptionError("option host_bits=8 with host_tier=False: there is no host tier to round; leave one out")
         if not self.host_tier and self.verify is not None:
             raise OptionError(
                 f"option host_tier=False with verify={self.verify!r}: a draft is verified, and taken back, by pairs in "
                 "host memory; take one of them"
             )
+
+    @property
+    def bits_on_host(self) -> int:
+        """host_bits; for "auto" 16, since nothing is known to be fetched."""
+        return 16 if self.host_bits == "auto" else int(self.host_bits)
 
     @property
     def layout(self) -> Layout:
@@ -144,7 +165,7 @@ class LowBitOptions(DraftOptions):
     def in_16_bits(self) -> LowBitOptions:
         """What holds below `min_context`: every pair on the device in 16 bits, so that there is nothing to verify but
         what was looked up."""
-        return replace(self, bits=16, key_bits=None, value_bits=None, verify=self.verify_in_16_bits)
+        return replace(self, bits=16, key_bits=None, value_bits=None, host_bits=16, verify=self.verify_in_16_bits)
 
     @property
     def verify_in_16_bits(self) -> str | None:
@@ -206,14 +227,15 @@ def refill_recent(state: LayerState, cropped: Cropped) -> None:
     if cropped.low_bit < cropped.low_bit_before:
         if "host" not in state:
             raise no_host_tier(f"a crop to {cropped.length:,} tokens, of which {cropped.low_bit_before:,} are rounded,")
-        window_from_host(state, cropped.low_bit, cropped.length)
+        window_from_host(state, cropped.low_bit, min(cropped.length, cropped.low_bit_before))
 
 
 def window_from_host(state: LayerState, low_bit: int, length: int) -> None:
     """Put the tokens from `low_bit` to `length` into the recent tier, wherever the host tier has them."""
     recent = state["recent"]
     places = torch.arange(low_bit, length, device=recent.device) % recent.shape[2]
-    recent[:, :, places] = tokens_of(state["host"], low_bit, length).to(recent.device)
+    pairs = tokens_of(state["host"], low_bit, length).to(recent.device)
+    recent[:, :, places] = decoded(pairs, recent.dtype, recent.shape[-1])
 
 
 CODES = Field("codes", "low-bit", codes_shape, codes_dtype)

@@ -3,6 +3,7 @@ step ahead."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ class SpecacheOptions(LowBitOptions):
     bits: int | float = inherited(LowBitOptions, "bits", default=1.5)
     rotate: bool = inherited(LowBitOptions, "rotate", default=True)
     center: str = inherited(LowBitOptions, "center", default="auto")
+    host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
     selector: str = choice(
         "topk",
@@ -41,9 +43,12 @@ class SpecacheOptions(LowBitOptions):
         "what is fetched: tokens one by one, or pages of them by their best token, a baseline; without correction",
     )
     page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
-    speculate: bool = choice(
-        True, (True, False), "run the speculative token beside the output token; off: the output token chooses"
-    )
+    speculate: bool | str = choice(
+        "auto", (True, False, "auto"),
+        "run the speculative token beside the output token; off: the output token chooses. auto: where it does not "
+        "choose within the step (correct)",
+        type=None, choices=None, action=argparse.BooleanOptionalAction,
+    )  # fmt: skip
     correct: str = choice(
         "always",
         ("never", "miss", "always"),
@@ -76,12 +81,23 @@ class SpecacheOptions(LowBitOptions):
                 f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
             )
 
+    @property
+    def bits_on_host(self) -> int:
+        """host_bits; "auto" is 8 where pairs are fetched to come close, and nothing is asked to be exact."""
+        close = self.setting == "best" and self.top_k and self.layout.is_quantised and self.verify is None
+        return 8 if self.host_bits == "auto" and close else super().bits_on_host
+
+    @property
+    def two_lanes(self) -> bool:
+        """Whether the speculative token runs beside the output token."""
+        return self.correct != "always" if self.speculate == "auto" else bool(self.speculate)
+
     def check_tiers(self) -> None:
         """The tokens of a widened decode choose their pairs together, and in its course; no other token is guessed."""
         together = {"speculate": (False,), "selector": ("topk",), "unbiased": (False,), "correct": ("always",)}
         accepted = together if self.top_k else {"speculate": (False,)}
         for name, (value,) in accepted.items():
-            if getattr(self, name) != value:
+            if (self.two_lanes if name == "speculate" else getattr(self, name)) != value:
                 raise OptionError(
                     f"option verify='tiers' with {name}={getattr(self, name)!r}: a draft's tokens choose their pairs "
                     f"themselves, together; take {name}={value!r}"
@@ -96,7 +112,7 @@ class SpecacheOptions(LowBitOptions):
     def in_16_bits(self) -> SpecacheOptions:
         """Nothing is fetched, nothing guessed for it, and nothing to verify but what was looked up."""
         return replace(
-            self, bits=16, key_bits=None, value_bits=None, top_k=0, speculate=False, correct="never",
+            self, bits=16, key_bits=None, value_bits=None, host_bits=16, top_k=0, speculate=False, correct="never",
             verify=self.verify_in_16_bits,
         )  # fmt: skip
 

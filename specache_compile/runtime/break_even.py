@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import torch
 
+from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 
-# Tokens, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand here.
+from .state import full_cache_bytes
+
+# Tokens of one row, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand
+# here.
 MEASURED: dict[str, int] = {}
+# Until then, by a word of that name, what benchmarks/computed_steps.py computes for an 8B model: of a step that fetches
+# nothing, of one that fetches ahead, and of one that corrects.
+COMPUTED: dict[str, tuple[int, int, int]] = {
+    "A6000": (1600, 2880, 6528),
+    "A100": (3968, 10368, 18112),
+    "H100": (6720, 16576, 29952),
+    "H200": (10752, 27520, 49728),
+    "4090": (2112, 4480, 8320),
+    "L4": (704, 1216, 2368),
+}
 
 
-def min_context(options: MethodOptions, device: torch.device) -> int:
-    """Tokens from which the options' tiers are used. "auto": what was measured on this device, 0 where nothing was. 0
-    too where memory chooses the bits: they are 16 where there is room."""
+def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> int:
+    """Tokens from which the options' tiers are used. "auto": what was measured on this device, or computed for it, for
+    so many rows, whose tokens add up; 0 where it is not known. 0 too where memory chooses the bits: they are 16 where
+    there is room."""
     if options.memory is not None:
         return 0
     if isinstance(options.min_context, int):
         return options.min_context
-    return MEASURED.get(torch.cuda.get_device_name(device), 0) if device.type == "cuda" else 0
+    return known(torch.cuda.get_device_name(device), options) // rows if device.type == "cuda" else 0
+
+
+def known(name: str, options: MethodOptions) -> int:
+    """What is known of the device that CUDA calls so."""
+    if name in MEASURED:
+        return MEASURED[name]
+    kind = 0 if not options.top_k else 1 if options.correct == "never" else 2
+    if re.search(r"\b(MIG|Laptop)\b", name):  # a part of it, or a slower one
+        return 0
+    return next((tokens[kind] for word, tokens in COMPUTED.items() if re.search(rf"\b{word}\b", name)), 0)
+
+
+def stays_in_16_bits(options: MethodOptions, layers: Sequence[LayerShape], rows: int, tokens: int) -> bool:
+    """Whether a cache of so many tokens is too short to gain; for "auto", also whether the device has room for as much
+    again: to grow, or to move over."""
+    device = layers[0].device
+    if tokens >= min_context(options, device, rows):
+        return False
+    return options.min_context != "auto" or full_cache_bytes(layers, rows, tokens) < free_memory(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had of a CUDA device, torch's own idle ones too."""
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + int(reserved)

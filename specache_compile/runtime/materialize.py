@@ -13,7 +13,8 @@ from .step import session_behind
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:
-    """A DynamicCache with real keys and values [B, H, n, d], bit for bit those that were cached.
+    """A DynamicCache with real keys and values [B, H, n, d]: those that were cached, bit for bit, or rounded once to 8
+    bits where the host tier is (option host_bits).
 
     `cache` stays usable; SpecacheError where it is plain already.
     """

@@ -29,9 +29,9 @@ from specache_compile.kernels import copy_stream
 from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
 from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
-from specache_compile.kernels.fp8 import decoded
-from specache_compile.kernels.host_memory import allowance
+from specache_compile.kernels.host_memory import allowance, grow_ahead
 from specache_compile.kernels.segments import SEGMENT, tokens_of
+from specache_compile.kernels.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
@@ -41,7 +41,7 @@ from specache_compile.passes.context import Input, Part
 from specache_compile.passes.local_shards import local
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 
-from .break_even import min_context
+from .break_even import min_context, stays_in_16_bits
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .memory import check_memory, within_memory
@@ -67,7 +67,7 @@ def options_at(
 ) -> MethodOptions:
     """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt`: with the budget that it
     gives, and the bits that fit; the 16-bit ones, where the tokens are too few to gain."""
-    return in_force(fixed_options(options, layers, batch, prompt), layers, tokens)
+    return in_force(fixed_options(options, layers, batch, prompt), layers, batch, tokens)
 
 
 def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int) -> MethodOptions:
@@ -75,9 +75,15 @@ def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: i
     return within_memory(options.for_prompt(prompt), layers, batch, prompt)
 
 
-def in_force(fixed: MethodOptions, layers: Sequence[LayerShape], tokens: int) -> MethodOptions:
-    """Of options that a prompt has fixed those that hold for so many tokens."""
-    return fixed.in_16_bits if tokens < min_context(fixed, layers[0].device) else fixed
+def in_force(
+    fixed: MethodOptions, layers: Sequence[LayerShape], batch: int, tokens: int, ranks: ProcessGroup | None = None
+) -> MethodOptions:
+    """Of options that a prompt has fixed those that hold for so many tokens. Ranks decide alike, by lengths alone."""
+    if ranks is not None:
+        short = tokens < min_context(fixed, layers[0].device, batch)
+    else:
+        short = stays_in_16_bits(fixed, layers, batch, tokens)
+    return fixed.in_16_bits if short else fixed
 
 
 def session_of(cache: Any) -> Session | None:
@@ -117,7 +123,7 @@ class Session:
         self.ranks = ranks
         fixed = fixed_options(options, layers, batch, prompt)
         check_memory(fixed, layers, batch, prompt)
-        self.options = in_force(fixed, layers, prompt)
+        self.options = in_force(fixed, layers, batch, prompt, ranks)
         self.pending_options: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
         # The model's, by which a saved session knows it again.
@@ -172,7 +178,9 @@ class Session:
 
         def fetches() -> list[Fetch]:
             session = own()
-            return [] if session is None else deferrable(session.state, session.cursor)
+            if session is None or not selects(session.options):
+                return []
+            return deferrable(session.state, session.cursor)
 
         return Deferred(fetches)
 
@@ -223,12 +231,17 @@ class Session:
         Stopped half way, it goes on from there with the next step.
         """
         pending = self.pending_options
-        if pending is None or tokens < min_context(pending, self.layers[0].device):
+        if pending is None or not self.state:
+            return
+        short = tokens < min_context(pending, self.layers[0].device, self.batch)
+        grows = tokens > self.capacity and self.ranks is None  # ranks decide alike, by lengths alone
+        if short and not (grows and not stays_in_16_bits(pending, self.layers, self.batch, tokens)):
             return
         assert isinstance(pending, LowBitOptions)
         self.drain()
         for number, layer in enumerate(self.layers):
-            self.state[number] = moved_over(self.state[number], pending, layer, self.batch, self.length, self.padding)
+            size = (self.batch, self.length, self.padding, self.allocated[1])
+            self.state[number] = moved_over(self.state[number], pending, layer, *size)
         self.options, self.pending_options = pending, None
         self.slots_ready, self.guess = False, None
         self.note_memory()
@@ -262,8 +275,18 @@ class Session:
             else:
                 self.state[number] = new
                 moved = moved or any(new[name] is not old[name] for name in new)
-        self.allocated = (self.capacity, self.room)
+        grows, self.allocated = self.allocated[0] > 0, (self.capacity, self.room)
         self.note_memory(moved)
+        if grows and self.cursor.is_cuda:
+            self.reserve_ahead(room(self.room + 1))
+
+    def reserve_ahead(self, tokens: int) -> None:
+        """Have the host tier's memory for so many tokens pinned on a thread; not where it would outgrow its budget, nor
+        where other ranks share that."""
+        held, needed = (host_bytes(self.options, self.layers, self.batch, size) for size in (self.room, tokens))
+        if self.ranks is None and needed <= allowance(held, self.options.host_memory):
+            for host in self.fields("host"):
+                grow_ahead(host, tokens // SEGMENT)
 
     def check_host_memory(self, tokens: int) -> None:
         """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this room, here or
@@ -291,7 +314,8 @@ class Session:
         self.statistics.tallies = self.fields("tally")
         self.statistics.fetched = self.fields("fetched")
         self.statistics.corrected = self.fields("corrected")
-        self.statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in self.fields("slots")]
+        stored = [state.get("host", state["slots"]) for state in self.state if "slots" in state]
+        self.statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in stored]
         self.statistics.ranks = 1 if self.ranks is None else self.ranks.size()
         self.statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state, self.room)
 
@@ -342,8 +366,7 @@ class Session:
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens' pairs in the host tier."""
-        offloaded = [layer for layer, state in zip(self.layers, self.state, strict=True) if "host" in state]
-        return full_cache_bytes(offloaded, self.batch, tokens)
+        return sum(host[0].nbytes // SEGMENT * tokens for host in self.fields("host"))
 
     def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
         """The values of a rewritten graph's inputs: the caller's arguments, and this session's state."""
@@ -437,7 +460,7 @@ class Session:
         return held
 
     def plain(self, site: int, part: Part) -> Tensor:
-        """A plain copy of one site's keys or values [B, H, n, d], bit for bit what is held where all pairs are."""
+        """A plain copy of one site's keys or values [B, H, n, d], as they are held where all pairs are."""
         self.drain()
         layer = self.layers[site]
         whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
@@ -446,7 +469,7 @@ class Session:
         if whole is None:
             raise evicted(self.options.method)
         pairs = tokens_of(self.state[site][whole], 0, self.length)
-        found = decoded(pairs[:, :, :, int(part == "values")], layer.dtype)
+        found = decoded(pairs[:, :, :, int(part == "values")], layer.dtype, layer.head_dim)
         return found.to(layer.device, copy=True)
 
     def give_up(self, handle: Handle, why: str | None = None) -> Tensor:

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.kernels import copy_stream
 from specache_compile.kernels.host_memory import host_empty, host_grown
-from specache_compile.kernels.segments import SEGMENT
+from specache_compile.kernels.segments import SEGMENT, put, tokens_of
+from specache_compile.kernels.stored_pairs import stored
 from specache_compile.kernels.tiers import store_low_bit
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape, LayerState
@@ -75,12 +76,14 @@ def allocate(
 
 
 def moved_over(
-    state: LayerState, options: LowBitOptions, layer: LayerShape, batch: int, length: int, padding: Tensor | None
-) -> LayerState:
+    state: LayerState, options: LowBitOptions, layer: LayerShape, batch: int, length: int, padding: Tensor | None,
+    backed: int,
+) -> LayerState:  # fmt: skip
     """A layer's 16-bit state (`in_16_bits`) with `length` tokens, as `options` have it.
 
-    padding: as for `append`. Host and recent tier stay; the low-bit tier is quantised from the 16-bit one, a block at a
-    time; slots are empty. A state that has moved already stays.
+    padding: as for `append`; backed: as for `allocate`. The recent tier stays, and the host's where it is not rounded;
+    the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty. A state that has moved
+    already stays.
     """
     codes = state["codes"]
     fields = fields_of(options, layer)
@@ -90,10 +93,14 @@ def moved_over(
     new = {
         field.name: state[field.name]
         if state[field.name].shape == shape and field.tier != "low-bit"
-        else empty(field, shape, field.dtype(options, layer), layer, codes.shape[2])
+        else empty(field, shape, field.dtype(options, layer), layer, backed)
         for field, shape in shapes.items()
     }
     low_bit = options.low_bit_length(length)
+    if "host" in state and new["host"] is not state["host"]:
+        for start in range(0, length, MOVED):
+            pairs = tokens_of(state["host"], start, min(start + MOVED, length))
+            put(new["host"], start, stored(pairs, new["host"]))
     for start in range(0, low_bit, MOVED):
         pairs = codes[:, :, start : min(start + MOVED, low_bit)].unflatten(3, (2, -1))
         store_low_bit(

@@ -29,7 +29,6 @@ from .ranks import check_same, ranks_of
 from .records import record_of
 from .regroup import agreed_session
 from .session import Session
-from .variant import selects
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -108,7 +107,7 @@ class CompiledGraph:
         tokens = captured.symbols.value(captured.tokens, arguments)
         session.begin(tokens, None if captured.padding is None else arguments[captured.padding])
         *before, phase = session.phases(captured.phase, captured.is_causal)
-        if phase.over_tiers and selects(session.options) and not (before or session.slots_ready):
+        if phase.over_tiers and session.options.top_k and not (before or session.slots_ready):
             session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
         rewritten = self.form(session, phase, arguments)
         guess_is_missing = session.guess is None and rewritten.needs_guess

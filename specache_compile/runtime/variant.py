@@ -20,16 +20,12 @@ class Variant:
 
 
 def selects(options: MethodOptions) -> bool:
-    """Whether a decode step selects pairs for the next one."""
-    return bool(options.top_k) and "prefetch" not in options.disable_passes
-
-
-def chooses_itself(options: MethodOptions) -> bool:
-    """Whether every token chooses its own pairs, and none is guessed: nothing need be chosen before the first."""
-    return not options.speculate and options.correct == "always" and "correct" not in options.disable_passes
+    """Whether a decode step selects pairs for the next one: not where each token chooses its own, and guesses none."""
+    chooses_itself = options.correct == "always" and "correct" not in options.disable_passes
+    ahead = options.two_lanes or not chooses_itself
+    return bool(options.top_k) and ahead and "prefetch" not in options.disable_passes
 
 
 def phases(phase: Phase, options: MethodOptions) -> tuple[Phase, ...]:
     """The phases that a captured graph of this one is rewritten for."""
-    chosen_before = selects(options) and not chooses_itself(options)
-    return (phase.before, phase) if phase.before is not None and chosen_before else (phase,)
+    return (phase.before, phase) if phase.before is not None and selects(options) else (phase,)

@@ -76,6 +76,11 @@ FAULTS = [
         "corrections.wait_stream(torch.cuda.current_stream(slots.device))", "pass", ("early",), CORRECTED,
     ),
     Fault(
+        "a hit rate of slots that are being corrected", copy_stream.measure,
+        "torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))", "pass", ("late",),
+        {**CORRECTED, "hit_rate": True},
+    ),
+    Fault(
         "the values of what the slots held left out", triton_decode.attend,
         "[batch * heads, splits](*given, chosen,", "[batch * heads, splits](*given, slot_index,",
         ("late",), CORRECTED,
@@ -106,7 +111,7 @@ FAULTS = [
     Fault(
         "wanted chosen anew before the gather has read it", prefetch.prefetch,
         '(site.q, cursor, slots, slot_index, state["wanted"])', "(site.q, cursor, slots, slot_index, slots)",
-        ("late",), CORRECTED, in_the_graph=True,
+        ("late",), {**CORRECTED, "speculate": True}, in_the_graph=True,
     ),
 ]  # fmt: skip
 

@@ -54,3 +54,19 @@ def test_a_tier_grows_elsewhere_if_its_next_registration_is_elsewhere(request: p
     with pytest.warns(UserWarning, match="cuda:0 has another address for pinned memory"):
         assert host_memory.host_grown(host, tuple(host.shape), CUDA, 1 << 13) is None
     assert host.is_pinned()
+
+
+def test_a_tier_grows_into_what_was_pinned_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a kernel may read it: by the driver's books the last row too is the device's to see."""
+    from simulated_device import driver
+
+    sc.release_host_memory()
+    host, register, asked = empty(1 << 12), host_memory.register, []
+    monkeypatch.setattr(host_memory, "register", lambda *given: asked.append(given[1]) or register(*given))
+    host_memory.grow_ahead(host, 1 << 13)
+    assert host_memory.host_grown(host, tuple(host.shape), CUDA, 1 << 13) is host
+    assert asked == [host[: 1 << 12].nbytes]
+    starts, ends = driver.memory_ranges()
+    last = host[(1 << 13) - 1].data_ptr()
+    assert ((starts <= last) & (last < ends)).any()
+    assert not ((starts <= last + host[0].nbytes) & (last + host[0].nbytes < ends)).any()

@@ -66,7 +66,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "recorded": {"mode": "reduce-overhead"},
     "five layers": {"layers": 5, "mode": "reduce-overhead", "steps": 3},
-    "corrected": {"correct": "always", "steps": 3},
+    "corrected": {"correct": "always", "speculate": True, "steps": 3},
+    "corrected alone": {"correct": "always", "mode": "reduce-overhead", "steps": 4},
     "one lane": {"speculate": False, "steps": 3},
     "a second turn": {"more": 40, "steps": 2},
 }
@@ -75,7 +76,7 @@ RUNS: dict[str, dict[str, Any]] = {
 # A recorded run under every kind of order, the others under one of them each.
 QUICK = (
     *(f"recorded-{schedule}" for schedule in SCHEDULES), "as it is-late", "as it is-early", "five layers-random:2",
-    "corrected-random:1", "one lane-late", "a second turn-early",
+    "corrected-random:1", "corrected alone-late", "corrected alone-early", "one lane-late", "a second turn-early",
 )  # fmt: skip
 
 

@@ -262,7 +262,7 @@ def test_a_model_under_a_setting_is_afterwards_as_it_was() -> None:
     ids = prompt(200)
     plain = greedy(model, ids, 8)
     for bits in (1, 2):
-        with running(model, parse_setting(f"specache:bits={bits},top_k=1024"), "eager"):
+        with running(model, parse_setting(f"specache:bits={bits},top_k=1024,host_bits=16"), "eager"):
             assert torch.equal(greedy(model, ids, 8), plain)
             assert sc.stats(model).decodes == 7
         assert model._compiled_call_impl is None

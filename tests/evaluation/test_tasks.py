@@ -205,7 +205,7 @@ def test_divergence_is_torchs_kl(model: Any) -> None:
 
 def test_fidelity_is_total_where_the_method_loses_nothing_and_not_where_it_does(model: Any) -> None:
     rows = bench(samples=2).windows_apart(160)
-    lossless = "specache:group_size=32,residual_length=32,top_k=1024,bits=1"
+    lossless = "specache:group_size=32,residual_length=32,top_k=1024,bits=1,host_bits=16"
     figures = {}
     for name in ("uncompiled", lossless, "kivi:bits=1,group_size=32,residual_length=1"):
         with running(model, parse_setting(name), "eager"):

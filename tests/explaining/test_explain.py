@@ -27,11 +27,11 @@ from specache_compile.runtime.state import bucket, paper_kv_ratio, room
 
 @functools.cache
 def of_64_tokens() -> Explanation:
-    return sc.explain(tiny_llama(), prompt_length=64)
+    return sc.explain(tiny_llama(), prompt_length=64, options={"speculate": True})
 
 
 def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:
-    explained = sc.explain(llama, prompt_length=2000, batch_size=3, options={"bits": 1})
+    explained = sc.explain(llama, prompt_length=2000, batch_size=3, options={"bits": 1, "speculate": True})
     assert [(s.layer, s.query_heads, s.heads, s.head_dim) for s in explained.sites] == [(0, 4, 2, 16), (1, 4, 2, 16)]
     assert explained.left_alone == ()
     assert explained.lanes == 2
@@ -45,7 +45,7 @@ def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:
 
 
 def test_the_graph_it_shows_is_the_graph_that_runs(llama: LlamaForCausalLM) -> None:
-    options = {"setting": "best", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
+    options = {"setting": "best", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16, "speculate": True}
     explained = sc.explain(llama, prompt_length=100, options=options)
     twin = compile_copy(llama, **options)
     # What is explained is one length; what runs has a symbol for it, unless Dynamo is told to make none.
@@ -158,7 +158,7 @@ def test_it_tells_what_a_pass_changed() -> None:
 
 def test_every_section_says_that_it_is_computed(llama: LlamaForCausalLM) -> None:
     sections = str(sc.explain(llama, prompt_length=1000)).split("\n\n")
-    for title in ("KV memory", "One decode step", "Step ", "With other options"):
+    for title in ("KV memory", "One decode step", "Step ", "The step by events", "With other options"):
         (section,) = [part for part in sections if part.startswith(title)]
         assert "computed, not measured" in section
 
@@ -168,7 +168,7 @@ def test_compiled_graphs_are_dumped_with_their_explanation(
 ) -> None:
     """What SPECACHE_DUMP writes is of the graphs that ran: their hashes, and the bytes of their tiers."""
     monkeypatch.setenv("SPECACHE_DUMP", str(tmp_path))
-    options = {"setting": "best", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
+    options = {"setting": "best", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16, "speculate": True}
     twin = compile_copy(llama, **options)
     greedy(twin, prompt(250), 20)  # past the first bucket: the decode is compiled again
     hashes = {trace.phase: trace.hash for g in find_record(twin).graphs for trace in g.rewrites.traces}

@@ -60,7 +60,7 @@ def best() -> sc.Explanation:
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
     )  # fmt: skip
-    return sc.explain(config, 32_768, 4, {"verify": 16}, device="H200", corrected=0.25)
+    return sc.explain(config, 32_768, 4, {"verify": 16, "speculate": True}, device="H200", corrected=0.25)
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ WAIT = torch.ops.specache.wait.default
 PREFETCH = torch.ops.specache.prefetch.default
 
 
-# What attends over the slots, by setting.
+# What attends over the slots, by setting, of which each runs two lanes.
 ATTENTION = {"paper": "decode_attention", "best": "attend_scored"}
 
 
 @pytest.fixture(scope="module", params=ATTENTION)
 def explained(request: pytest.FixtureRequest) -> sc.Explanation:
-    return sc.explain(tiny_llama(), prompt_length=1000, options={"setting": request.param})
+    return sc.explain(tiny_llama(), prompt_length=1000, options={"setting": request.param, "speculate": True})
 
 
 def changed(explained: sc.Explanation) -> torch.fx.GraphModule:

@@ -106,6 +106,6 @@ def test_a_pre_decode_multiplies_by_the_kernel(monkeypatch: pytest.MonkeyPatch) 
     counts: list[int] = []
     monkeypatch.setattr(lower, "few_rows_op_by_op", lambda graph: counts.append(few_rows_op_by_op(graph)))
     llama = tiny_llama(num_hidden_layers=1)
-    llama.compile(backend="specache")
+    llama.compile(backend="specache", options={"speculate": True})
     greedy(llama, prompt(200), 3)
     assert counts == [7 + 1], "a layer's linear layers, and the head"

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from specache_compile.kernels.fp8 import decoded
+from specache_compile.kernels.stored_pairs import decoded
 
 CODES = range(127)  # those of no sign; 127 is NaN, and there is no infinity
 
@@ -32,7 +32,7 @@ def test_a_pair_is_kept_as_its_nearest_codes_behind_those_before_it() -> None:
     v[1, 2, 4, 0] = math.inf
     cache = torch.zeros(2, 3, 12, 2, 16, dtype=torch.uint8)
     torch.ops.specache.keep_fp8(k, v, None, torch.tensor([4, 0, 0, 0]), cache)
-    found = decoded(cache, torch.float32)
+    found = decoded(cache, torch.float32, cache.shape[-1])
     for part, given in enumerate((k, v)):
         expected = torch.tensor([nearest(x) for x in given.flatten().tolist()]).view(given.shape)
         assert torch.equal(found[:, :, 4:9, part], expected)
@@ -44,4 +44,4 @@ def test_what_is_no_number_stays_none() -> None:
     k = torch.full((1, 1, 1, 8), math.nan)
     cache = torch.zeros(1, 1, 1, 2, 8, dtype=torch.uint8)
     torch.ops.specache.keep_fp8(k, k, None, torch.zeros(4, dtype=torch.int64), cache)
-    assert decoded(cache, torch.bfloat16).isnan().all()
+    assert decoded(cache, torch.bfloat16, cache.shape[-1]).isnan().all()

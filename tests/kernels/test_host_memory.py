@@ -222,6 +222,75 @@ def test_what_has_no_token_yet_is_addresses_alone(driver: Driver) -> None:
     assert pool.lent == 5 * page
 
 
+def test_what_a_thread_has_pinned_ahead_is_there_when_the_tier_grows(driver: Driver) -> None:
+    page, pool = mmap.PAGESIZE, host_memory._pool
+    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
+    place = tensor.data_ptr()
+    for _ in range(2):  # once is enough
+        host_memory.grow_ahead(tensor, 4)
+    assert pool.lent == 2 * page, "nothing counts before it is needed"
+    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
+    assert driver.given == [(place, 2 * page), (place + 2 * page, 2 * page)]
+    assert (pool.lent, pool.peak) == (4 * page, 4 * page)
+    assert host_memory.host_grown(tensor, (8, page), CUDA, 5) is tensor
+    assert driver.given[2:] == [(place + 4 * page, page)]
+
+
+def test_segments_that_are_no_whole_pages_are_pinned_in_groups_that_are(driver: Driver) -> None:
+    """Of 8 bits and an odd number of heads: the next registration could not begin within a page."""
+    unit = 25 * mmap.PAGESIZE + mmap.PAGESIZE // 2
+    tensor = host_memory.host_empty((8, unit), torch.uint8, CUDA, 1)
+    place = tensor.data_ptr()
+    for backed in (2, 3, 4, 5):
+        assert host_memory.host_grown(tensor, (8, unit), CUDA, backed) is tensor
+    assert driver.given == [(place + start * unit, 2 * unit) for start in (0, 2, 4)]
+    host_memory.grow_ahead(tensor, 7)
+    assert host_memory.host_grown(tensor, (8, unit), CUDA, 8) is tensor
+    assert driver.given[3:] == [(place + 6 * unit, 2 * unit)]
+
+
+def test_what_is_pinned_ahead_is_the_caches_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no longer free, and held by nobody yet: what a tier may have stays the same."""
+    page = mmap.PAGESIZE
+    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
+    free = [100 * page]
+    monkeypatch.setattr(host_memory, "free_memory", lambda: free[0])
+    before = host_memory.allowance(2 * page, None)
+    host_memory.grow_ahead(tensor, 4)
+    free[0] -= 2 * page
+    assert host_memory.allowance(2 * page, None) == before
+    host_memory.host_grown(tensor, (8, page), CUDA, 3)
+    assert host_memory._pool.ahead == 0
+    assert host_memory.allowance(4 * page, None) == before
+
+
+def test_what_was_pinned_ahead_for_a_tensor_that_died_is_lent_to_the_next(driver: Driver) -> None:
+    page, pool = mmap.PAGESIZE, host_memory._pool
+    tensors = [host_memory.host_empty((8, page), torch.uint8, CUDA, 2)]
+    place, pool.peak = tensors[0].data_ptr(), 100 * page
+    host_memory.grow_ahead(tensors.pop(), 3)
+    assert pool.idle_bytes() == 3 * page
+    assert pool.lent == 0
+    assert host_memory.host_empty((8, page), torch.uint8, CUDA, 3).data_ptr() == place
+    assert pool.idle_bytes() == 3 * page, "and given back again"
+    kinds(driver)
+    host_memory.release_host_memory()
+    assert kinds(driver) == ["synchronize", "unregister", "unregister"]
+
+
+def test_a_tier_whose_memory_could_not_be_pinned_ahead_asks_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, register = mmap.PAGESIZE, host_memory.register
+    tensor = host_memory.host_empty((8, page), torch.uint8, CUDA, 2)
+    monkeypatch.setattr(host_memory, "register", lambda *given: False)
+    host_memory.grow_ahead(tensor, 4)
+    host_memory._pinning.submit(lambda: None).result()
+    monkeypatch.setattr(host_memory, "register", register)
+    assert host_memory.host_grown(tensor, (8, page), CUDA, 3) is tensor
+    assert driver.given[1:] == [(tensor.data_ptr() + 2 * page, page)]
+
+
 def test_a_map_with_too_few_addresses_is_not_lent_again(driver: Driver) -> None:
     page = mmap.PAGESIZE
     kept = [host_memory.host_empty((2, page), torch.uint8, CUDA)]
@@ -388,6 +457,13 @@ def test_memory_that_cannot_be_pinned_is_ordinary_and_stays_out_of_the_pool(
     assert (host_memory._pool.lent, host_memory._pool.idle_bytes()) == (0, 0)
 
 
+def filled(shape: tuple[int, ...], dtype: torch.dtype, filling: float) -> torch.Tensor:
+    """Of codes and scales the bytes of a NaN, or of zeros."""
+    if dtype.is_floating_point:
+        return torch.full(shape, filling, dtype=dtype)
+    return torch.full(shape, -1 if math.isnan(filling) else 0, dtype=dtype)
+
+
 @pytest.mark.parametrize("method", ["specache", "kivi", "offload", "kcache"])  # those with a host tier
 def test_nothing_is_read_of_the_host_tier_that_was_not_written(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str
@@ -401,7 +477,7 @@ def test_nothing_is_read_of_the_host_tier_that_was_not_written(
     twin.compile(backend="specache", options=options)
 
     def run(filling: float) -> torch.Tensor:
-        monkeypatch.setattr(tiers, "host_empty", lambda shape, dtype, *rest: torch.full(shape, filling, dtype=dtype))
+        monkeypatch.setattr(tiers, "host_empty", lambda shape, dtype, *rest: filled(shape, dtype, filling))
         with torch.no_grad():
             cache = twin(prompt(90, 2), use_cache=True).past_key_values
             logits = []

@@ -277,5 +277,5 @@ def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: st
 )
 def test_what_is_not_said_is_chosen_to_fit(options: dict[str, Any]) -> None:
     chosen = sc.Options(verify="tiers", **options)
-    assert not chosen.speculate
+    assert not chosen.two_lanes
     assert chosen.correct == ("always" if chosen.top_k else "never")

@@ -16,7 +16,7 @@ from conftest import compiled_with, greedy, prompt, tiny_llama
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 SMALL = {"group_size": 32, "residual_length": 32, "top_k": 1024}
-BEST = {**SMALL, "setting": "best", "rotate": True}
+BEST = {**SMALL, "setting": "best", "rotate": True, "host_bits": 16}
 DEFAULT = "specache, corrected"
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "specache, 1 bit": {**SMALL, "setting": "paper", "bits": 1},
     DEFAULT: BEST,
     "specache, corrected where missed": {**BEST, "correct": "miss"},
-    "specache, one lane": {**BEST, "speculate": False},
+    "specache, two lanes": {**BEST, "speculate": True},
     "specache, one lane, corrected where missed": {**BEST, "speculate": False, "correct": "miss"},
     "snapkv": {"method": "snapkv", "budget": 4096},
     "roco": {"method": "roco", "budget": 4096},

@@ -37,7 +37,7 @@ LOSSY: dict[str, dict[str, Any]] = {
     "offload": {},
     "fp8": {},
     "kivi": {"bits": 1},
-    "specache": {"bits": 1, "top_k": 8},
+    "specache": {"bits": 1, "top_k": 8, "host_bits": 16},
     "kcache": {"top_n": 8},
     "snapkv": {"budget": 24, "window": 8},
     **{name: {"budget": 24} for name in EVICTION},

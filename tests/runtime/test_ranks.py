@@ -187,7 +187,7 @@ def test_a_rank_is_explained_by_its_part() -> None:
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=4, pad_token_id=255,
     )  # fmt: skip
-    whole, part = (explain(config, 512, ranks=ranks) for ranks in (1, 4))
+    whole, part = (explain(config, 512, options={"speculate": True}, ranks=ranks) for ranks in (1, 4))
     for figure in ("device_bytes", "full_cache_bytes", "bytes_fetched"):
         assert getattr(part, figure) * 4 == getattr(whole, figure)
     assert part.bytes_by_tier["host"] * 4 == whole.bytes_by_tier["host"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.one_process
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "best": {"bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32},
+    "two lanes": {"bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32, "speculate": True},
     "still in 16 bits": {"bits": 1, "min_context": 4096},
     "eviction": {"method": "h2o", "budget": 0.5},
 }
@@ -64,6 +66,35 @@ def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: P
     (expected, cache), (got, again) = step(model, token, cache), step(model, token, again)
     assert torch.equal(got, expected)
     assert torch.equal(go_on(model, again), go_on(model, cache))
+
+
+def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
+    llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """Its header does not name host_bits, and says that two lanes ran."""
+    settings = {**SETTINGS["best"], "lowering": "eager"}
+    model = compiled_with(llama, {**settings, "host_bits": 16})
+    _, cache = step(model, prompt(150, 2))
+    sc.save(cache, tmp_path)
+    header = json.loads((tmp_path / "session.json").read_text())
+    for name in ("asked", "options"):
+        del header["options"][name]["host_bits"]
+        header["options"][name]["speculate"] = True
+    (tmp_path / "session.json").write_text(json.dumps(header))
+    again = sc.load(tmp_path, compiled_with(llama, settings))
+    assert session_of(again).state[0]["host"].is_floating_point()
+    assert torch.equal(go_on(compiled_with(llama, settings), again), go_on(model, cache))
+
+
+def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(tmp_path: Path) -> None:
+    sizes, bfloat16 = {}, tiny_llama().bfloat16()
+    for host_bits in (16, 8):
+        model = compiled_with(bfloat16, {**SETTINGS["best"], "lowering": "eager", "host_bits": host_bits})
+        sc.save(step(model, prompt(300))[1], tmp_path / str(host_bits))
+        files = (tmp_path / str(host_bits)).glob("tensors-*/layer-*")
+        sizes[host_bits] = sum(safe_open(file, "pt").get_tensor("host").nbytes for file in files)
+    head_dim = 16
+    assert sizes[8] == sizes[16] * (head_dim + 4) / (2 * head_dim)
 
 
 def test_centered_keys_are_centered_when_they_are_loaded(tmp_path: Path) -> None:

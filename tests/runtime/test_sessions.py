@@ -517,7 +517,7 @@ def test_half_of_what_is_free_is_the_host_tiers_default_budget(monkeypatch: pyte
 def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_recorded_meanwhile() -> None:
     """4,100 tokens: a bucket of 4,608, and memory for 4,352, until there are more."""
     model = tiny_llama(num_hidden_layers=1)
-    settings, token = {"top_k": 8, "lowering": "eager"}, 2 * 2 * 16 * 4
+    settings, token = {"top_k": 8, "lowering": "eager", "setting": "paper"}, 2 * 2 * 16 * 4
     twin = compile_copy(model, **settings, host_memory=4608 * token)
     ids = prompt(5000)
     cache = step(twin, ids[:, :4100]).past_key_values

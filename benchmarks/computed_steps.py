@@ -1,0 +1,121 @@
+"""Decode steps of Llama-3-8B on the devices that `explain` knows: computed by events, none of them measured.
+
+    python benchmarks/computed_steps.py                     half a minute; results/computed_steps.json, and the tables
+    python benchmarks/computed_steps.py --host-gib 512      with other host memory (100)
+
+How a step's time comes about, and what is estimated in it: docs/explain.md. `runtime/break_even.py` has the contexts
+from which a step of one row takes no longer than on a 16-bit cache; tests/test_benchmarks.py compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+from transformers import LlamaConfig
+
+import specache_compile as sc
+from specache_compile.bench.results import provenance
+from specache_compile.explaining.devices import DEVICES, Device
+from specache_compile.explaining.step_kernels import Traced
+from specache_compile.explaining.step_time import (
+    LENGTHS,
+    break_even_context,
+    full_cache_batch,
+    full_step_of,
+    largest_batch,
+    step_of,
+)
+
+# Llama-3-8B: layers, of which three are traced, and bytes of weights.
+LAYERS, WEIGHTS = 32, 2 * 8_030_261_248
+FULL = {"16 bits": 2, "fp8": 1}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "KIVI, 2 bits": {"method": "kivi", "bits": 2, "host_tier": False},
+    "as in SpeCache's paper, 2 bits": {"setting": "paper"},
+    "default, two lanes, 16 bits on the host": {"speculate": True, "host_bits": 16},
+    "default": {},
+}
+CACHES = (*FULL, *OPTIONS)
+
+
+def traced(options: Mapping[str, Any]) -> Traced:
+    """The step under these options, as if of all layers."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=3, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
+    )  # fmt: skip
+    explained = sc.explain(config, 32_768, options=options)
+    return replace(explained.traced(), weights=WEIGHTS, layers=LAYERS)
+
+
+def rows_of(device: Device, steps: Mapping[str, Traced], host: float) -> Iterator[dict[str, Any]]:
+    """Each cache at each length: a step of one row, and at the largest batch, where one fits."""
+    plain = steps["default"]
+    for length in LENGTHS:
+        for cache in CACHES:
+            if cache in FULL:
+                most, limit = full_cache_batch(plain, device, length, FULL[cache]), "device"
+            else:
+                most, limit = largest_batch(steps[cache], device, length, host)
+            for batch in dict.fromkeys((1, most)):
+                if not 0 < batch <= most:
+                    continue
+                step = (
+                    full_step_of(plain, device, length, batch, FULL[cache])
+                    if cache in FULL
+                    else step_of(steps[cache], device, length, batch)
+                )
+                yield {
+                    "device": device.name, "length": length, "cache": cache, "batch": batch, "limit": limit,
+                    "ms": 1e3 * step.seconds, "exposed ms": 1e3 * step.exposed, "bound": step.bound,
+                    "tokens/s": batch / step.seconds,
+                }  # fmt: skip
+
+
+def table_of(rows: list[dict[str, Any]], device: str) -> list[tuple[str, ...]]:
+    """A line a cache: at each length milliseconds of one row, and tokens a second at the largest batch."""
+    lines = []
+    for cache in CACHES:
+        cells = []
+        for length in LENGTHS:
+            own = [row for row in rows if (row["device"], row["length"], row["cache"]) == (device, length, cache)]
+            cells += [f"{own[0]['ms']:.1f}", f"{own[-1]['batch']} → {own[-1]['tokens/s']:,.0f}"] if own else ["", ""]
+        lines.append((cache, *cells))
+    return lines
+
+
+HEADERS = ("", *(cell for length in LENGTHS for cell in (f"{length // 1024}k, ms", "largest batch → tokens/s")))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host-gib", type=float, default=100.0, help="GiB of host memory (100)")
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES), help="(all that explain knows)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "computed_steps.json")
+    args = parser.parse_args(arguments)
+    steps = {name: traced(options) for name, options in tqdm(OPTIONS.items(), "traced", disable=None)}
+    rows, contexts = list[dict[str, Any]](), dict[str, dict[str, int | None]]()
+    for name in tqdm(args.devices, "computed", disable=None):
+        device = DEVICES[name]
+        rows += rows_of(device, steps, args.host_gib * 2**30)
+        contexts[name] = {cache: break_even_context(steps[cache], steps["default"], device) for cache in OPTIONS}
+    settings = {"model": "Llama-3-8B's shape", "host GiB": args.host_gib}
+    report = {"provenance": provenance(torch.device("cpu"), "benchmarks/computed_steps.py"), "settings": settings}
+    args.out.write_text(json.dumps({**report, "break-even": contexts, "rows": rows}, indent=1) + "\n")
+    for name in args.devices:
+        print(f"\n{name}, computed, not measured; {args.host_gib:g} GiB of host memory")
+        print(tabulate(table_of(rows, name), HEADERS, disable_numparse=True))
+        told = ", ".join(f"{cache} {tokens or 'never'}" for cache, tokens in contexts[name].items())
+        print(f"tokens from which a step of one row takes no longer than in 16 bits: {told}")
+
+
+if __name__ == "__main__":
+    main()

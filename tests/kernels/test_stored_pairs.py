@@ -1,0 +1,149 @@
+"""A host tier of 8 bits: what is stored, against float64, and the same from the definition, C++ and Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from held_tiers import in_order
+from specache_compile.kernels import cpp_tiers, tiers
+from specache_compile.kernels.segments import SEGMENT, segmented
+from specache_compile.kernels.stored_pairs import ROUNDED, decoded, rounded_width, stored
+
+B, H, C = 2, 3, 2 * SEGMENT
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+WIDTHS = pytest.mark.parametrize("d", [64, 80, 30])
+
+
+def empty_host(d: int) -> Tensor:
+    return torch.zeros(segmented(B, H, C, rounded_width(d)), dtype=ROUNDED)
+
+
+def some_pairs(tokens: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k, v [B, H, T, d], of sizes from a thousandth to a thousand; a vector of zeros, a subnormal, an infinite one and
+    one with NaN in it."""
+    generator = torch.Generator().manual_seed(d)
+    k, v = torch.randn(2, B, H, tokens, d, generator=generator) * 10.0 ** torch.linspace(-3, 3, tokens)[:, None]
+    k[0, 0, 0] = 0.0
+    k[0, 0, 1] = 1e-7
+    v[0, 1, 2, 3] = float("inf")
+    v[1, 0, 1, 0] = float("nan")
+    return k.to(dtype), v.to(dtype)
+
+
+@DTYPES
+@WIDTHS
+def test_a_number_is_half_a_127th_of_its_vectors_largest_away_at_most(dtype: torch.dtype, d: int) -> None:
+    pairs = torch.stack(some_pairs(7, d, dtype), 3)
+    found = decoded(stored(pairs, empty_host(d)), torch.float32, d).double()
+    exact, finite = pairs.double(), pairs.isfinite().all(-1)
+    step = exact.abs().amax(-1, keepdim=True) / 127
+    assert ((found - exact).abs() <= step / 2 * 1.0001)[finite].all()
+    assert found[~finite].isnan().all(), "what is not finite takes its whole vector with it"
+    assert finite.sum() == finite.numel() - 2
+
+
+def test_what_is_not_rounded_stays_as_it_is() -> None:
+    pairs = torch.randn(1, 1, 3, 2, 8)
+    host = torch.empty(segmented(1, 1, SEGMENT, 8))
+    assert stored(pairs, host) is pairs
+    assert decoded(pairs, torch.float32, 8) is pairs
+
+
+@DTYPES
+@WIDTHS
+def test_cpp_stores_what_the_definition_stores(dtype: torch.dtype, d: int) -> None:
+    k, v = some_pairs(7, d, dtype)
+    cursor, hosts = torch.tensor([SEGMENT - 3, 0, 0, 0]), (empty_host(d), empty_host(d))
+    tiers.offload(k, v, None, cursor, hosts[0])
+    cpp_tiers.offload_fused(k, v, None, cursor, hosts[1])
+    assert equal(hosts[0], hosts[1], d)
+    assert in_order(hosts[0])[:, :, SEGMENT - 3 : SEGMENT + 4].any()
+
+
+def equal(host: Tensor, other: Tensor, d: int) -> bool:
+    """Bit for bit, what stands for NaN apart."""
+    numbers = (decoded(x, torch.float32, d) for x in (host, other))
+    return torch.equal(*(x.nan_to_num(nan=1e30) for x in numbers)) and torch.equal(host[..., :d], other[..., :d])
+
+
+@DTYPES
+@WIDTHS
+@pytest.mark.parametrize("fused", [False, True], ids=["definition", "C++"])
+def test_what_is_fetched_is_what_the_host_holds(dtype: torch.dtype, d: int, fused: bool) -> None:
+    """Also where some pairs stay, and the bytes that travelled are the host's."""
+    k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
+    host, cursor = empty_host(d), torch.tensor([C, C, C, 0])
+    tiers.offload(k, v, None, torch.zeros(4, dtype=torch.int64), host)
+    slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
+    moved, fetch = torch.zeros(1, dtype=torch.int64), cpp_tiers.prefetch_fused if fused else tiers.prefetch
+    for first, travelled in ((0, 8), (5, 5)):
+        wanted = (first + torch.arange(8)).int().expand(B, H, 8).contiguous() * 40
+        moved.zero_()
+        fetch(wanted, cursor, host, slots, index, moved)
+        assert int(moved) == B * H * travelled * 2 * rounded_width(d)
+        assert torch.equal(index.sort(-1).values, wanted)
+    exact = torch.stack([k, v], 3)
+    expected = decoded(stored(exact, host), dtype, d)
+    at = index.long()[..., None, None].expand(-1, -1, -1, 2, d)
+    assert torch.equal(slots, expected.gather(2, at))
+
+
+@DTYPES
+@WIDTHS
+def test_a_correction_in_cpp_is_the_definitions(dtype: torch.dtype, d: int) -> None:
+    k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
+    host, cursor = empty_host(d), torch.tensor([C, C - 64, C, 0])
+    tiers.offload(k, v, None, torch.zeros(4, dtype=torch.int64), host)
+    scores = torch.rand(1, B, H, C, generator=torch.Generator().manual_seed(1))
+
+    def corrected(correct: Any) -> tuple[Tensor, ...]:
+        slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
+        moved = torch.zeros(1, dtype=torch.int64)
+        chosen = correct(scores, None, cursor, host, slots, index, moved).sort(-1).values
+        order = index.sort(-1).indices
+        assert torch.equal(chosen, index.gather(-1, order))
+        return chosen, slots.gather(2, order[..., None, None].expand(-1, -1, -1, 2, d)), moved
+
+    for one, other in zip(corrected(tiers.correct), corrected(cpp_tiers.correct_fused), strict=True):
+        assert torch.equal(one, other)
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@DTYPES
+@WIDTHS
+@pytest.mark.parametrize("count", [1, 7])
+def test_triton_stores_what_the_definition_stores(dtype: torch.dtype, d: int, count: int) -> None:
+    triton_copy = pytest.importorskip("specache_compile.kernels.triton_copy", reason="Triton is for Linux alone")
+    k, v = (x[:, :, :count].to(DEVICE) for x in some_pairs(7, d, dtype))
+    hosts = [empty_host(d).pin_memory() if DEVICE.type == "cuda" else empty_host(d) for _ in range(2)]
+    tiers.offload(k, v, None, torch.tensor([SEGMENT - 3, 0, 0, 0]), hosts[0])
+    triton_copy.write_through(k, v, torch.tensor([SEGMENT - 3, 0, 0, 0], device=DEVICE), hosts[1])
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert equal(*hosts, d)
+
+
+@DTYPES
+@WIDTHS
+def test_triton_fetches_what_the_host_holds(dtype: torch.dtype, d: int) -> None:
+    triton_copy = pytest.importorskip("specache_compile.kernels.triton_copy", reason="Triton is for Linux alone")
+    host = empty_host(d)
+    k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tiers.offload(k, v, None, torch.zeros(4, dtype=torch.int64), host)
+    host = host.pin_memory() if DEVICE.type == "cuda" else host
+    slots = torch.zeros(B, H, 8, 2, d, dtype=dtype, device=DEVICE)
+    index = torch.full((B, H, 8), -1, dtype=torch.int32, device=DEVICE)
+    moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    wanted = (torch.arange(8) * 60).int().expand(B, H, 8).contiguous().to(DEVICE)
+    triton_copy.gather(wanted, host, slots, index, moved)
+    assert int(moved) == B * H * 8 * 2 * rounded_width(d)
+    expected = decoded(in_order(host), dtype, d)[:, :, ::60][:, :, :8]
+    order = index.sort(-1).indices[..., None, None].expand(-1, -1, -1, 2, d)
+    cut_off = 2.0**-7 if dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0.0  # the interpreter does not round it
+    torch.testing.assert_close(slots.gather(2, order).cpu(), expected, rtol=cut_off, atol=0.0)

@@ -1,0 +1,98 @@
+"""A host tier of 8 bits (option `host_bits`), from the options to a cache that is edited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import compiled_with, greedy, prompt, tiny_llama
+from held_tiers import in_order
+from specache_compile.kernels.stored_pairs import ROUNDED, decoded
+from specache_compile.runtime.session import session_of
+
+pytestmark = pytest.mark.one_process
+
+SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 16}
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({}, 8), ({"bits": 1}, 8), ({"setting": "paper"}, 16), ({"bits": 16}, 16), ({"top_k": 0}, 16),
+        ({"verify": 16}, 16), ({"verify": "tiers"}, 16), ({"method": "kivi"}, 16), ({"host_bits": 16}, 16),
+        ({"setting": "paper", "host_bits": 8}, 8), ({"method": "kivi", "host_bits": 8}, 8), ({"method": "offload"}, 16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_auto_is_8_where_pairs_are_fetched_to_come_close(options: dict[str, Any], bits: int) -> None:
+    assert sc.Options(**options).bits_on_host == bits
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"host_bits": 4}, "host_bits=4: accepted are 16, 8, 'auto'"),
+        ({"host_bits": 8, "verify": 16}, "what verifies must be exact; take host_bits=16"),
+        ({"host_bits": 8, "bits": 16}, "nothing may be lost; take host_bits=16"),
+        ({"host_bits": 8, "top_k": 0, "host_tier": False}, "there is no host tier to round"),
+        ({"method": "full", "host_bits": 8}, "method 'full' has none"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused_in_a_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(sc.OptionError, match=told) as error:
+        sc.Options(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_what_fits_into_memory_is_chosen_beside_it(llama: LlamaForCausalLM) -> None:
+    """16 bits on the device have 16 on the host."""
+    for memory, stored in (("1 GiB", torch.float32), ("60 KB", ROUNDED)):
+        twin = compiled_with(llama, {**SMALL, "host_bits": 8, "memory": memory})
+        with torch.no_grad():
+            cache = twin(prompt(200), use_cache=True).past_key_values
+        assert session_of(cache).state[0]["host"].dtype == stored
+
+
+@torch.no_grad()
+def test_the_host_holds_what_the_full_cache_holds_rounded_once(llama: LlamaForCausalLM) -> None:
+    twin = compiled_with(llama, SMALL)
+    ids = prompt(150)
+    cache = twin(ids, use_cache=True).past_key_values
+    session = session_of(cache)
+    session.queue.drain()
+    exact = llama(ids, use_cache=True).past_key_values.layers[0]
+    found = decoded(in_order(session.state[0]["host"])[:, :, :150], torch.float32, 16)
+    for part, pairs in ((0, exact.keys), (1, exact.values)):
+        step = pairs.abs().amax(-1, keepdim=True) / 127
+        assert ((found[:, :, :, part] - pairs).abs() <= step / 2 + 1e-5).all()
+
+
+@torch.no_grad()
+def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausalLM) -> None:
+    """Only what comes back from the low-bit tier is what the host has."""
+    twin = compiled_with(llama, SMALL)
+    cache = twin(prompt(100), use_cache=True).past_key_values
+    window = session_of(cache).state[0]["recent"].clone()  # of W = 64 places tokens 64 to 99, at t mod 64
+    cache.crop(-8)
+    twin(prompt(1), past_key_values=cache)
+    state = session_of(cache).state[0]
+    session_of(cache).queue.drain()
+    assert torch.equal(state["recent"][:, :, :28], window[:, :, :28]), "tokens 64 to 91"
+    host = decoded(in_order(state["host"]), torch.float32, 16)
+    assert torch.equal(state["recent"][:, :, 32:], host[:, :, 32:64]), "tokens 32 to 63 are in the window again"
+
+
+def test_a_model_of_double_precision_keeps_its_pairs() -> None:
+    model = tiny_llama().double()
+    twin = compiled_with(model, {**SMALL, "top_k": 1024, "lowering": "inductor"})
+    assert torch.equal(greedy(twin, prompt(90), 20), greedy(model, prompt(90), 20))
+    assert sc.stats(twin).bytes_by_tier["host"] == 2 * 2 * 256 * 2 * 16 * 8
+
+
+def test_bisect_takes_settings_that_lose_nothing() -> None:
+    assert sc.bisect(tiny_llama(), prompt(300), new_tokens=2).layer is None
