@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import deferred, kcache, tiers
 from . import measure as hit_rate
 from .cursor import length_of
+from .host_memory import makes_fakes
 from .segments import aligned, put, runs, span_of, tokens_of
 from .stored_pairs import ROUNDED, stored
 
@@ -307,5 +307,5 @@ class StreamCopies:
     def wait_for_offloads(self) -> None:
         """What the main stream is given from here on runs behind every offload handed in so far; of fake tensors none
         was."""
-        if not isinstance(torch.empty(0, device="cpu"), FakeTensor):
+        if not makes_fakes():
             join(self.device)

@@ -170,10 +170,15 @@ def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 def correct(arguments: Arguments, load: Workload, site: int) -> Cost:
     """What lane 0 wants, and neither the last step's slots nor the fetch ahead have brought."""
-    pairs = rows(load, site) * fetched_pairs(load.options, load.length) * load.corrected
-    pair = pair_bytes(load.options, load.layers[site])
     scores = 4 * rows(load, site) * load.options.low_bit_length(load.length)
-    return Cost(hbm=pairs * pair.exact + scores, to_device=pairs * pair.on_host)
+    return brought(load, site, load.corrected) + Cost(hbm=scores)
+
+
+def brought(load: Workload, site: int, share: float) -> Cost:
+    """That share of the wanted pairs, from the host into the slots."""
+    pairs = rows(load, site) * fetched_pairs(load.options, load.length) * share
+    pair = pair_bytes(load.options, load.layers[site])
+    return Cost(hbm=pairs * pair.exact, to_device=pairs * pair.on_host)
 
 
 def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
@@ -237,9 +242,7 @@ def select_topk(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def prefetch(arguments: Arguments, load: Workload, site: int) -> Cost:
-    pairs = rows(load, site) * fetched_pairs(load.options, load.length) * (1 - load.reuse)
-    pair = pair_bytes(load.options, load.layers[site])
-    return Cost(hbm=pairs * pair.exact, to_device=pairs * pair.on_host)
+    return brought(load, site, 1 - load.reuse)
 
 
 def measure(arguments: Arguments, load: Workload, site: int) -> Cost:

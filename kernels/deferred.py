@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # The arguments of a `prefetch`, and the state tensors among them.
 Fetch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -31,8 +33,13 @@ def deferrable(state: Sequence[Mapping[str, Tensor]], cursor: Tensor) -> list[Fe
     A quarter: the fetch before them hides behind that much compute, and they behind three times as much.
     """
     fetching = [layer for layer in state if "wanted" in layer and layer["wanted"].numel()]
+    return [fetch_arguments(layer, cursor) for layer in last_quarter(fetching)]
+
+
+def last_quarter(fetching: Sequence[T]) -> Sequence[T]:
+    """Of what the layers fetch, in their order, what is deferred; of one alone, nothing."""
     late = max(1, len(fetching) // 4) if len(fetching) > 1 else 0
-    return [fetch_arguments(layer, cursor) for layer in fetching[len(fetching) - late :]]
+    return fetching[len(fetching) - late :]
 
 
 def fetch_arguments(state: Mapping[str, Any], cursor: Any) -> Any:

@@ -147,13 +147,18 @@ class Pool:
         with self.lock:
             return address in self.leases
 
+    def map_at(self, address: int) -> PinnedMap | None:
+        """The map that a tensor has there."""
+        lease = self.leases.get(address)
+        memory = None if lease is None else lease.obj
+        return memory if isinstance(memory, PinnedMap) else None
+
     def grow(self, address: int, size: int, addresses: int) -> memoryview | None:
         """The lease of the map at this address, now with `size` pinned bytes of so many `addresses`; None where there
         is none, or it has fewer, or they cannot be pinned."""
         with self.lock:
-            lease = self.leases.get(address)
-            memory = None if lease is None else lease.obj
-            if not isinstance(memory, PinnedMap) or addresses > len(memory):
+            lease, memory = self.leases.get(address), self.map_at(address)
+            if memory is None or addresses > len(memory):
                 return None
             self.note_lent(self.take_ahead(memory))
             before, size = memory.pinned, min(whole_pages(size, memory.unit), len(memory))
@@ -167,9 +172,8 @@ class Pool:
     def grow_ahead(self, address: int, size: int) -> None:
         """Begin to pin the map at this address up to `size` bytes on a thread; `grow` waits for the end of it."""
         with self.lock:
-            lease = self.leases.get(address)
-            memory = None if lease is None else lease.obj
-            if not isinstance(memory, PinnedMap) or memory.ahead is not None:
+            memory = self.map_at(address)
+            if memory is None or memory.ahead is not None:
                 return
             size = whole_pages(size, memory.unit)
             if not memory.pinned < size <= len(memory):
@@ -235,11 +239,16 @@ def release_host_memory() -> None:
     _pool.release()
 
 
+def makes_fakes() -> bool:
+    """Whether tensors that are made here and now are fakes."""
+    return isinstance(torch.empty(0, device="cpu"), FakeTensor)
+
+
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backed: int | None = None) -> Tensor:
     """A tensor on the host, of which `device` can read the first `backed` places of dim 0 (all, if not given), with
     anything in it: nothing is read of a host tier that was not written before. Pinned for a GPU; where that fails,
     ordinary memory and one warning. Under a fake mode there is no memory to pin."""
-    if isinstance(torch.empty(0, device="cpu"), FakeTensor):
+    if makes_fakes():
         return torch.empty(shape, dtype=dtype, device="cpu")
     addresses, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
     size = addresses if backed is None else backed * unit

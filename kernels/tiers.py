@@ -129,10 +129,9 @@ def correct(
 
     missed bool [B, 1]: rows whose guess was not the token that came; the others' slots stay. None: all rows. Stands
     behind the offload of every token in the low-bit tier: by a `wait` on its slots, or since the step has waited for
-    them at its beginning. Returns the tokens that
-    the slots hold from here on, int32 [B, H, k] in any order; on a GPU their pairs may come later, but before
-    `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index [B, H, k], and corrected int64 [1], the bytes
-    that travelled.
+    them at its beginning. Returns the tokens that the slots hold from here on, int32 [B, H, k] in any order; on a GPU
+    their pairs may come later, but before `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index
+    [B, H, k], and corrected int64 [1], the bytes that travelled.
     """
     chosen, low_bit = torch.empty_like(slot_index), int(cursor[LOW_BIT])
 

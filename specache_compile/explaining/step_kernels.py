@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.costs import Workload, bytes_of, elements, pair_bytes, size_of
+from specache_compile.kernels.deferred import last_quarter
 from specache_compile.kernels.ops import Op, op_of
 from specache_compile.passes.context import is_weight, tag_of, value_of
 
@@ -171,8 +172,7 @@ def repeated(kernels: Sequence[Kernel], layers: int | None) -> list[Kernel]:
 def captured(kernels: Sequence[Kernel]) -> list[Kernel]:
     """The step as a CUDA graph replays it: the fetches of the last quarter of layers come first, and their layers wait
     for them; the others' have ended with the step before."""
-    fetches = [kernel for kernel in kernels if kernel.op == "prefetch"]
-    late = fetches[len(fetches) - max(1, len(fetches) // 4) :] if len(fetches) > 1 else []
+    late = last_quarter([kernel for kernel in kernels if kernel.op == "prefetch"])
     made_first = {kernel.layer: kernel.name for kernel in late}
     rest = [
         replace(kernel, waits=(made_first[kernel.layer],))

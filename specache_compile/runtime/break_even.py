@@ -48,13 +48,16 @@ def known(name: str, options: MethodOptions) -> int:
     return next((tokens[kind] for word, tokens in COMPUTED.items() if re.search(rf"\b{word}\b", name)), 0)
 
 
-def stays_in_16_bits(options: MethodOptions, layers: Sequence[LayerShape], rows: int, tokens: int) -> bool:
-    """Whether a cache of so many tokens is too short to gain; for "auto", also whether the device has room for as much
-    again: to grow, or to move over."""
+def stays_in_16_bits(
+    options: MethodOptions, layers: Sequence[LayerShape], rows: int, tokens: int, room: bool = True
+) -> bool:
+    """Whether a cache of so many tokens is too short to gain; for "auto", and if `room` is asked for, also whether the
+    device has it for as much again: to grow, or to move over."""
     device = layers[0].device
     if tokens >= min_context(options, device, rows):
         return False
-    return options.min_context != "auto" or full_cache_bytes(layers, rows, tokens) < free_memory(device)
+    asks = room and options.min_context == "auto"
+    return not asks or full_cache_bytes(layers, rows, tokens) < free_memory(device)
 
 
 def free_memory(device: torch.device) -> int:

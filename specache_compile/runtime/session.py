@@ -41,7 +41,7 @@ from specache_compile.passes.context import Input, Part
 from specache_compile.passes.local_shards import local
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 
-from .break_even import min_context, stays_in_16_bits
+from .break_even import stays_in_16_bits
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .memory import check_memory, within_memory
@@ -79,11 +79,7 @@ def in_force(
     fixed: MethodOptions, layers: Sequence[LayerShape], batch: int, tokens: int, ranks: ProcessGroup | None = None
 ) -> MethodOptions:
     """Of options that a prompt has fixed those that hold for so many tokens. Ranks decide alike, by lengths alone."""
-    if ranks is not None:
-        short = tokens < min_context(fixed, layers[0].device, batch)
-    else:
-        short = stays_in_16_bits(fixed, layers, batch, tokens)
-    return fixed.in_16_bits if short else fixed
+    return fixed.in_16_bits if stays_in_16_bits(fixed, layers, batch, tokens, room=ranks is None) else fixed
 
 
 def session_of(cache: Any) -> Session | None:
@@ -233,9 +229,8 @@ class Session:
         pending = self.pending_options
         if pending is None or not self.state:
             return
-        short = tokens < min_context(pending, self.layers[0].device, self.batch)
         grows = tokens > self.capacity and self.ranks is None  # ranks decide alike, by lengths alone
-        if short and not (grows and not stays_in_16_bits(pending, self.layers, self.batch, tokens)):
+        if stays_in_16_bits(pending, self.layers, self.batch, tokens, room=grows):
             return
         assert isinstance(pending, LowBitOptions)
         self.drain()

@@ -219,6 +219,13 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
     assert own(traced("paper")) == 9
 
 
+def test_what_is_said_of_the_kernels_is_what_they_have() -> None:
+    triton_select = pytest.importorskip("specache_compile.kernels.triton_select", reason="Triton is for Linux alone")
+    from specache_compile.kernels import triton_copy
+
+    assert (op_launches.TILE, op_launches.PROGRAMS) == (triton_select.TILE, triton_copy.PROGRAMS)
+
+
 def test_few_layers_stand_for_more_and_one_row_for_several() -> None:
     device = DEVICES["H100"]
     more = sc.explain(llama(4), 32_768, 2, OPTIONS["paper"], device="H100").traced()
