@@ -76,21 +76,19 @@ def task_table(rows: Sequence[Row]) -> str:
         mine = [at[method, cell] for cell in cells if (method, cell) in at]
         counted = [row for row in mine if row.cell not in failed]
         scores = [shown(at[method, cell]) if (method, cell) in at else "" for cell in cells]
-        kl = [row.detail["kl"] for row in mine if "kl" in row.detail]
         lines.append(
             [
                 method, *scores, mean_of(counted) if len(cells) > 1 and rows[0].metric not in UNITS else None,
                 above_full(counted, full) if any(map(paired_scores, full.values())) else None,
                 shown_ratio(max(mine, key=lambda row: row.context)),
-                f"{sum(kl) / len(kl):.4f}" if kl else None,
             ]
         )  # fmt: skip
         recent = [recent_perplexity(full.get(cell)) for cell in cells]
         if method == UNCOMPILED and any(recent):
-            lines.append([f"{UNCOMPILED}, {RECENT} tokens", *recent, *[None] * 4])
+            lines.append([f"{UNCOMPILED}, {RECENT} tokens", *recent, *[None] * 3])
     metric = "/".join(dict.fromkeys(row.metric for row in rows))
     shown_cells = [f"{cell} {MARK}" if cell in failed else cell for cell in cells]
-    headers = [f"{rows[0].task}: {metric}", *shown_cells, "mean", "above uncompiled", "device KV", "KL, nats"]
+    headers = [f"{rows[0].task}: {metric}", *shown_cells, "mean", "above uncompiled", "device KV"]
     kept = [i for i in range(len(headers)) if i == 0 or any(line[i] is not None for line in lines)]
     found = aligned([[line[i] for i in kept] for line in lines], [headers[i] for i in kept])
     return f"{found}\n{SHORT if metric in UNITS else FAILED}" if failed else found

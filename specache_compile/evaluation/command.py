@@ -39,6 +39,8 @@ MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
 # Methods that were another thing in rows of older versions: `full` was the uncompiled model, `tova` decided for each KV
 # head.
 OTHER_THAN_BEFORE = {"full": "full, compiled", "tova": "tova, of a layer"}
+# Tasks that are gone, and which one has what they had.
+INSTEAD = {"fidelity": "closeness"}
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
 
@@ -134,7 +136,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Errors that need no model."""
     for task in args.tasks:
         if task not in TASKS:
-            raise SpecacheError(f"unknown task {task!r}: known are {', '.join(TASKS)}")
+            told = f"; in place of {task} take {INSTEAD[task]}" if task in INSTEAD else ""
+            raise SpecacheError(f"unknown task {task!r}: known are {', '.join(TASKS)}{told}")
         if args.blind and task in NO_QUESTION:
             raise SpecacheError(
                 f"task {task!r} asks no question that --blind could keep from its context: leave one out"

@@ -34,7 +34,7 @@ def evaluate(out: Path, *more: str) -> int:
 def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--tasks", "needle", "fidelity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
+    arguments = ("--tasks", "needle", "perplexity", "--methods", "uncompiled", "kivi:bits=1", "--lengths", "256")
     assert evaluate(tmp_path, *arguments, "--samples", "3", "--seed", "5") == 0
     captured = capsys.readouterr()
     assert re.search(r"^uncompiled +100\.0% +1\.000$", captured.out, re.MULTILINE)
@@ -45,13 +45,13 @@ def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
     with (tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["task"], row["method"]) for row in rows] == [
-        ("needle", "uncompiled"), ("fidelity", "uncompiled"), ("needle", "kivi:bits=1"), ("fidelity", "kivi:bits=1"),
+        ("needle", "uncompiled"), ("perplexity", "uncompiled"), ("needle", "kivi:bits=1"), ("perplexity", "kivi:bits=1"),
     ]  # fmt: skip
     assert all(row["seed"] == "5" and row["provenance"] == line for row in rows)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["provenance"] == [line]
     assert [row["score"] for row in results["rows"]] == [float(row["score"]) for row in rows]
-    for picture in ("needle-depth", "needle-kv", "fidelity-position", "fidelity-kv"):
+    for picture in ("needle-depth", "needle-kv", "perplexity-position", "perplexity-kv"):
         assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
 
 
@@ -289,6 +289,7 @@ def test_a_bad_setting_is_named(text: str) -> None:
         (("--methods", "lru"), "method 'lru': "),
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
         (("--tasks", "chess"), "unknown task 'chess': known are needle"),
+        (("--tasks", "fidelity"), "; in place of fidelity take closeness"),
         (("--tasks", "longbench"), "give their folder with --data"),
         (("--tasks", "longbench", "--data", "/no/such/folder"), "no folder /no/such/folder"),
         (("--tasks", "ruler", "--data", "."), "no RULER file in ."),

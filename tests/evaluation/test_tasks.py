@@ -22,7 +22,6 @@ from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import (
     TASKS,
     aggregation,
-    fidelity,
     multikey,
     needle,
     perplexity,
@@ -34,7 +33,7 @@ from specache_compile.evaluation.tasks.prompts import without_middle
 from specache_compile.evaluation.tasks.task import Ask, Bench
 
 BYTES = ByteReader()
-LENGTHLY = ("needle", "multikey", "variables", "aggregation", "shared_context", "perplexity", "fidelity")
+LENGTHLY = ("needle", "multikey", "variables", "aggregation", "shared_context", "perplexity")
 
 
 def bench(**changes: Any) -> Bench:
@@ -81,7 +80,7 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more(task: str) -> None:
 def test_draws_are_a_function_of_the_seed(task: str) -> None:
     def prompts(seed: int) -> list[Any]:
         rng = random.Random(seed)
-        if task in ("perplexity", "fidelity", "diagnose"):
+        if task in ("perplexity", "diagnose"):
             return bench(seed=seed).windows_apart(400)
         if task == "shared_context":
             return [shared_context.shared(bench(), 400, rng)]
@@ -193,27 +192,6 @@ def test_perplexity_behind_the_last_tokens_alone_is_the_models_on_each_tokens_ow
 def test_only_the_uncompiled_model_is_asked_behind_the_last_tokens_alone(model: Any) -> None:
     with running(model, parse_setting("kivi:bits=2,group_size=32,residual_length=32"), "eager"):
         assert "recent" not in perplexity.measure(Runner(model, BYTES), bench(samples=1).windows_apart(80)).detail
-
-
-def test_divergence_is_torchs_kl(model: Any) -> None:
-    full, ours = torch.randn(2, 5, 11), torch.randn(2, 5, 11)
-    expected = torch.nn.functional.kl_div(
-        ours.log_softmax(-1), full.log_softmax(-1), log_target=True, reduction="none"
-    ).sum(-1)
-    torch.testing.assert_close(fidelity.divergence(full, ours), expected)
-
-
-def test_fidelity_is_total_where_the_method_loses_nothing_and_not_where_it_does(model: Any) -> None:
-    rows = bench(samples=2).windows_apart(160)
-    lossless = "specache:group_size=32,residual_length=32,top_k=1024,bits=1,host_bits=16"
-    figures = {}
-    for name in ("uncompiled", lossless, "kivi:bits=1,group_size=32,residual_length=1"):
-        with running(model, parse_setting(name), "eager"):
-            figures[name] = fidelity.measure(Runner(model, BYTES), rows)
-    assert figures["uncompiled"].score == figures[lossless].score == 1.0
-    assert figures["uncompiled"].detail["kl"] < figures[lossless].detail["kl"] + 1e-6 < 1e-5
-    assert list(figures.values())[-1].detail["kl"] > 1e-3
-    assert model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from . import (
     aggregation,
     closeness,
-    fidelity,
     longbench,
     longbench_v2,
     multikey,
@@ -27,7 +26,6 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "aggregation": aggregation.cells,
     "shared_context": shared_context.cells,
     "perplexity": perplexity.cells,
-    "fidelity": fidelity.cells,
     "closeness": closeness.cells,
     "longbench": longbench.cells,
     "longbench_v2": longbench_v2.cells,
@@ -37,4 +35,4 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
 # Tasks whose answer is in the text, and found or not.
 FOUND_OR_NOT = ("needle", "multikey", "variables", "aggregation", "shared_context", "ruler")
 # Tasks that measure text, not answers.
-NO_QUESTION = ("perplexity", "fidelity", "closeness")
+NO_QUESTION = ("perplexity", "closeness")

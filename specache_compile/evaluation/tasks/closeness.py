@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specache_compile.evaluation.runner import Runner, chunks, decode
 
-from .fidelity import divergence
 from .task import Bench, Cell, Outcome
 
 KINDS = ("forced", "greedy", "sampled")
@@ -96,6 +95,12 @@ def measure(runner: Runner, known: Continuations) -> Outcome:
         for kind in KINDS
     }  # fmt: skip
     return Outcome(kinds["forced"]["agreement"], "top-1 agreement", len(known.rows), {"kinds": kinds})
+
+
+def divergence(full: Tensor, ours: Tensor) -> Tensor:
+    """KL(full || ours) in nats over the last dimension of logits."""
+    log_full, log_ours = full.log_softmax(-1), ours.log_softmax(-1)
+    return (log_full.exp() * (log_full - log_ours)).sum(-1)
 
 
 def interval(values: Sequence[float]) -> float:
