@@ -162,13 +162,6 @@ TABLES = {
         ),
         ("--text", *LICENCES, *FAST, *EXACT, "--lengths", "1024", "--samples", "64"),
     ),
-    "beyond": Table(
-        "what this small model cannot do: variable tracking and aggregation, full cache beside the rest",
-        KEYS,
-        ("variables", "aggregation"),
-        ("uncompiled", "kivi:bits=1", PAPER),
-        ("--lengths", "1024", "--samples", "16"),
-    ),
 }  # fmt: skip
 
 

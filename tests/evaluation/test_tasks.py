@@ -7,7 +7,6 @@ import math
 import random
 import re
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,17 @@ from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import (
     TASKS,
-    aggregation,
     multikey,
     needle,
     perplexity,
     shared_context,
-    variables,
 )
 from specache_compile.evaluation.tasks.haystack import hide, library_source
 from specache_compile.evaluation.tasks.prompts import without_middle
 from specache_compile.evaluation.tasks.task import Ask, Bench
 
 BYTES = ByteReader()
-LENGTHLY = ("needle", "multikey", "variables", "aggregation", "shared_context", "perplexity")
+LENGTHLY = ("needle", "multikey", "shared_context", "perplexity")
 
 
 def bench(**changes: Any) -> Bench:
@@ -65,14 +62,13 @@ class Recorder(Runner):
         return self.answers_apart([(context, question) for question in questions], new_tokens)
 
 
-@pytest.mark.parametrize("task", ["needle", "multikey", "variables", "aggregation"])
+@pytest.mark.parametrize("task", ["needle", "multikey"])
 def test_prompt_and_answer_fill_the_asked_length_and_no_more(task: str) -> None:
     for cell in TASKS[task](bench()):
         runner = Recorder()
         assert cell.measure(runner).score == 0.0
         assert len(runner.asked) == 6
-        assert runner.longest <= cell.context == int(cell.name)
-        assert runner.longest > cell.context - 8  # a list of words may end a word early
+        assert runner.longest == cell.context == int(cell.name)
 
 
 @pytest.mark.quick_for("needle", "multikey", "shared_context", "perplexity")
@@ -124,27 +120,6 @@ def test_multikey_asks_for_one_of_four_named_keys() -> None:
     assert len(keys) == 4
     assert wanted is not None
     assert keys[wanted[1]] == one.references[0]
-
-
-def test_variables_are_those_that_an_interpreter_would_find() -> None:
-    one = variables.ask(bench(), 600, random.Random(0))
-    text = bytes(one.prompt).decode()
-    memory: dict[str, str] = {}
-    for name, value in re.findall(r"\nVAR (\w+) = (?:VAR )?(\w+)\n", text):
-        memory[name] = memory.get(value, value)
-    asked = re.search(r"variables have the value (\d+): $", text)
-    assert asked is not None
-    assert {name for name, value in memory.items() if value == asked[1]} == set(one.references)
-    assert len(memory) == 2 * len(one.references)
-
-
-def test_aggregation_wants_the_three_most_common_words() -> None:
-    one = aggregation.ask(bench(), 600, random.Random(0))
-    text = bytes(one.prompt).decode()
-    words = text.removeprefix(aggregation.OPENING).removesuffix(aggregation.QUESTION).split()
-    assert sorted(Counter(words)[word] for word in one.references) == sorted(
-        count for _, count in Counter(words).most_common(3)
-    )
 
 
 def test_forced_logits_are_those_of_one_whole_pass(model: Any) -> None:
@@ -223,8 +198,6 @@ def test_a_context_is_read_before_its_question_is_known(model: Any) -> None:
     [
         ("needle", needle.QUESTION),
         ("multikey", "\nWhat is the pass key of "),
-        ("variables", "\nThese 5 variables"),
-        ("aggregation", aggregation.QUESTION),
     ],
 )
 def test_a_blind_prompt_is_the_same_in_two_parts(task: str, question: str) -> None:

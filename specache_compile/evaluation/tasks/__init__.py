@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import (
-    aggregation,
     closeness,
     longbench,
     longbench_v2,
@@ -15,15 +14,12 @@ from . import (
     ruler,
     scbench,
     shared_context,
-    variables,
 )
 from .task import Bench, Cell
 
 TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "needle": needle.cells,
     "multikey": multikey.cells,
-    "variables": variables.cells,
-    "aggregation": aggregation.cells,
     "shared_context": shared_context.cells,
     "perplexity": perplexity.cells,
     "closeness": closeness.cells,
@@ -33,6 +29,6 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "scbench": scbench.cells,
 }
 # Tasks whose answer is in the text, and found or not.
-FOUND_OR_NOT = ("needle", "multikey", "variables", "aggregation", "shared_context", "ruler")
+FOUND_OR_NOT = ("needle", "multikey", "shared_context", "ruler")
 # Tasks that measure text, not answers.
 NO_QUESTION = ("perplexity", "closeness")
