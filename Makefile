@@ -62,9 +62,8 @@ bench: .venv/ready         ## a decode step, first tokens and first answers on t
 quality: .venv/ready       ## the quality tables, method by method; goes on where it was
 	$(BIN)/python benchmarks/quality.py
 
-train: .venv/ready         ## train the small models again (half an hour each on two cores)
+train: .venv/ready         ## train the small model again (half an hour on two cores)
 	$(BIN)/python examples/train_needle.py
-	$(BIN)/python examples/train_keys.py
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

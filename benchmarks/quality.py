@@ -18,7 +18,7 @@ from specache_compile.cli import main as specache
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path("benchmarks/results/quality")
-NEEDLE, KEYS = "examples/needle-llama", "examples/keys-llama"
+NEEDLE = "examples/needle-llama"
 
 PAPER = "specache:bits=1,setting=paper"
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
@@ -86,13 +86,6 @@ TABLES = {
               for r in (32, 64, 128)),
         ),
         ("--lengths", "1024", "2048", "--samples", "22"),
-    ),
-    "keys": Table(
-        "named keys, and four questions on one cached context (RULER's and SCBench's manner)",
-        KEYS,
-        ("multikey", "shared_context"),
-        METHODS,
-        ("--lengths", "512", "1024", "--samples", "32"),  # at 2,048 tokens the model itself finds but half of them
     ),
     "closeness": Table(
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",

@@ -1,4 +1,4 @@
-"""The training loop of the small byte-level models: stages of growing length, saved every 100 steps, resumable.
+"""The training loop of the small byte-level model: stages of growing length, saved every 100 steps, resumable.
 
 A run is a function of its seed: batch number n is drawn from a generator seeded by (seed, n), so that an interrupted
 run that goes on from its last save sees the batches that it would have seen.

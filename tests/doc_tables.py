@@ -342,7 +342,6 @@ def fields() -> str:
 
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
-    ("keys", "multikey"), ("keys", "shared_context"),
     ("closeness", "closeness"), ("host", "closeness"), ("evictions", "closeness"), ("paper", "closeness"),
     ("needles_smollm2", "needle"),
     ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),

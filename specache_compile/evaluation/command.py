@@ -40,7 +40,7 @@ MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
 # head.
 OTHER_THAN_BEFORE = {"full": "full, compiled", "tova": "tova, of a layer"}
 # Tasks that are gone, and which one has what they had.
-INSTEAD = {"fidelity": "closeness", "variables": "ruler", "aggregation": "ruler"}
+INSTEAD = {"fidelity": "closeness", "multikey": "shared_context", "variables": "ruler", "aggregation": "ruler"}
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
 

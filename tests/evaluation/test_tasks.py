@@ -20,7 +20,6 @@ from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import (
     TASKS,
-    multikey,
     needle,
     perplexity,
     shared_context,
@@ -30,7 +29,6 @@ from specache_compile.evaluation.tasks.prompts import without_middle
 from specache_compile.evaluation.tasks.task import Ask, Bench
 
 BYTES = ByteReader()
-LENGTHLY = ("needle", "multikey", "shared_context", "perplexity")
 
 
 def bench(**changes: Any) -> Bench:
@@ -62,21 +60,19 @@ class Recorder(Runner):
         return self.answers_apart([(context, question) for question in questions], new_tokens)
 
 
-@pytest.mark.parametrize("task", ["needle", "multikey"])
-def test_prompt_and_answer_fill_the_asked_length_and_no_more(task: str) -> None:
-    for cell in TASKS[task](bench()):
+def test_prompt_and_answer_fill_the_asked_length_and_no_more() -> None:
+    for cell in TASKS["needle"](bench()):
         runner = Recorder()
         assert cell.measure(runner).score == 0.0
         assert len(runner.asked) == 6
         assert runner.longest == cell.context == int(cell.name)
 
 
-@pytest.mark.quick_for("needle", "multikey", "shared_context", "perplexity")
-@pytest.mark.parametrize("task", [*LENGTHLY, "diagnose"])
+@pytest.mark.parametrize("task", ["needle", "shared_context", "perplexity"])
 def test_draws_are_a_function_of_the_seed(task: str) -> None:
     def prompts(seed: int) -> list[Any]:
         rng = random.Random(seed)
-        if task in ("perplexity", "diagnose"):
+        if task == "perplexity":
             return bench(seed=seed).windows_apart(400)
         if task == "shared_context":
             return [shared_context.shared(bench(), 400, rng)]
@@ -112,14 +108,12 @@ def test_a_prompt_too_short_for_its_needle_is_refused() -> None:
         TASKS["needle"](bench(lengths=(40,)))
 
 
-def test_multikey_asks_for_one_of_four_named_keys() -> None:
-    one = multikey.ask(bench(), 500, random.Random(0))
-    text = bytes(one.prompt).decode()
-    keys = dict(re.findall(r"The pass key of (\w+) is (\d{5})\.", text))
-    wanted = re.search(r"What is the pass key of (\w+)\?", text)
+def test_a_shared_context_has_four_named_keys_each_asked_for() -> None:
+    context, asks = shared_context.shared(bench(), 500, random.Random(0))
+    keys = dict(re.findall(r"The pass key of (\w+) is (\d{5})\.", bytes(context).decode()))
     assert len(keys) == 4
-    assert wanted is not None
-    assert keys[wanted[1]] == one.references[0]
+    wanted = [re.findall(r"What is the pass key of (\w+)\?", bytes(ask.prompt).decode()) for ask in asks]
+    assert [(keys[name],) for (name,) in wanted] == [ask.references for ask in asks]
 
 
 def test_forced_logits_are_those_of_one_whole_pass(model: Any) -> None:
@@ -193,19 +187,12 @@ def test_a_context_is_read_before_its_question_is_known(model: Any) -> None:
     assert read == [(2, 40), (2, 4), (2, 1), (1, 30), (1, 5), (1, 1)]
 
 
-@pytest.mark.parametrize(
-    ("task", "question"),
-    [
-        ("needle", needle.QUESTION),
-        ("multikey", "\nWhat is the pass key of "),
-    ],
-)
-def test_a_blind_prompt_is_the_same_in_two_parts(task: str, question: str) -> None:
+def test_a_blind_prompt_is_the_same_in_two_parts() -> None:
     joined, parted, short = Recorder(), Recorder(), {"texts": (Path(__file__),)}
-    assert "blind" not in TASKS[task](bench(**short))[0].measure(joined).metric
-    assert TASKS[task](bench(**short, blind=True))[0].measure(parted).metric.endswith(", blind")
+    assert "blind" not in TASKS["needle"](bench(**short))[0].measure(joined).metric
+    assert TASKS["needle"](bench(**short, blind=True))[0].measure(parted).metric.endswith(", blind")
     assert [prompt.replace(b"\0", b"", 1) for prompt in parted.asked] == joined.asked
-    assert all(prompt.split(b"\0")[1].startswith(question.encode()) for prompt in parted.asked)
+    assert all(prompt.split(b"\0")[1].startswith(needle.QUESTION.encode()) for prompt in parted.asked)
 
 
 def test_a_question_that_cannot_be_told_from_its_context_is_not_asked_blindly() -> None:

@@ -1,4 +1,4 @@
-"""The training loop of the small models: a run is a function of its seed, interrupted or not."""
+"""The training loop of the small model: a run is a function of its seed, interrupted or not."""
 
 from __future__ import annotations
 

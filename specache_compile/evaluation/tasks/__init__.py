@@ -8,7 +8,6 @@ from . import (
     closeness,
     longbench,
     longbench_v2,
-    multikey,
     needle,
     perplexity,
     ruler,
@@ -19,7 +18,6 @@ from .task import Bench, Cell
 
 TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "needle": needle.cells,
-    "multikey": multikey.cells,
     "shared_context": shared_context.cells,
     "perplexity": perplexity.cells,
     "closeness": closeness.cells,
@@ -29,6 +27,6 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "scbench": scbench.cells,
 }
 # Tasks whose answer is in the text, and found or not.
-FOUND_OR_NOT = ("needle", "multikey", "shared_context", "ruler")
+FOUND_OR_NOT = ("needle", "shared_context", "ruler")
 # Tasks that measure text, not answers.
 NO_QUESTION = ("perplexity", "closeness")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 
 from .haystack import hide
-from .multikey import NAMES, NEEDLE, QUESTION
 from .needle import KEY_DIGITS, found, random_key
 from .task import Ask, Bench, Cell, scored_over
 
 QUESTIONS = 4
+NAMES = ("amber", "birch", "cedar", "delta", "ember", "flint", "grove", "heron", "ivory", "jaspis", "koala", "lemon")
+NEEDLE = "\nThe pass key of {name} is {key}. Remember it.\n"
+QUESTION = "\nWhat is the pass key of {name}? The pass key of {name} is "
 
 
 def shared(bench: Bench, length: int, rng: random.Random) -> tuple[list[int], list[Ask]]:
