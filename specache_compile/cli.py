@@ -103,7 +103,7 @@ def add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("--after", metavar="PASS", help="with --graph: the graph as it stood after this pass")
     command.add_argument(
         "--save", action="append", default=[], type=Path, metavar="FILE",
-        help="write report.html, timeline.json (Perfetto), schedule.graphml or schedule.dot; may be repeated",
+        help="write report.html or timeline.json (Perfetto); may be repeated",
     )  # fmt: skip
     add_options(command, shown=False)
 

@@ -18,9 +18,9 @@ from .explain import explanation_of
 
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
-    """Write explain.txt, explain.json, report.html and, of a decode, timeline.json and schedule.graphml, into
-    folder/<graph's name>. A pre-decode is explained with its decode; a graph for a cache that has grown, for its whole
-    bucket; each for the first batch that Dynamo met."""
+    """Write explain.txt, explain.json, report.html and, of a decode, timeline.json into folder/<graph's name>. A
+    pre-decode is explained with its decode; a graph for a cache that has grown, for its whole bucket; each for the
+    first batch that Dynamo met."""
     captured = rewrites.captured
     if variant.phase != captured.phase:
         return
@@ -40,7 +40,6 @@ def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
     explained.save(target / "report.html")
     if "decode" in explained.graphs:
         explained.save(target / "timeline.json")
-        explained.save(target / "schedule.graphml")
 
 
 def device_at(place: torch.device) -> Device:

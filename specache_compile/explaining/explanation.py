@@ -307,14 +307,17 @@ class Explanation:
 
     def save(self, path: str | Path, profile: Any = None) -> None:
         """Write what the name's ending asks for: .html the report, timeline .json a Chrome/Perfetto trace (with a
-        measured `torch.profiler.profile` beside the predicted one, if given), .graphml or .dot the schedule."""
+        measured `torch.profiler.profile` beside the predicted one, if given)."""
         path = Path(path)
         if path.suffix in (".html", ".htm"):
             write_report(self, path)
         elif path.suffix == ".json":
             write_trace(self, path, profile)
         else:
-            self.schedule().save(path)
+            raise SpecacheError(
+                f"{path}: saved are a report, .html, and a timeline, .json; the schedule is a networkx graph, "
+                "explain(...).schedule().dag, which networkx writes"
+            )
 
     def __str__(self) -> str:
         return text(self)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
 from torch.fx import GraphModule, Node
 
-from specache_compile.errors import SpecacheError
 from specache_compile.kernels.ops import op_of
 from specache_compile.passes.context import tag_of
 from specache_compile.passes.overlap import mutated_arguments
@@ -70,7 +68,7 @@ class Schedule:
     `seconds`; its edges have a `kind`: order, launch or wait."""
 
     def __init__(self, launches: list[Launch], seconds: Mapping[str, float] | None = None, steps: int = 2) -> None:
-        self.launches, self.steps = launches, steps
+        self.launches = launches
         # What is fetched in a step's course alone waits for the step before at the beginning (`runtime/step.py`).
         waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
         self.dag: nx.DiGraph = nx.DiGraph()
@@ -113,39 +111,6 @@ class Schedule:
         while before := list(self.dag.predecessors(path[-1])):
             path.append(max(before, key=lambda key: times[key][1]))
         return path[::-1]
-
-    def to_networkx(self) -> nx.DiGraph:
-        """A copy whose nodes are named step.launch and whose attributes are plain numbers and strings."""
-        plain: nx.DiGraph = nx.DiGraph()
-        for (step, name), data in self.dag.nodes(data=True):
-            values = {k: ",".join(v) if isinstance(v, tuple) else v for k, v in data.items()}
-            plain.add_node(f"{step}.{name}", **values)
-        for (a, m), (b, n), data in self.dag.edges(data=True):
-            plain.add_edge(f"{a}.{m}", f"{b}.{n}", **data)
-        return plain
-
-    def to_dot(self) -> str:
-        """Graphviz: one cluster a stream, copies dashed, waits red."""
-        graph = self.to_networkx()
-        lines = ["digraph schedule {", "  rankdir=LR; node [shape=box, fontname=monospace];"]
-        for stream in ("compute", "copy"):
-            members = [n for n, data in graph.nodes(data=True) if data["stream"] == stream]
-            lines.append(f"  subgraph cluster_{stream} {{ label={stream};")
-            lines.extend(f'    "{n}" [label="{n}\\nlayer {graph.nodes[n]["layer"]}"];' for n in members)
-            lines.append("  }")
-        color = {"order": "gray", "launch": "blue", "wait": "red"}
-        lines.extend(f'  "{a}" -> "{b}" [color={color[kind]}];' for a, b, kind in graph.edges(data="kind"))
-        return "\n".join([*lines, "}"])
-
-    def save(self, path: str | Path) -> None:
-        """Write GraphML or DOT, by the name's ending."""
-        path = Path(path)
-        if path.suffix == ".graphml":
-            nx.write_graphml(self.to_networkx(), path)
-        elif path.suffix in (".dot", ".gv"):
-            path.write_text(self.to_dot())
-        else:
-            raise SpecacheError(f"{path}: a schedule is written as .graphml, .dot or .gv")
 
 
 def check_order(dag: nx.DiGraph) -> list[str]:
