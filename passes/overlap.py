@@ -162,10 +162,3 @@ def work_behind(order: list[Node]) -> dict[Node, int]:
         if node.target is torch.ops.specache.prefetch.default
     }
     return {slots: fetches[slots] + waits[slots] for slots in fetches if slots in waits}  # type: ignore[misc]
-
-
-def critical_path(graph_module: GraphModule) -> list[Node]:
-    """The longest chain of work through the step's data flow, copies and waits included."""
-    dag = dependencies(graph_module.graph.nodes)
-    nx.set_edge_attributes(dag, {(a, b): int(is_work(b)) for a, b in dag.edges}, "weight")
-    return [node for node in nx.dag_longest_path(dag) if is_work(node)]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .explaining.explain import Explanation, explain
     from .holding import hold
     from .kernels.host_memory import release_host_memory
-    from .methods import Options
     from .runtime.materialize import materialize
     from .runtime.stats import Stats, stats
     from .saving import load, save
@@ -24,7 +23,6 @@ __all__ = [
     "Explanation",
     "HeldTensorError",
     "OptionError",
-    "Options",
     "SpecacheError",
     "SpecacheWarning",
     "Stats",
@@ -42,7 +40,6 @@ __all__ = [
 _PLACES = {
     "Bisection": "explaining.bisect:Bisection",
     "Explanation": "explaining.explain:Explanation",
-    "Options": "methods:Options",
     "Stats": "runtime.stats:Stats",
     "bisect": "explaining.bisect:bisect",
     "explain": "explaining.explain:explain",

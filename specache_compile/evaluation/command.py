@@ -36,9 +36,6 @@ from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
-# Methods that were another thing in rows of older versions: `full` was the uncompiled model, `tova` decided for each KV
-# head.
-OTHER_THAN_BEFORE = {"full": "full, compiled", "tova": "tova, of a layer"}
 # Tasks that are gone, and which one has what they had.
 INSTEAD = {"fidelity": "closeness", "multikey": "shared_context", "variables": "ruler", "aggregation": "ruler"}
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
@@ -194,10 +191,9 @@ def text_identity(texts: Sequence[Path]) -> list[str] | str:
 
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, fingerprint: str, args: argparse.Namespace) -> str:
     """Everything that a row's figures depend on."""
-    method = str(setting).replace(setting.name, OTHER_THAN_BEFORE.get(setting.name, setting.name), 1)
     return json.dumps(
         {
-            "task": task, "cell": cell.name, "context": cell.context, "method": method, "samples": bench.samples,
+            "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
             "seed": bench.seed, "model": fingerprint, "dtype": args.dtype, "device": args.device,
             "lowering": args.lowering, "texts": text_identity(bench.texts), **cell.facts,
             **({"blind": True} if bench.blind else {}),

@@ -247,12 +247,6 @@ def rows_of(traced: Traced, one_lane: Traced, device: Device, host: float) -> li
     return rows
 
 
-def favours_two_lanes(two: Traced, one: Traced, device: Device, length: int, batch: int) -> bool:
-    """Whether a step of two lanes is shorter than one of one lane, of the same model, both corrected always. The second
-    lane costs rows of products, logits and scores; its fetch ahead saves a correction some pairs."""
-    return step_of(two, device, length, batch).seconds < step_of(one, device, length, batch).seconds
-
-
 def break_even_context(traced: Traced, one_lane: Traced, device: Device, batch: int = 1) -> int | None:
     """The shortest context, in tokens to 64 exact, from which a step takes no longer than on a 16-bit cache in device
     memory; None: at none up to the longest of `LENGTHS`."""

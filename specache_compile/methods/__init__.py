@@ -46,11 +46,6 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     return method.options(**{**method.defaults(given), **given})
 
 
-def Options(**given: Any) -> MethodOptions:
-    """The options that `torch.compile(..., options=given)` would use, checked."""
-    return parse_options(given)
-
-
 def declared_options() -> dict[str, dict[str, Any]]:
     """Every option, by name: its declaration (a dataclass field) in each method that takes it."""
     found: dict[str, dict[str, Any]] = {}
@@ -81,4 +76,4 @@ def declared_fields() -> dict[str, Field]:
     return found
 
 
-__all__ = ["METHODS", "Method", "Options", "declared_fields", "declared_options", "defaults_of", "parse_options"]
+__all__ = ["METHODS", "Method", "declared_fields", "declared_options", "defaults_of", "parse_options"]

@@ -210,8 +210,3 @@ def predicted_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch:
 def full_cache_bytes(layers: Sequence[LayerShape], batch: int, length: int) -> int:
     """Bytes of the same tokens in HF's own cache, in the model's dtype."""
     return sum(2 * batch * layer.heads * length * layer.head_dim * layer.dtype.itemsize for layer in layers)
-
-
-def paper_kv_ratio(bits: int, group_size: int, length: int, window: int = 128) -> float:
-    """Device KV size against 16 bits as the paper counts it: (B + 32/g)/16 + (R + k)/L (Table 1, KV Cache Size)."""
-    return (bits + 32 / group_size) / 16 + window / length

@@ -19,7 +19,6 @@ from specache_compile.evaluation.tasks.closeness import KINDS, Continuations, me
 BYTES = ByteReader()
 GROUPS = "group_size=32,residual_length=32"
 METHODS = ("uncompiled", f"specache:bits=1,{GROUPS},top_k=8", f"kivi:bits=2,{GROUPS}", "fp8", "h2o:budget=48")
-READ_BY_THE_METHOD = METHODS[-1]
 
 
 @pytest.fixture(scope="module")

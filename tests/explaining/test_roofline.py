@@ -13,6 +13,7 @@ from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.explaining.devices import DEVICES, find_device
 from specache_compile.explaining.plan import break_even, largest_batch, temporaries
 from specache_compile.explaining.roofline import Cost
+from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.state import device_total, predicted_bytes
 
@@ -151,7 +152,7 @@ def test_an_unknown_device_is_named_with_those_that_are_known() -> None:
 
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
-    options = sc.Options()
+    options = parse_options({})
     layers = [LayerShape(8, 128, torch.bfloat16, torch.device("cpu"))] * 4
     fixed, per_row, vram, host = 10**9, 10**6, 4 * 10**9, 10**11
     rows = largest_batch(options, layers, 10_000, fixed, per_row, vram, host)

@@ -22,6 +22,7 @@ import specache_compile as sc
 from conftest import greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels import copy_stream, host_memory, triton_copy
 from specache_compile.lowering import cuda_graphs
+from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import FIELDS
 from specache_compile.runtime.records import find_record
@@ -350,7 +351,7 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
     """The last of 16 rows attends to 70,000 tokens as it does alone: its pairs lie beyond 2^31 elements."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = LayerShape(8, 128, torch.bfloat16, torch.device("cuda"))
-    options = sc.Options(bits=16, top_k=0)
+    options = parse_options({"bits": 16, "top_k": 0})
     length = 70_000
     state = {
         field.name: torch.zeros(

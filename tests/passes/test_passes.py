@@ -21,7 +21,7 @@ from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention, frequencies_of
 from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.lane_rules import own_rules, product, rows_times
-from specache_compile.passes.overlap import critical_path, dependencies, is_copy, is_wait, overlap
+from specache_compile.passes.overlap import dependencies, is_copy, is_wait, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
 from specache_compile.passes.prefetch import prefetch
@@ -378,11 +378,6 @@ def test_overlap_reports_the_work_that_hides_the_least_hidden_fetch() -> None:
     _, report = overlap(graph_module, context)
     # 3 attentions and 3 products; a fetch has all of a step but its own attention to hide behind.
     assert report.counts["work behind the least hidden fetch"] == 5
-
-
-def test_the_critical_path_is_the_longest_chain_of_work() -> None:
-    graph_module, _ = rewritten(layers=1)
-    assert [node.name for node in critical_path(graph_module)] == ["decode_attention_default", "matmul"]
 
 
 def test_clean_up_drops_dead_nodes_and_inputs_but_nothing_that_writes() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-import specache_compile as sc
+from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime import break_even
 
 # As it stands; tests have none.
 COMPUTED = break_even.COMPUTED
+DEFAULT = parse_options({})
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "computed_steps.json"
 CUDA = torch.device("cuda:0")
 LAYERS = [LayerShape(8, 128, torch.bfloat16, CUDA)] * 32
@@ -48,33 +49,34 @@ def test_it_holds_what_the_benchmark_computed() -> None:
 )  # fmt: skip
 def test_a_device_is_known_by_a_word_of_its_name(gpu: dict[str, Any], name: str, word: str | None) -> None:
     gpu["name"] = name
-    kinds = (sc.Options(method="kivi"), sc.Options(setting="paper"), sc.Options())
+    kinds = (parse_options({"method": "kivi"}), parse_options({"setting": "paper"}), DEFAULT)
     expected = (0, 0, 0) if word is None else COMPUTED[word]
     assert tuple(break_even.min_context(options, CUDA) for options in kinds) == expected
 
 
 def test_what_was_measured_comes_first(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(break_even, "MEASURED", {H100: 1234})
-    assert break_even.min_context(sc.Options(), CUDA) == 1234
-    assert break_even.min_context(sc.Options(min_context=7), CUDA) == 7
-    assert break_even.min_context(sc.Options(memory="1 GiB", min_context="auto"), CUDA) == 0
+    assert break_even.min_context(DEFAULT, CUDA) == 1234
+    assert break_even.min_context(parse_options({"min_context": 7}), CUDA) == 7
+    assert break_even.min_context(parse_options({"memory": "1 GiB", "min_context": "auto"}), CUDA) == 0
 
 
 def test_rows_add_up(gpu: dict[str, Any]) -> None:
     least = COMPUTED["H100"][2]
-    assert break_even.min_context(sc.Options(), CUDA, rows=4) == least // 4
-    assert break_even.stays_in_16_bits(sc.Options(), LAYERS, 4, least // 4 - 1)
-    assert not break_even.stays_in_16_bits(sc.Options(), LAYERS, 4, least // 4)
+    assert break_even.min_context(DEFAULT, CUDA, rows=4) == least // 4
+    assert break_even.stays_in_16_bits(DEFAULT, LAYERS, 4, least // 4 - 1)
+    assert not break_even.stays_in_16_bits(DEFAULT, LAYERS, 4, least // 4)
 
 
 def test_no_more_stays_than_the_device_has_room_for(gpu: dict[str, Any]) -> None:
     """A token of these layers is 128 KiB in 16 bits."""
-    assert break_even.stays_in_16_bits(sc.Options(), LAYERS, 1, 8000)
+    assert break_even.stays_in_16_bits(DEFAULT, LAYERS, 1, 8000)
     gpu["free"] = 8000 * (128 << 10)
-    assert not break_even.stays_in_16_bits(sc.Options(), LAYERS, 1, 8000)
-    assert break_even.stays_in_16_bits(sc.Options(), LAYERS, 1, 7999)
-    assert break_even.stays_in_16_bits(sc.Options(min_context=9000), LAYERS, 1, 8000), "whoever names a number gets it"
+    assert not break_even.stays_in_16_bits(DEFAULT, LAYERS, 1, 8000)
+    assert break_even.stays_in_16_bits(DEFAULT, LAYERS, 1, 7999)
+    named = parse_options({"min_context": 9000})
+    assert break_even.stays_in_16_bits(named, LAYERS, 1, 8000), "whoever names a number gets it"
 
 
 def test_no_gpu_no_such_context(gpu: dict[str, Any]) -> None:
-    assert break_even.min_context(sc.Options(), torch.device("cpu")) == 0
+    assert break_even.min_context(DEFAULT, torch.device("cpu")) == 0

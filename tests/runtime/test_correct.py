@@ -22,6 +22,7 @@ import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.kernels import tiers
 from specache_compile.kernels.layout import Layout
+from specache_compile.methods import parse_options
 from specache_compile.methods.low_bit import check_head_dim
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import session_of
@@ -189,10 +190,10 @@ def test_only_the_rows_of_a_miss_are_corrected(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_settings_are_what_they_are_called() -> None:
-    paper, best = (sc.Options(setting=name) for name in ("paper", "best"))
+    paper, best = (parse_options({"setting": name}) for name in ("paper", "best"))
     assert (paper.bits, paper.rotate, paper.correct) == (2, False, "never")
-    assert best == sc.Options()
-    assert sc.Options(setting="paper", rotate=True).rotate, "what is given goes before"
+    assert best == parse_options({})
+    assert parse_options({"setting": "paper", "rotate": True}).rotate, "what is given goes before"
 
 
 def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
@@ -220,8 +221,8 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
 )
 def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
     with pytest.raises(sc.OptionError, match=told):
-        sc.Options(**options)
+        parse_options(options)
 
 
 def test_where_nothing_is_fetched_nothing_is_corrected() -> None:
-    assert sc.Options(top_k=0).correct == "never"
+    assert parse_options({"top_k": 0}).correct == "never"

@@ -17,6 +17,7 @@ from conftest import chatted, compile_copy, greedy, prompt, tiny_llama
 from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.kernels import tiers
 from specache_compile.look_up import DRAFTED, LookedUp
+from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -261,7 +262,7 @@ def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: Ll
 )
 def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sc.OptionError, match=message):
-        sc.Options(verify="tiers", **options)
+        parse_options({"verify": "tiers", **options})
 
 
 @pytest.mark.parametrize(
@@ -276,6 +277,6 @@ def test_what_cannot_be_combined_is_refused(options: dict[str, Any], message: st
     ],
 )
 def test_what_is_not_said_is_chosen_to_fit(options: dict[str, Any]) -> None:
-    chosen = sc.Options(verify="tiers", **options)
+    chosen = parse_options({"verify": "tiers", **options})
     assert not chosen.two_lanes
     assert chosen.correct == ("always" if chosen.top_k else "never")

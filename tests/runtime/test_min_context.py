@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from held_tiers import in_order
+from specache_compile.methods import parse_options
 from specache_compile.runtime import session
 from specache_compile.runtime.session import Session
 
@@ -119,4 +120,4 @@ def test_explain_shows_what_holds_at_the_prompts_length(llama: LlamaForCausalLM)
 @pytest.mark.parametrize("value", [-1, "yes", 2.0, None, True])
 def test_a_bad_value_is_named(value: Any) -> None:
     with pytest.raises(sc.OptionError, match=f"min_context={value!r}"):
-        sc.Options(min_context=value)
+        parse_options({"min_context": value})

@@ -32,7 +32,7 @@ from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile import drafts, verify
 from specache_compile.compat import WINDOWS_TAKE_DRAFTS
 from specache_compile.generate import compiled_calls
-from specache_compile.methods import METHODS
+from specache_compile.methods import METHODS, parse_options
 from specache_compile.runtime.draft_length import FIRST, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
 from specache_compile.runtime.session import session_of
@@ -337,17 +337,17 @@ def test_auto_drafts_as_many_as_give_most_tokens_a_second(right: float, fixed: f
 @pytest.mark.parametrize("value", [0, -1, 1025, True, 2.0, "often"])
 def test_a_number_of_tokens_from_one_to_a_block(value: Any) -> None:
     with pytest.raises(sc.OptionError, match="1 to 1024, 'auto', 'tiers', or None"):
-        sc.Options(verify=value)
+        parse_options({"verify": value})
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_approximate_a_cache_that_is_whole_verify(method: str) -> None:
     if method in ("specache", "kivi", "kcache"):
-        assert sc.Options(method=method, verify=8).verify == 8
+        assert parse_options({"method": method, "verify": 8}).verify == 8
         return
     why = "exact by itself" if method in ("full", "offload") else "keeps no exact copy of all pairs"
     with pytest.raises(sc.OptionError, match=why):
-        sc.Options(method=method, verify=8)
+        parse_options({"method": method, "verify": 8})
 
 
 def test_a_transformers_without_what_is_needed_is_refused(
