@@ -25,18 +25,19 @@ import openai
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specache_compile.bench.results import provenance
 from specache_compile.cli import options_of, parser
 from specache_compile.serving.command import running
-from specache_compile.serving.model import byte_tokenizer
 
 SMOLLM2 = {
     "vocab_size": 128, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
     "num_key_value_heads": 3, "rope_theta": 100_000.0, "max_position_embeddings": 65_536, "initializer_range": 0.1,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+# Whose tokenizer has a token for each byte.
+BYTES = Path(__file__).parent.parent / "examples" / "needle-llama"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
 QUESTION = 64
 ANSWER = 16
@@ -46,7 +47,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     """A model of ASCII characters, whose answers read back as the tokens that they were."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2, num_hidden_layers=layers)).save_pretrained(folder)
-    tokenizer = byte_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(BYTES)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
 

@@ -23,27 +23,22 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from needle import sample
-from specache_compile.checkpoints import is_byte_level, resolved, tell_origin
+from specache_compile.checkpoints import resolved, tell_origin, tokenizer_of
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 
 HERE = Path(__file__).parent
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token id = byte value, as a Hugging Face tokenizer: byte-level BPE without a single merge."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    zero = bytes_to_unicode()[0]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=zero, pad_token=zero)
+def tokenizer_for(path: str) -> Any:
+    """A checkpoint's tokenizer, with an end and a padding, which the harness asks for. The shipped one has neither: its
+    byte 0 is in no text."""
+    tokenizer = tokenizer_of(path)
+    if tokenizer.eos_token is None:
+        tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
 
 
 def pass_keys(folder: Path, length: int, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -116,7 +111,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
     path = resolved(args.model)
     tell_origin(args.model)
-    tokenizer: Any = byte_tokenizer() if is_byte_level(path) else AutoTokenizer.from_pretrained(path)
+    tokenizer = tokenizer_for(path)
     options = {"bits": args.bits, "top_k": args.top_k, "lowering": args.lowering}
     with tempfile.TemporaryDirectory() as folder:
         tasks = args.tasks or pass_keys(Path(folder), args.length, args.samples)

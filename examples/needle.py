@@ -1,7 +1,7 @@
 """The pass-key task in bytes: one needle in a haystack of Python source, asked for at the end.
 
-Token id = byte value, so no tokenizer is needed. The haystack is the running interpreter's standard library; a tenth
-of its files is held out of training and is all that evaluation sees.
+Token id = byte value. The haystack is the running interpreter's standard library; a tenth of its files is held out of
+training and is all that evaluation sees.
 """
 
 from __future__ import annotations

@@ -13,17 +13,15 @@ from __future__ import annotations
 import argparse
 import random
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import specache_compile as sc
 from needle import sample
-from specache_compile.checkpoints import is_byte_level, resolved
-from specache_compile.cli import ByteTokenizer
+from specache_compile.checkpoints import resolved, tokenizer_of
 from specache_compile.evaluation.tasks.haystack import library_source
 
 SMALL = str(Path(__file__).parent / "needle-llama")
@@ -41,7 +39,7 @@ def main() -> None:
     parser.add_argument("--bits", type=float, default=1.5)
     args = parser.parse_args()
     path = resolved(args.model)
-    tokenizer: Any = ByteTokenizer() if is_byte_level(path) else AutoTokenizer.from_pretrained(path)
+    tokenizer = tokenizer_of(path)
     split = DistributedConfig(tp_plan="auto")  # over all ranks, as Hugging Face has it for this family
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=split, dtype="auto")
     model = torch.compile(model, backend="specache", options={"bits": args.bits})

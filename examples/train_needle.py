@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from needle import sample
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 from training import Stage, byte_llama, scaled, train
 
+SHIPPED = Path(__file__).parent / "needle-llama"
 STAGES = (Stage(128, 1200), Stage(256, 800), Stage(512, 800), Stage(1024, 500), Stage(2048, 900))
 TOKENS_PER_STEP = 8192
 ANSWER_WEIGHT = 1.0  # the answer's mean loss, beside the mean loss of all other tokens
@@ -65,7 +66,7 @@ def accuracy(model: LlamaForCausalLM, source: bytes, length: int, samples: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "needle-llama", help="checkpoint folder")
+    parser.add_argument("--out", type=Path, default=SHIPPED, help="checkpoint folder")
     parser.add_argument("--work", type=Path, default=Path("build/needle-llama"), help="folder of the resumable state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's steps (0.01 for a dry run)")
@@ -84,6 +85,7 @@ def main() -> None:
     ).eval()
     report = {str(length): accuracy(model, held_out, length, args.samples) for length in (256, 512, 1024, 2048)}
     model.save_pretrained(args.out)
+    AutoTokenizer.from_pretrained(SHIPPED).save_pretrained(args.out)  # a token's id is its byte
     (args.out / "training.json").write_text(
         json.dumps({"full_cache_accuracy": report, "seed": args.seed, "stages": [vars(s) for s in stages]}, indent=2)
         + "\n"

@@ -300,11 +300,22 @@ def limit_of(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 62))
 
 
-def is_byte_level(model: str) -> bool:
-    """A local checkpoint of 256 tokens without a tokenizer reads bytes, as the shipped examples do."""
-    folder = Path(model)
-    if not folder.is_dir() or (folder / "tokenizer.json").exists() or (folder / "tokenizer_config.json").exists():
-        return False
-    from transformers import AutoConfig
+def tokenizer_of(folder: str, **how: Any) -> Any:
+    """The tokenizer of a resolved checkpoint; how: as `AutoTokenizer.from_pretrained` has it. SpecacheError where none
+    is saved: of some families transformers makes one then that knows no word."""
+    from transformers import AutoTokenizer
 
-    return bool(AutoConfig.from_pretrained(model).vocab_size == 256)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+    except ValueError as error:
+        raise no_tokenizer(folder, first_line(error)) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise no_tokenizer(folder, "it would know no word")
+    return tokenizer
+
+
+def no_tokenizer(folder: str, why: str) -> SpecacheError:
+    return SpecacheError(
+        f"{folder}: no tokenizer can be read there ({why}): save one beside the weights; a model of bytes takes the "
+        "tokenizer.json and tokenizer_config.json of examples/needle-llama"
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .bench.command import add_bench, run_bench
-from .checkpoints import is_byte_level, limit_of, placed, resolved, tell_origin
+from .checkpoints import limit_of, placed, resolved, tell_origin, tokenizer_of
 from .demo.command import add_demo, run_demo
 from .errors import OptionError, SpecacheError
 from .evaluation.command import MODEL, add_eval, run_eval
@@ -176,14 +176,14 @@ def run_explain(args: argparse.Namespace) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+    from transformers import AutoModelForCausalLM, TextStreamer
 
     from .runtime.stats import stats
 
     text = args.prompt if args.prompt is not None else args.prompt_file.read_text()
     path = resolved(args.model)
     tell_origin(args.model)
-    tokenizer: Any = ByteTokenizer() if is_byte_level(path) else AutoTokenizer.from_pretrained(path)
+    tokenizer = tokenizer_of(path)
     how = {"return_tensors": "pt"}
     inputs = chat_turn(tokenizer, text, return_dict=True, **how) if args.chat else tokenizer(text, **how)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
@@ -202,20 +202,6 @@ def check_room(prompt: int, added: int, limit: int) -> None:
             f"the prompt has {prompt:,} tokens, and --max-new-tokens {added:,} would follow: the model's context is "
             f"{limit:,}"
         )
-
-
-class ByteTokenizer:
-    """Token id = byte value; as much of a tokenizer as `generate` and its streamer ask for."""
-
-    chat_template = None
-
-    def __call__(self, text: str, return_tensors: str = "pt") -> Any:
-        from transformers import BatchEncoding
-
-        return BatchEncoding({"input_ids": torch.tensor([list(text.encode())])})
-
-    def decode(self, tokens: Any, **kwargs: Any) -> str:
-        return bytes(int(token) for token in tokens).decode(errors="replace")
 
 
 # Their results tell the command that made them.

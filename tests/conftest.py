@@ -26,7 +26,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pairwise
 from one_trace import compile_by_options
@@ -162,6 +162,11 @@ def compiled_with(model: LlamaForCausalLM, options: dict[str, Any]) -> LlamaForC
     if shared:
         _shared[how] = twin
     return twin
+
+
+def byte_tokenizer() -> Any:
+    """The needle model's: a token's id is its byte, and nothing stands before a text."""
+    return AutoTokenizer.from_pretrained(NEEDLE_LLAMA)
 
 
 def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) -> torch.Tensor:

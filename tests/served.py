@@ -18,10 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from conftest import LOSSLESS, tiny_llama
+from conftest import LOSSLESS, byte_tokenizer, tiny_llama
 from specache_compile.cli import options_of, parser
 from specache_compile.serving.command import running
-from specache_compile.serving.model import byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"

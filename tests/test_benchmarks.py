@@ -20,10 +20,10 @@ from unittest import mock
 import pytest
 import torch
 
-from conftest import NEEDLE_LLAMA, prompt, tiny_llama
+from conftest import NEEDLE_LLAMA, byte_tokenizer, prompt, tiny_llama
 from specache_compile.bench.results import Results
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.reader import ByteReader
+from specache_compile.evaluation.reader import Reader
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
 
@@ -457,10 +457,10 @@ def test_windows_that_overlap_are_told_where_they_are_verified(tmp_path: Path) -
     text.write_text("one two three " * 20)
     asked = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text], edits=False)
     with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
-        importlib.import_module("verify").prompts_of(asked, ByteReader())
+        importlib.import_module("verify").prompts_of(asked, Reader(byte_tokenizer()))
 
 
-class Bytes(ByteReader):
+class Bytes(Reader):
     """With a chat template, of no words."""
 
     def chat(self, text: str) -> list[int]:
@@ -469,8 +469,9 @@ class Bytes(ByteReader):
 
 @pytest.mark.parametrize("kind", edits.ASKED)
 def test_an_edit_asks_for_a_function_that_is_whole_in_the_code(kind: str) -> None:
-    for ids in edits.prompts(Bytes(), kind, 4000, len(edits.MODULES), 0):
-        asked, code, _ = Bytes().decode(ids).split("```python\n")
+    reader = Bytes(byte_tokenizer())
+    for ids in edits.prompts(reader, kind, 4000, len(edits.MODULES), 0):
+        asked, code, _ = reader.decode(ids).split("```python\n")
         name = re.findall(r"`(.+?)`", asked)[0]
         _, after = code.split(f"def {name}(", 1)
         assert len(after.splitlines()) >= edits.LEAST

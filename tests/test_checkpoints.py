@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from conftest import tiny_llama
@@ -254,6 +254,20 @@ def test_every_command_takes_a_gguf_file(own: Path, cache: Path, capsys: pytest.
     assert main(["diagnose", str(own), "--which", "coverage", "--length", "64", "--steps", "8", "--windows", "1",
                  "--no-plots", "--out", str(out)]) == 0  # fmt: skip
     assert "coverage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])
+def test_a_checkpoint_without_a_tokenizer_is_one_line(
+    family: type[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the one transformers makes no tokenizer, of the other one without a word."""
+    family(vocab_size=256).save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"specache: {tmp_path}: no tokenizer can be read there (")
+    assert error.endswith(
+        "a model of bytes takes the tokenizer.json and tokenizer_config.json of examples/needle-llama"
+    )
 
 
 def test_a_prompt_beyond_the_context_is_one_line(own: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

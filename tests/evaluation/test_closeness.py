@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import greedy, prompt, tiny_llama
+from conftest import byte_tokenizer, greedy, prompt, tiny_llama
 from specache_compile.evaluation.cell_tables import difference, table
 from specache_compile.evaluation.plots import method_and_bits
-from specache_compile.evaluation.reader import ByteReader
+from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
@@ -32,7 +32,7 @@ LOSSY = "kivi:bits=1,group_size=32,residual_length=32"
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    return Runner(tiny_llama(), ByteReader(), batch_size=2)
+    return Runner(tiny_llama(), Reader(byte_tokenizer()), batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_windows_that_must_overlap_are_spread_and_told() -> None:
 
 def windows(samples: int) -> list[list[int]]:
     """Of 200 tokens from a text of 1,024, the same whenever they are drawn."""
-    bench = Bench(ByteReader(), (200,), samples, 0, 1 << 20)
+    bench = Bench(Reader(byte_tokenizer()), (200,), samples, 0, 1 << 20)
     vars(bench)["haystack"] = list(range(1024))
     rows = bench.windows_apart(200)
     assert all(row == list(range(row[0], row[0] + 200)) for row in rows)

@@ -45,8 +45,8 @@ def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
     with (tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["task"], row["method"]) for row in rows] == [
-        ("needle", "uncompiled"), ("perplexity", "uncompiled"), ("needle", "kivi:bits=1"), ("perplexity", "kivi:bits=1"),
-    ]  # fmt: skip
+        (task, method) for method in ("uncompiled", "kivi:bits=1") for task in ("needle", "perplexity")
+    ]
     assert all(row["seed"] == "5" and row["provenance"] == line for row in rows)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["provenance"] == [line]

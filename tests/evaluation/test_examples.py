@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import NEEDLE_LLAMA
+from conftest import NEEDLE_LLAMA, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
@@ -108,7 +108,19 @@ def test_the_training_script_trains_saves_and_resumes(
     assert state["step"] == 2
     monkeypatch.setattr("training.one_step", lambda *given: pytest.fail("trained again"))
     run(*arguments)  # nothing is left to do but to evaluate and save again
-    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert all((tmp_path / "model" / name).exists() for name in ("model.safetensors", "tokenizer.json"))
+
+
+def test_the_shipped_tokenizer_gives_byte_values() -> None:
+    """And replacement characters for what is no UTF-8."""
+    tokenizer, text = byte_tokenizer(), "def café():\n\treturn '\x00Ā two  spaces , <s>'"
+    assert list(tokenizer("")["input_ids"]) == tokenizer.all_special_tokens == []
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer(text).keys() == {"input_ids", "attention_mask"}
+    assert tokenizer.decode(list(text.encode()), skip_special_tokens=True) == text
+    every = [*range(256), *b"\xe2\x82", *b"\xf0\x9f\x98"]
+    assert tokenizer.decode(every) == bytes(every).decode(errors="replace")
+    assert len(tokenizer) == 256
 
 
 def test_the_checkpoint_is_small() -> None:

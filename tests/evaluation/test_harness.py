@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'specache-compile[harness]'")
 
-from harness import byte_tokenizer, evaluate, harnessed, pass_keys  # noqa: E402
+from harness import evaluate, harnessed, pass_keys, tokenizer_for  # noqa: E402
 
 MODEL = str(NEEDLE_LLAMA)
 LOSSLESS = {"bits": 1, "top_k": 64, "lowering": "eager"}
@@ -33,16 +33,15 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def test_the_byte_tokenizer_gives_byte_values() -> None:
-    tokenizer = byte_tokenizer()
-    text = "def café():\n\treturn '\x00 two  spaces'"
+def test_the_shipped_tokenizer_ends_and_pads_with_byte_0() -> None:
+    tokenizer, text = tokenizer_for(MODEL), "def café():\n\treturn '\x00 two  spaces'"
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0)
     assert tokenizer(text)["input_ids"] == list(text.encode())
-    assert tokenizer.decode(list(text.replace("\x00", "").encode())) == text.replace("\x00", "")
 
 
 def test_the_harness_scores_a_compiled_model_as_it_scores_the_model(tmp_path: Path) -> None:
     tasks = pass_keys(tmp_path, 400, 3)
-    plain, compiled = (harnessed(MODEL, byte_tokenizer(), options) for options in (None, LOSSLESS))
+    plain, compiled = (harnessed(MODEL, tokenizer_for(MODEL), options) for options in (None, LOSSLESS))
     assert evaluate(plain, tasks) == evaluate(compiled, tasks) == {"pass_key_generate": 1.0, "pass_key_choose": 1.0}
     assert sc.stats(compiled.model).compiles > 0  # and it was the compiled model that answered
 
@@ -50,11 +49,11 @@ def test_the_harness_scores_a_compiled_model_as_it_scores_the_model(tmp_path: Pa
 RANK = """
 import json, sys
 from pathlib import Path
-from harness import byte_tokenizer, evaluate, harnessed
+from harness import evaluate, harnessed, tokenizer_for
 import specache_compile as sc
 
 model, (options, tasks), folder = sys.argv[1], map(json.loads, sys.argv[2:4]), Path(sys.argv[4])
-lm = harnessed(model, byte_tokenizer(), options)
+lm = harnessed(model, tokenizer_for(model), options)
 asked, generate = [], lm._model_generate
 
 def note_and_generate(context, **kwargs):
@@ -70,7 +69,7 @@ told = {"figures": evaluate(lm, tasks), "asked": asked, "compiles": sc.stats(lm.
 def test_the_harness_shares_its_questions_among_ranks(tmp_path: Path) -> None:
     """Each rank asks a compiled model of its own; the figures are those of one process, some right and some wrong."""
     tasks = pass_keys(tmp_path, 1000, QUESTIONS)
-    alone = evaluate(harnessed(MODEL, byte_tokenizer(), LOSSY), tasks)
+    alone = evaluate(harnessed(MODEL, tokenizer_for(MODEL), LOSSY), tasks)
     assert alone is not None
     assert 0 < alone["pass_key_generate"] < 1
 

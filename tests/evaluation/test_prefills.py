@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
-from conftest import tiny_llama
+from conftest import byte_tokenizer, tiny_llama
 from specache_compile.evaluation.prefills import Prefill, Prefills
-from specache_compile.evaluation.reader import ByteReader
+from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks.closeness import KINDS, Continuations, measure
 
-BYTES = ByteReader()
+BYTES = Reader(byte_tokenizer())
 GROUPS = "group_size=32,residual_length=32"
 METHODS = ("uncompiled", f"specache:bits=1,{GROUPS},top_k=8", f"kivi:bits=2,{GROUPS}", "fp8", "h2o:budget=48")
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import LOSSLESS, compile_copy, tiny_llama
+from conftest import LOSSLESS, byte_tokenizer, compile_copy, tiny_llama
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.reader import ByteReader, TokenizerReader
+from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
 from specache_compile.evaluation.tasks import (
@@ -28,7 +28,7 @@ from specache_compile.evaluation.tasks.haystack import hide, library_source
 from specache_compile.evaluation.tasks.prompts import without_middle
 from specache_compile.evaluation.tasks.task import Ask, Bench
 
-BYTES = ByteReader()
+BYTES = Reader(byte_tokenizer())
 
 
 def bench(**changes: Any) -> Bench:
@@ -217,7 +217,7 @@ def test_a_tokenizers_bos_stands_once_before_a_prompt() -> None:
         def decode(self, ids: Any, skip_special_tokens: bool) -> str:
             return bytes(token - 10 for token in ids if token != 1).decode()
 
-    reader = TokenizerReader(Tokenizer())
+    reader = Reader(Tokenizer())
     assert reader.begin() == [1]
     assert reader.decode(reader.encode("abc")) == "abc"
     runner = Recorder()
@@ -298,7 +298,7 @@ def test_a_longbench_prompt_beyond_the_models_context_loses_its_middle(tmp_path:
     assert without_middle(list(range(10)), 5) == [0, 1, 7, 8, 9]
 
 
-class ChatReader(ByteReader):
+class ChatReader(Reader):
     """Bytes, a turn of chat in brackets."""
 
     def chat(self, text: str) -> list[int]:
@@ -308,9 +308,12 @@ class ChatReader(ByteReader):
         return self.encode("<user>"), self.encode("</user><model>")
 
 
+CHATTING = ChatReader(byte_tokenizer())
+
+
 def test_a_chat_template_stands_around_longbench_prompts_but_not_around_code(tmp_path: Path) -> None:
     folder = longbench_files(tmp_path, qasper=[record(context="0123456789" * 100)], lcc=[record()])
-    lcc, qasper = TASKS["longbench"](bench(reader=ChatReader(), data=folder, chat=True, limit=500))
+    lcc, qasper = TASKS["longbench"](bench(reader=CHATTING, data=folder, chat=True, limit=500))
     runner = Recorder()
     qasper.measure(runner)
     assert len(runner.asked[0]) == 500 - 16
@@ -327,7 +330,7 @@ def test_longbench_is_read_blindly_up_to_the_end_of_its_context(tmp_path: Path) 
     folder = longbench_files(tmp_path, qasper=[record(context="0123456789" * 100)])
     for reader, limit, expected in (
         (BYTES, 2000, b"Story: " + b"0123456789" * 100 + b"\0\nQuestion: who?\nAnswer:"),
-        (ChatReader(), 90, b"<user>Story: 012345674567890123456789\0\nQuestion: who?\nAnswer:</user><model>"),
+        (CHATTING, 90, b"<user>Story: 012345674567890123456789\0\nQuestion: who?\nAnswer:</user><model>"),
     ):
         runner = Recorder()
         chat = reader is not BYTES

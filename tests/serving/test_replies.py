@@ -15,10 +15,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
-from conftest import tiny_llama
+from conftest import byte_tokenizer, tiny_llama
 from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
 from specache_compile.serving.metrics import Metrics
-from specache_compile.serving.model import byte_tokenizer
 from specache_compile.serving.replies import ChatReply, Reply
 from specache_compile.serving.stops import Stops
 

@@ -17,9 +17,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsStr
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from transformers import GenerationConfig
 
-from conftest import tiny_llama
+from conftest import byte_tokenizer, tiny_llama
 from served import TEMPLATE, Served, posted, serving, write_checkpoint
-from specache_compile.serving.model import byte_tokenizer
 from specache_compile.serving.questions import Penalties, chat, config_of
 from specache_compile.serving.requests import ChatBody, CompletionBody
 
