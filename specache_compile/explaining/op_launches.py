@@ -92,9 +92,9 @@ class Call:
         return Cost(*(value * self.load.batch / traced for value in vars(cost).values()))
 
 
-def small(name: str, more: float = 0.0) -> Kernel:
-    """A kernel of few programs. more: seconds beyond the smallest one's."""
-    return Kernel(name, floor=SMALLEST + more)
+def small(name: str) -> Kernel:
+    """A kernel of few programs."""
+    return Kernel(name, floor=SMALLEST)
 
 
 def instructions(call: Call, part: str) -> float:
