@@ -126,7 +126,7 @@ class Inputs:
     def attend(self, attend: Any) -> tuple[Tensor, Tensor]:
         given = self.of_state("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
         *bits, scale, softcap = self.settings
-        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, *bits, False, scale, softcap)
+        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, *bits, scale, softcap)
 
     def score(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = self.of_state("codes", "key_params", "center", "recent")

@@ -2,7 +2,7 @@
 what do they cost over PCIe? SmolLM2 goes on from windows of a text, greedily, in float32.
 
     python benchmarks/verify.py --text build/unseen.txt      8 windows of 4,096 tokens, 256 new ones each
-    python benchmarks/verify.py --edits                      verify=tiers: functions of a library, to copy and to edit
+    python benchmarks/verify.py --edits                      lookup: functions of a library, to copy and to edit
     python benchmarks/verify.py --contexts 512 --samples 2 --tokens 32 --settings specache:verify=16
 
 The intervals are 95 %, over the means of windows of which none overlaps another. On a CPU nothing travels over PCIe:
@@ -47,7 +47,7 @@ SETTINGS = (
     "specache:setting=paper,verify=16",
     "specache:setting=paper,bits=1,verify=16",
 )
-LOOK_UPS = ("specache:verify=tiers", "specache:setting=paper,verify=tiers")
+LOOK_UPS = ("specache:lookup=true", "specache:setting=paper,lookup=true")
 UNCOMPILED = "uncompiled"
 
 

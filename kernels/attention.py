@@ -106,15 +106,12 @@ def partial_attention(logits: Tensor, values: Tensor) -> Partial:
 
 def low_bit_logits(
     query: Tensor, codes: Tensor, key_params: Tensor, center: Tensor, bias: Tensor | None, length: int,
-    softcap: float | None, layout: Layout, unbiased: bool = False,
+    softcap: float | None, layout: Layout,
 ) -> Tensor:  # fmt: skip
     """Logits [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d] and the low-bit tier's first `length`
     tokens. The reference; block by block, so that the unpacked keys never stand whole in memory."""
     shares = center_shares(query, key_params, center, codes.shape[2], length)
     query = rotated(query) if layout.is_rotated else query
-    if unbiased and layout.is_quantised:
-        excess = inflation(query, key_params, codes.shape[2] // key_params.shape[2], length)
-        shares = -excess if shares is None else shares - excess
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
@@ -123,14 +120,6 @@ def low_bit_logits(
         logits = capped(logits if shares is None else logits + shares[..., start:stop], softcap)
         blocks.append(logits if bias is None else logits + bias[..., start:stop])
     return torch.cat(blocks, -1)
-
-
-def inflation(query: Tensor, key_params: Tensor, group: int, length: int) -> Tensor:
-    """What the keys' rounding adds to ln E[exp(logit)] [B, H, G, lanes, length], of a scaled query that is rotated
-    where they are: half of the logit's variance, with the s²/12 of a uniform quantiser for each channel of a group."""
-    scales = key_params[:, :, : length // group, 0].float()
-    halved = query.flatten(2, 3).square() @ (scales.square() / 24).mT
-    return halved.repeat_interleave(group, -1).unflatten(2, query.shape[2:4])
 
 
 def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
@@ -305,7 +294,6 @@ def decode_attention(
     key_bits: int,
     value_bits: int,
     rotate: bool,
-    unbiased: bool,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
@@ -315,7 +303,7 @@ def decode_attention(
     additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, w] in the
     `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], center
     [B, H, 4, d] (`center.py`; without: [B, H, 0, d]), recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index
-    [B, H, k] (-1: empty). unbiased: `inflation` is taken off the low-bit logits.
+    [B, H, k] (-1: empty).
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
     over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
@@ -323,7 +311,7 @@ def decode_attention(
     """
     layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    logits = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout, unbiased)
+    logits = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
     hidden = hidden_by(slot_index, at.low_bit)
     done = attend_over(at, k, v, logits, hidden, codes, value_params, recent, slots, slot_index, layout)
     scores = torch.full(codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)

@@ -117,7 +117,7 @@ def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wante
 
 
 def correct(
-    scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
 ) -> Tensor:  # fmt: skip
     """As `tiers.correct`: the choice on the main stream, the gather beside what that is given next, up to
@@ -127,8 +127,6 @@ def correct(
 
     chosen = torch.empty_like(slot_index)
     select_topk(scores[0], chosen, cursor)
-    if missed is not None:
-        chosen = torch.where(missed.unsqueeze(-1), chosen, slot_index)
     if not host.is_pinned():
         join(slots.device)
         tiers.refill(chosen, host, slots, slot_index, corrected)

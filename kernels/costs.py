@@ -135,8 +135,7 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     scores = 4 * rows(load, site) * low if load.options.top_k else 0
     seen = load.length + size_of(q.shape[2])
     attended = Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
-    unbiased = 3 * elements(q) * low / load.options.group_size if arguments["unbiased"] else 0
-    return attended + share_of_center(arguments, low) + Cost(unbiased)
+    return attended + share_of_center(arguments, low)
 
 
 def share_of_center(arguments: Arguments, low: int) -> Cost:

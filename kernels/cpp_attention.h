@@ -154,7 +154,6 @@ struct Attention {
             for (int64_t c = 0; c < d; ++c) {
               scaled[m * d + c] = q[m * d + c] * static_cast<float>(scale[c]);
               offset += q[m * d + c] * static_cast<float>(scale[d + c]);
-              if (s.unbiased) offset -= scaled[m * d + c] * scaled[m * d + c] / 24;  // see `attention.inflation`
             }
             base[m] = offset;
           }

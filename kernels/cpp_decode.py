@@ -21,7 +21,7 @@ from .layout import Layout, rotation_block
 
 def step_of(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor, recent: Tensor,
-    layout: Layout, scale: float, softcap: float | None, center: Tensor | None = None, unbiased: bool = False,
+    layout: Layout, scale: float, softcap: float | None, center: Tensor | None = None,
     **tensors: Tensor | None,
 ) -> Step:  # fmt: skip
     """The kernels' argument, which keeps the tensors that it points to."""
@@ -43,7 +43,7 @@ def step_of(
         group=capacity // key_params.shape[2] if key_params is not None and key_params.shape[2] else 0,
         channels=d // value_params.shape[-1] if value_params is not None and layout.is_quantised else 0,
         top_k=0 if slots is None else slots.shape[2], key_bits=layout.key_bits, value_bits=layout.value_bits,
-        rotation=rotation_block(d) if layout.is_rotated else 0, unbiased=unbiased, scale=scale, softcap=softcap or 0.0,
+        rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     if bias is not None:
         step.bias_strides[:STRIDES] = bias.expand(batch, heads, query_heads // heads, lanes, -1).stride()
@@ -72,11 +72,11 @@ def decode_attention_fused(
         return decode_attention(q, k, v, mask, sinks, cursor, *tiers, *settings)
     logits, _ = whole_logits(q, codes.shape[2])
     out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, codes.shape[:3]))
-    layout, unbiased, scale, softcap = Layout(*settings[:3]), *settings[3:]
+    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
         q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, v=v.contiguous(),
         key_params=key_params, value_params=value_params, slots=slots, slot_index=slot_index, logits=logits,
-        scores=scores, out=out, unbiased=unbiased,
+        scores=scores, out=out,
     )  # fmt: skip
     decode_library(k.dtype).decode_attention(byref(step))
     return out.to(q.dtype), scores

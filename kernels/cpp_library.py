@@ -29,8 +29,8 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Fl
 
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
 # shares: `center.share_of_center` of the low-bit tier. bias_strides: along [B, H, Hq/H, lanes, column]. row_width:
-# elements of a token's codes. rotation: channels that are rotated together, 0 where none are. unbiased: 0 or 1. scores:
-# of all lanes, or the last one's.
+# elements of a token's codes. rotation: channels that are rotated together, 0 where none are. scores: of
+# all lanes, or the last one's.
 POINTERS = {
     "q": "float", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void", "key_params": "T",
     "value_params": "T", "recent": "T", "slots": "T", "slot_index": "int32_t", "cursor": "int64_t", "shares": "float",
@@ -38,7 +38,7 @@ POINTERS = {
 RESULTS = {"logits": "float", "scores": "float", "out": "float"}
 SIZES = (
     "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
-    "top_k", "key_bits", "value_bits", "rotation", "unbiased",
+    "top_k", "key_bits", "value_bits", "rotation",
 )  # fmt: skip
 STRIDES = 5
 
@@ -89,7 +89,7 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
     return compiled(("cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 4, *[number] * 5, pointer],
-        "correct": [*[pointer] * 5, *[number] * 8, pointer, pointer],
+        "correct": [*[pointer] * 4, *[number] * 7, pointer, pointer],
         "write_pairs": [*[pointer] * 3, *[number] * 6],
         "round_pairs": [*[pointer] * 3, *[number] * 6],
     }, dtype)  # fmt: skip

@@ -146,23 +146,13 @@ extern "C" void refill(const int32_t* wanted, char* host, char* slots, int32_t* 
   *fetched += refill_heads(wanted, {host, heads, span, pair, channels}, 0, heads, slots, slot_index, k);
 }
 
-// Lane 0's own choice among the first `n` tokens, in the rows that missed (null: all): scores [lanes, rows·heads, stride]
-// → chosen [rows·heads, k], what the slots hold then.
-extern "C" void correct(const float* scores, const uint8_t* missed, char* host, char* slots, int32_t* slot_index,
-                        int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t n, int64_t k,
-                        int64_t pair, int64_t channels, int32_t* chosen, int64_t* corrected) {
-  const Tier tier = {host, rows * heads, span, pair, channels};
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t first = row * heads;
-    int32_t* wanted = chosen + first * k;
-    if (missed && !missed[row]) {
-      std::copy_n(slot_index + first * k, heads * k, wanted);
-      continue;
-    }
-    select_topk(scores + first * stride, heads, stride, n, k, wanted);
-    *corrected += refill_heads(wanted, tier, first, first + heads, slots + first * k * slot_bytes(tier),
-                               slot_index + first * k, k);
-  }
+// Lane 0's own choice among the first `n` tokens: scores [lanes, heads, stride] → chosen [heads, k], what the slots hold
+// then.
+extern "C" void correct(const float* scores, char* host, char* slots, int32_t* slot_index, int64_t heads,
+                        int64_t stride, int64_t span, int64_t n, int64_t k, int64_t pair, int64_t channels,
+                        int32_t* chosen, int64_t* corrected) {
+  select_topk(scores, heads, stride, n, k, chosen);
+  *corrected += refill_heads(chosen, {host, heads, span, pair, channels}, 0, heads, slots, slot_index, k);
 }
 
 // The pairs of `count` new tokens, keys and values [heads, count] of `half` bytes each, become the pairs first, first + 1,

@@ -68,16 +68,15 @@ def prefetch_fused(
 
 
 def correct_fused(
-    scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
 ) -> Tensor:  # fmt: skip
     """`tiers.correct`, in C++; the same arguments and results."""
     chosen = torch.empty_like(slot_index)
     scores, low_bit = scores.contiguous(), int(cursor[LOW_BIT])
-    missed = None if missed is None else missed.contiguous()
     stored, library = (pair_bytes(host), channels_of(slots, host)), library_for(slots, host)
-    sizes = (*slots.shape[:2], scores.shape[-1], span_of(host), low_bit, slots.shape[2], *stored)
-    places = [address(tensor) for tensor in (scores, missed, host, slots, slot_index)]
+    sizes = (slots.shape[0] * slots.shape[1], scores.shape[-1], span_of(host), low_bit, slots.shape[2], *stored)
+    places = [address(tensor) for tensor in (scores, host, slots, slot_index)]
 
     def job() -> None:
         library.correct(*places, *sizes, address(chosen), address(corrected))

@@ -77,7 +77,7 @@ def fake_score_low_bit(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fake_correct(*arguments: Any) -> Tensor:
-    return torch.empty_like(arguments[5])
+    return torch.empty_like(arguments[4])
 
 
 def fake_extend_attention(q: Tensor, *rest: Any) -> Tensor:
@@ -88,7 +88,7 @@ LAYOUT = "int key_bits, int value_bits, bool rotate"
 DECODE = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
     "Tensor value_params, Tensor center, Tensor recent, Tensor slots, Tensor slot_index, "
-    f"{LAYOUT}, bool unbiased, float scale, float? softcap) -> (Tensor, Tensor)"
+    f"{LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
 )
 SCORE = (
     "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor center, "
@@ -160,7 +160,7 @@ DECLARED = (
         fused=cpp_decode.score_low_bit_fused, library=cpp_decode.library_of, cost=costs.score_low_bit, is_work=True,
     ),
     Op(
-        "correct(Tensor scores, Tensor? missed, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
+        "correct(Tensor scores, Tensor cursor, Tensor host, Tensor(a!) slots, Tensor(b!) slot_index, "
         "Tensor(c!) corrected) -> Tensor",
         tiers.correct, fake_correct, "copy_stream:correct",
         fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of, cost=costs.correct,

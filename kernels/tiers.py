@@ -122,23 +122,20 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
 
 
 def correct(
-    scores: Tensor, missed: Tensor | None, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
 ) -> Tensor:  # fmt: skip
     """Bring the pairs that lane 0 wants now, and the slots lack: scores [lanes, B, H, C] as `score_low_bit` gives them.
 
-    missed bool [B, 1]: rows whose guess was not the token that came; the others' slots stay. None: all rows. Stands
-    behind the offload of every token in the low-bit tier: by a `wait` on its slots, or since the step has waited for
-    them at its beginning. Returns the tokens that the slots hold from here on, int32 [B, H, k] in any order; on a GPU
-    their pairs may come later, but before `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index
+    Stands behind the offload of every token in the low-bit tier: by a `wait` on its slots, or since the step has waited
+    for them at its beginning. Returns the tokens that the slots hold from here on, int32 [B, H, k] in any order; on a
+    GPU their pairs may come later, but before `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index
     [B, H, k], and corrected int64 [1], the bytes that travelled.
     """
     chosen, low_bit = torch.empty_like(slot_index), int(cursor[LOW_BIT])
 
     def job() -> None:
         select_topk(scores[0, :, :, :low_bit], chosen)
-        if missed is not None:
-            chosen.copy_(torch.where(missed.unsqueeze(-1), chosen, slot_index))
         refill(chosen, host, slots, slot_index, corrected)
 
     queue = queue_of(cursor)

@@ -165,7 +165,7 @@ def attend_tiers(
     heads, capacity, exact, splits, first,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +207,7 @@ def attend_tiers(
             codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
-            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED, UNBIASED=UNBIASED,
+            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED,
             ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     else:
@@ -341,7 +341,7 @@ MaskForm = tuple[int, Tensor | None, dict[str, int]]
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
     key_params: Tensor, value_params: Tensor, center: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    key_bits: int, value_bits: int, rotate: bool, unbiased: bool, scale: float, softcap: float | None,
+    key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attention.decode_attention`; all lengths are read on the device, so that the step can be captured."""
     layout = Layout(key_bits, value_bits, rotate)
@@ -357,7 +357,6 @@ def decode_attention(
     sums = attend(
         q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, (logits, None), layout,
         scale, softcap, group=group_of(codes, key_params, layout), center=center,
-        unbiased=unbiased,
     )  # fmt: skip
     out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], layout)
     if not slots.shape[2]:
@@ -372,7 +371,7 @@ def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, kept: Kept, layout: Layout,
-    scale: float, softcap: float | None, group: int, center: Tensor | None = None, unbiased: bool = False,
+    scale: float, softcap: float | None, group: int, center: Tensor | None = None,
     keys: bool = True, values: bool = True, chosen: Tensor | None = None,
 ) -> Sums:  # fmt: skip
     """`attend_tiers`, whole or a half of it; of a half, anything stands for the tensors that it does not need.
@@ -416,7 +415,7 @@ def attend(
         scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, exact=exact, splits=splits,
         d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
         window=window, top_k=top_k, lanes=lanes, queries=queries,
-        stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered, UNBIASED=unbiased,
+        stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered,
         MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         SPAN=span, EXACT=EXACT_BLOCK,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,

@@ -231,7 +231,7 @@ def attend_low_bit(
     codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr,
-    CAP: tl.constexpr, CENTERED: tl.constexpr, UNBIASED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    CAP: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
     SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
@@ -311,9 +311,6 @@ def attend_low_bit(
                 zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
                 logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
             logits = logits * scale
-            if UNBIASED and not plain:  # see `attention.inflation`
-                noise = query.to(tl.float32) * key_scale.to(tl.float32)[None, :] * scale
-                logits -= tl.sum(noise * noise, 1)[None, :] / 24
             if CENTERED:
                 logits += tl.load(shares_row[None, :] + tokens[:, None], real[None, :], 0.0)
             logits = tl.trans(capped(logits, softcap, CAP))

@@ -19,7 +19,8 @@ from torch.fx import GraphModule
 from specache_compile.kernels import copy_stream
 from specache_compile.kernels.deferred import Deferred, Fetch, made_first
 from specache_compile.kernels.ops import op_of
-from specache_compile.passes.context import Context, value_of
+from specache_compile.passes.nodes import value_of
+from specache_compile.passes.plan import Plan
 
 MODES = ("reduce-overhead", "max-autotune")
 # The step's own graph takes their place, and they would only cut it into pieces.
@@ -37,20 +38,20 @@ def captures_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | None:
+def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
     """Why a rewritten decode step cannot be captured; None where it can."""
-    if context.hit_rate:
+    if plan.hit_rate:
         return "the hit rate is measured"
     for node in graph_module.graph.nodes:
         op = op_of(node.target)
         if op is not None and not op.capturable:
             return f"{node.target} reads the cache's length on the host"
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    batch = batch_symbols(context)  # a session's is one number
-    for node, source in zip(placeholders, context.inputs, strict=True):
+    batch = batch_symbols(plan)  # a session's is one number
+    for node, source in zip(placeholders, plan.inputs, strict=True):
         value = value_of(node)
         argument = node.users and source.source == "argument" and isinstance(value, Tensor)
-        if argument and value.device != context.cursor.device:
+        if argument and value.device != plan.cursor.device:
             return f"input {node.name} is on {value.device}, where a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         free = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
@@ -59,9 +60,9 @@ def reason_not_to_capture(graph_module: GraphModule, context: Context) -> str | 
     return None
 
 
-def batch_symbols(context: Context) -> set[Any]:
+def batch_symbols(plan: Plan) -> set[Any]:
     """The symbols in the batch size of the new keys; none where it is a number."""
-    sizes = [value_of(site.k).shape[0] for site in context.sites]
+    sizes = [value_of(site.k).shape[0] for site in plan.sites]
     return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_compile.kernels.few_rows import DTYPES, MOST_ROWS, library_of
-from specache_compile.passes.context import value_of
+from specache_compile.passes.nodes import value_of
 
 AT = torch.ops.aten
 

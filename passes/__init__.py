@@ -1,1 +1,1 @@
-"""Graph passes: one file each, functions from a graph and a context to a graph and a report."""
+"""Graph passes: one file each, functions from a graph and a plan to a graph and a report."""

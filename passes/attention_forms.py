@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .context import value_of
+from .nodes import value_of
 
 MATMULS = (torch.matmul, operator.matmul, "matmul", torch.bmm)
 SOFTMAXES = (F.softmax, torch.softmax, "softmax")

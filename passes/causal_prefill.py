@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch.fx import GraphModule
 
-from .context import Context, PassReport, Site, replace_attention
+from .plan import PassReport, Plan, replace_attention
+from .sites import Site
 
 
-def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def causal_prefill(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """An SDPA whose mask says "causal" and no more takes no mask, and the KV heads as they are.
 
         mask = le(arange(T), arange(T)[:, None])
@@ -16,10 +17,10 @@ def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphMo
         out = sdpa(q, keys, values, mask)          out = sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
     No flash kernel takes a mask: at 32k tokens a row's mask alone is a gigabyte. A padded prefill keeps its mask; one
-    whose padding is all ones (`context.all_there`) has none.
+    whose padding is all ones (`plan.all_there`) has none.
     """
     changed = 0
-    for site in () if context.phase.has_past else context.sites:
+    for site in () if plan.phase.has_past else plan.sites:
         if is_masked_sdpa(site):
             settings = {"dropout_p": 0.0, "is_causal": True, "scale": site.scale, "enable_gqa": True}
             with graph_module.graph.inserting_before(site.attention):
@@ -34,6 +35,6 @@ def causal_prefill(graph_module: GraphModule, context: Context) -> tuple[GraphMo
 def is_masked_sdpa(site: Site) -> bool:
     """Whether an attention has a mask that the site, read to be causal, has not."""
     node = site.attention
-    if node.target is not F.scaled_dot_product_attention or site.mask is not None or site.padded:
+    if node.target is not F.scaled_dot_product_attention or site.mask is not None or site.padding is not None:
         return False
     return node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None

@@ -7,7 +7,7 @@ import operator
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport
+from .plan import PassReport, Plan
 
 OPERATORS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -15,31 +15,31 @@ OPERATORS = {
 }  # fmt: skip
 
 
-def clean_up(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
-    """Dead nodes and dead inputs go; `context.inputs` says which arguments the graph still takes.
+def clean_up(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+    """Dead nodes and dead inputs go; `plan.inputs` says which arguments the graph still takes.
 
     keys = cat([past_k, k], -2)
     out = decode_attention(q, ...)     out = decode_attention(q, ...)
     return (out, None)                 return (out, None)
     """
-    nodes, inputs = drop_dead(graph_module, context)
+    nodes, inputs = drop_dead(graph_module, plan)
     return graph_module, PassReport("clean_up", {"nodes": nodes, "inputs": inputs})
 
 
-def drop_dead(graph_module: GraphModule, context: Context) -> tuple[int, int]:
-    """Erase dead nodes and unused placeholders, with their entries in `context.inputs`; returns how many of each."""
+def drop_dead(graph_module: GraphModule, plan: Plan) -> tuple[int, int]:
+    """Erase dead nodes and unused placeholders, with their entries in `plan.inputs`; returns how many of each."""
     graph = graph_module.graph
     before = len(graph.nodes)
     graph.eliminate_dead_code(is_impure_node=is_impure)
     placeholders = graph.find_nodes(op="placeholder")
     kept = []
-    for node, source in zip(placeholders, context.inputs, strict=True):
+    for node, source in zip(placeholders, plan.inputs, strict=True):
         if node.users:
             kept.append(source)
         else:
             graph.erase_node(node)
-    dropped = len(context.inputs) - len(kept)
-    context.inputs[:] = kept
+    dropped = len(plan.inputs) - len(kept)
+    plan.inputs[:] = kept
     return before - len(graph.nodes) - dropped, dropped
 
 

@@ -11,10 +11,11 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.cursor import LENGTH
 
-from .context import Context, PassReport, cursor_input, value_of
+from .nodes import value_of
+from .plan import PassReport, Plan, cursor_input
 
 
-def cursor_lengths(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def cursor_lengths(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """Positions that a decode graph counts from its cache's length count from `cursor[LENGTH]` instead.
 
         position = arange(1) + s53         position = arange(1) + cursor[0]
@@ -23,25 +24,25 @@ def cursor_lengths(graph_module: GraphModule, context: Context) -> tuple[GraphMo
     where it is. Only a model that is called without `position_ids` has such positions.
     """
     found = 0
-    past = past_of(context) if context.phase.one_token else None
+    past = past_of(plan) if plan.phase.one_token else None
     if past is None:
         return graph_module, PassReport("cursor_lengths", {"read": 0})
     for node in list(graph_module.graph.nodes):
         length = counted_from(node, past)
         if length is None:
             continue
-        cursor = cursor_input(graph_module, context)
+        cursor = cursor_input(graph_module, plan)
         with graph_module.graph.inserting_before(node):
             read = graph_module.graph.call_function(operator.getitem, (cursor, LENGTH))
-        read.meta["example_value"] = context.cursor[LENGTH]
+        read.meta["example_value"] = plan.cursor[LENGTH]
         node.replace_input_with(length, read)
         found += 1
     return graph_module, PassReport("cursor_lengths", {"read": found})
 
 
-def past_of(context: Context) -> Any:
+def past_of(plan: Plan) -> Any:
     """The symbol of the cached tokens' number; None where there is none."""
-    past = context.sites[0].past_k if context.sites else None
+    past = plan.sites[0].past_k if plan.sites else None
     size = None if past is None else value_of(past).shape[2]
     return size.node.expr if isinstance(size, torch.SymInt) else None
 

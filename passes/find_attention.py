@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
-from .context import Context, LeftAlone, PassReport, Site, output_node, value_of
 from .in_place import memory_of, unknown_write, written
 from .masks import read_mask
+from .nodes import output_node, value_of
+from .sites import Found, LeftAlone, Site
+
+# `read_mask`: whether a mask is causal, and the padding that it hides besides.
+ReadMask = Callable[[Node], tuple[bool, Node | None]]
 
 UNKNOWN_FORM = (
     "the attention that reads this cache update is in none of the forms that are known: 'sdpa', and 'eager' as most "
@@ -22,33 +27,37 @@ UNKNOWN_FORM = (
 )
 
 
-def find_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
-    """Fill `context.sites`; the graph stays as it is.
+def find_attention(
+    graph_module: GraphModule, held: frozenset[str] = frozenset(), exact: frozenset[int] = frozenset()
+) -> Found:
+    """Read a graph's sites; the graph stays as it is.
 
         keys = cat([past_k, k], -2)        Site(q, k, v, mask, scale, past_k, past_v)
         values = cat([past_v, v], -2)
         out = sdpa(q, keys, values, mask)
+
+    held: names of the placeholders that are held tensors. exact: attentions, counted in the graph's order, that a
+    person wants left as they are.
 
     Both forms that HF writes are found: SDPA (keys direct, or behind repeat_kv's expand and reshape) and the eager
     matmul, scale, softcap, mask, sinks, softmax, matmul. An attention that a tier op would not carry over whole, or
     whose cache update is not a plain concatenation, is left as it is, with the reason.
     """
     foreign = unknown_write(graph_module)
+    masks = functools.cache(read_mask)  # layers share them
+    found = Found()
     for number, attention in enumerate(filter(is_attention, graph_module.graph.nodes)):
         try:
-            if number in context.exact_attentions:
+            if number in exact:
                 raise NoMatch(f"option exact_layers lists attention {number}")
-            site = match_site(attention, context)
+            site = match_site(attention, found, held, masks)
             if foreign is not None:
                 raise NoMatch(written_twice(foreign))
-            context.sites.append(site)
+            found = replace(found, sites=(*found.sites, site))
         except NoMatch as reason:
-            context.left_alone.append(LeftAlone(attention.name, str(reason), reason.by_model))
-    if not context.sites and not context.left_alone:
-        context.left_alone.extend(unread_updates(graph_module))
-    return graph_module, PassReport(
-        "find_attention", {"sites": len(context.sites), "left alone": len(context.left_alone)}
-    )
+            left_alone = LeftAlone(attention.name, str(reason), reason.by_model)
+            found = replace(found, left_alone=(*found.left_alone, left_alone))
+    return found if found.sites or found.left_alone else Found(left_alone=unread_updates(graph_module))
 
 
 def written_twice(write: Node) -> str:
@@ -71,7 +80,8 @@ class Update:
     new: Node
 
 
-def match_site(attention: Node, context: Context) -> Site:
+def match_site(attention: Node, before: Found, held: frozenset[str], masks: ReadMask) -> Site:
+    """The site behind those that were found `before`."""
     form = match_form(attention)
     for part in (form.keys, form.values):
         check_read_as_cached(part)
@@ -79,43 +89,37 @@ def match_site(attention: Node, context: Context) -> Site:
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
     for update in (keys, values):
-        check_owned(update, attention, context.held)
+        check_owned(update, attention, held)
     check_shapes(form, keys, values, value_of(attention))
     tokens = value_of(form.q).shape[2]
     if keys.past is not None and form.mask is None and (form.causal or not statically_known_true(tokens == 1)):
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
-    mask, padded = carried_mask(form, context)
+    mask, padding = carried_mask(form, before.padding, masks)
     heads, head_dim = value_of(keys.new).shape[1::2]
     frequencies = frequencies_of(keys.new, int(head_dim))
     return Site(
-        len(context.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
-        mask, padded, form.sinks, form.scale, form.softcap,
+        len(before.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
+        mask, padding, form.sinks, form.scale, form.softcap,
         heads=int(heads), query_heads=int(value_of(form.q).shape[1]), head_dim=int(head_dim),
         frequencies=frequencies,
         biased_keys=frequencies is not None and has_bias(keys.new),
     )  # fmt: skip
 
 
-def carried_mask(form: Form, context: Context) -> tuple[Node | None, bool]:
-    """The mask that a site's op is to be given, None where causality and padding say it all; and whether it is padded.
+def carried_mask(form: Form, known: str | None, masks: ReadMask) -> tuple[Node | None, str | None]:
+    """The mask that a site's op is to be given, None where causality and padding say it all; and its padding's name.
 
-    What masks are read to be is kept in the context: layers share them, and so do the rewrites of one graph.
+    known: the padding of the sites before. A session has one: a mask with another is given as it is.
     """
     if form.mask is None:
-        return None, False
-    if form.mask.name not in context.masks:
-        causal, padding_mask = read_mask(form.mask)
-        context.masks[form.mask.name] = causal, None if padding_mask is None else padding_mask.name
-    causal, padding = context.masks[form.mask.name]
-    if causal and padding in (None, context.all_there):
-        return None, False
-    if causal and context.padding_mask in (None, padding):
-        context.padding_mask = padding
-        return None, True
+        return None, None
+    causal, padding = masks(form.mask)
+    if causal and (padding is None or known in (None, padding.name)):
+        return None, None if padding is None else padding.name
     one_row = statically_known_true(value_of(form.mask).shape[2] == 1)
     if one_row and not statically_known_true(value_of(form.q).shape[2] == 1):
         raise NoMatch("its mask hides the same tokens from all its new ones (bidirectional attention?)")
-    return form.mask, False
+    return form.mask, None
 
 
 def check_read_as_cached(part: Node) -> None:
@@ -242,7 +246,7 @@ def nodes_behind(node: Node) -> Iterator[Node]:
                 yield behind
 
 
-def unread_updates(graph_module: GraphModule) -> list[LeftAlone]:
+def unread_updates(graph_module: GraphModule) -> tuple[LeftAlone, ...]:
     """Cache updates in a graph in which no attention was recognised: it has one that is written in another way."""
     updates = [node for node in output_node(graph_module).all_input_nodes if is_update(node)]
-    return [LeftAlone(node.name, UNKNOWN_FORM) for node in updates]
+    return tuple(LeftAlone(node.name, UNKNOWN_FORM) for node in updates)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from .context import value_of
+from .nodes import value_of
 
 
 def graph_hash(graph_module: GraphModule) -> str:

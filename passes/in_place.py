@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from .clean_up import writes
-from .context import value_of
+from .nodes import value_of
 
 
 def unknown_write(graph_module: GraphModule) -> Node | None:

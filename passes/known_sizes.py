@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from .context import value_of
+from .nodes import value_of
 
 
 def fill_in_sizes(graph_module: GraphModule) -> int:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from specache_compile.errors import no_lanes_for
 
 from .attention_forms import argument
-from .context import value_of
+from .nodes import value_of
 
 c10d = torch.ops._c10d_functional
 PRODUCTS = (torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", torch.mm, "mm")

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .clean_up import writes
-from .context import output_node, value_of
 from .in_place import memory_of
+from .nodes import output_node, value_of
 
 # Of an input that holds a rank's part: the shape of the whole, in its node's meta.
 WHOLE = "specache_whole"

@@ -13,8 +13,8 @@ from torch.fx.node import map_aggregate
 
 from specache_compile.kernels.attention import SEEN
 
-from .context import value_of
 from .in_place import memory_of, written
+from .nodes import value_of
 
 # Cached and new tokens that a symbolic size stands for when a mask is evaluated: few, and no two alike.
 PAST, NEW = 5, 3

@@ -11,13 +11,14 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.ops import op_of
 
-from .context import Context, PassReport, output_node
+from .nodes import output_node
+from .plan import PassReport, Plan
 
 # Of torch's operators, those that take long enough to hide a copy behind; of the project's own, each says so itself.
 WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")
 
 
-def overlap(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def overlap(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """A stable topological order in which nothing waits sooner, or is copied later, than it must.
 
         wait_0; q1 = ...; wait_1           q0 = ...; wait_0; attend_0

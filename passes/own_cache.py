@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from .context import Context, Part, PassReport, output_node
+from .nodes import output_node
+from .plan import PassReport, Plan
+from .sites import Part
 
 
-def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def own_cache(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """The concatenated keys and values stop being outputs; held tensors go out in their place.
 
         keys = cat([past_k, k], -2)        keys = cat([past_k, k], -2)
@@ -17,17 +19,17 @@ def own_cache(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
     In a prefill the attention reads k itself: there is nothing to concatenate it with.
     """
     owned: dict[Node, tuple[int, Part]] = {}
-    for site in context.sites:
+    for site in plan.sites:
         owned[site.cat_k], owned[site.cat_v] = (site.number, "keys"), (site.number, "values")
     output = output_node(graph_module)
     outputs = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(outputs):
         if isinstance(value, Node) and value in owned:
-            context.held_outputs[position] = owned[value]
+            plan.held_outputs[position] = owned[value]
             outputs[position] = None
     output.args = (tuple(outputs),)
-    if not context.phase.has_past:
-        for site in context.sites:
+    if not plan.phase.has_past:
+        for site in plan.sites:
             site.cat_k.replace_all_uses_with(site.k)
             site.cat_v.replace_all_uses_with(site.v)
-    return graph_module, PassReport("own_cache", {"outputs held": len(context.held_outputs)})
+    return graph_module, PassReport("own_cache", {"outputs held": len(plan.held_outputs)})

@@ -18,20 +18,18 @@ from torch.fx import GraphModule
 
 from .causal_prefill import causal_prefill
 from .clean_up import clean_up
-from .context import Context, Pass, PassReport
 from .correct import correct
 from .cursor_lengths import cursor_lengths
-from .find_attention import find_attention
 from .fingerprint import graph_hash
 from .overlap import overlap
 from .own_cache import own_cache
+from .plan import Pass, PassReport, Plan
 from .prefetch import prefetch
 from .rewrite_attention import rewrite_attention
 from .speculate import speculate
 from .store import store
 
 PIPELINE: tuple[Pass, ...] = (
-    find_attention,
     own_cache,
     rewrite_attention,
     causal_prefill,
@@ -45,7 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
 )
 PASS_NAMES = tuple(p.__name__ for p in PIPELINE)
 # Without one of these a graph cannot hold its own cache: it is then left as Hugging Face wrote it.
-ESSENTIAL = ("find_attention", "own_cache", "rewrite_attention", "store")
+ESSENTIAL = ("own_cache", "rewrite_attention", "store")
 
 log = logging.getLogger(__name__)
 _keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)
@@ -63,7 +61,7 @@ class Trace:
 
 
 def run_pipeline(
-    graph_module: GraphModule, context: Context, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
+    graph_module: GraphModule, plan: Plan, passes: Sequence[Pass] = PIPELINE, name: str = "graph"
 ) -> tuple[GraphModule, Trace]:
     """Run `passes` in order on `graph_module` (which they may change); checks the graph after each, and leaves it to
     whoever runs the module to have its code written (`recompile`).
@@ -71,16 +69,16 @@ def run_pipeline(
     With SPECACHE_DUMP=dir in the environment, writes dir/<name>.<phase>/NN_<pass>.py before and after; every pass
     also leaves a structured trace that `tlparse` shows.
     """
-    trace = Trace(context.phase.name)
+    trace = Trace(plan.phase.name)
     show(name, trace, 0, "captured", graph_module)
     for number, step in enumerate(passes, start=1):
         start = time.perf_counter()
-        graph_module, report = step(graph_module, context)
+        graph_module, report = step(graph_module, plan)
         graph_module.graph.lint()
         report = dataclasses.replace(report, seconds=time.perf_counter() - start)
         trace.reports.append(report)
         show(name, trace, number, report.name, graph_module)
-        log.debug("%s %s: %s %s", context.phase, report.name, report.counts, "; ".join(report.remarks))
+        log.debug("%s %s: %s %s", plan.phase, report.name, report.counts, "; ".join(report.remarks))
     trace.hash = graph_hash(graph_module)
     return graph_module, trace
 

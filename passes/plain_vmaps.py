@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .context import value_of
+from .nodes import value_of
 
 
 def plain_vmaps(graph_module: GraphModule) -> int:

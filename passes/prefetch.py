@@ -8,10 +8,11 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.kernels.deferred import FETCH_STATE, fetch_arguments
 
-from .context import Context, PassReport, call_op, cursor_input, output_node, state_input
+from .nodes import output_node
+from .plan import PassReport, Plan, call_op, cursor_input, state_input
 
 
-def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def prefetch(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """Select and fetch behind a layer's attention; wait before the next step's.
 
         pair = decode_attention(q, ...)    specache.wait(q, cursor, slots_0, slot_index_0)
@@ -24,29 +25,29 @@ def prefetch(graph_module: GraphModule, context: Context) -> tuple[GraphModule, 
     they hide most. A widened decode fetches nothing ahead: which of its tokens stay, it cannot know. Where each token
     chooses its own pairs, and none is guessed, nothing is fetched ahead at all.
     """
-    if not (context.phase.over_tiers and context.sites):
+    if not (plan.phase.over_tiers and plan.sites):
         return graph_module, PassReport("prefetch", {"prefetched": 0})
     graph = graph_module.graph
-    cursor = cursor_input(graph_module, context)
+    cursor = cursor_input(graph_module, plan)
     prefetched = 0
-    for site in context.sites:
-        selector = context.recipe(site.number).selector
+    for site in plan.sites:
+        selector = plan.recipe(site.number).selector
         if selector is None:
             continue
-        state = {field: state_input(graph_module, context, site.number, field) for field in FETCH_STATE}
+        state = {field: state_input(graph_module, plan, site.number, field) for field in FETCH_STATE}
         slots, slot_index = state["slots"], state["slot_index"]
-        selection = [state_input(graph_module, context, site.number, field) for field in selector.state]
+        selection = [state_input(graph_module, plan, site.number, field) for field in selector.state]
         call: Node = site.attention.args[0]  # type: ignore[assignment]
-        if context.selects:
+        if plan.selects:
             behind = site.q if site.q.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
             with graph.inserting_after(behind):
                 call_op(graph_module, site, "wait", (site.q, cursor, slots, slot_index, state["wanted"]))
-        if context.hit_rate and context.phase.stores:
-            tally = state_input(graph_module, context, site.number, "tally")
+        if plan.hit_rate and plan.phase.stores:
+            tally = state_input(graph_module, plan, site.number, "tally")
             measured = (site.q, site.k, site.mask, site.sinks, cursor, state["host"], slot_index, tally)
             with graph.inserting_before(call):
                 call_op(graph_module, site, "measure", (*measured, site.scale, site.softcap))
-        if not (context.selects and context.phase.one_token):
+        if not (plan.selects and plan.phase.one_token):
             continue
         prefetched += 1
         with graph.inserting_before(output_node(graph_module)):

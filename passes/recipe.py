@@ -29,14 +29,14 @@ class Selector:
     """Which pairs the next step's slots are to hold: op(scores, *state, *settings), which writes `wanted`.
 
     scores float32 [B, H, C]: what the last lane's attention gave each token; below 0: no candidate. wanted int32
-    [B, H, k]: tokens, -1 for none. correct: "always", "miss" (where the guess was wrong) or "never": whether a step
-    chooses again, by its own token, before it attends.
+    [B, H, k]: tokens, -1 for none. corrects: whether a step chooses again, by its own token, before it
+    attends.
     """
 
     op: str
     state: tuple[str, ...] = ("wanted",)
     settings: tuple[Any, ...] = ()
-    correct: str = "never"
+    corrects: bool = False
 
 
 @dataclass(frozen=True)

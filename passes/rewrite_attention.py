@@ -7,11 +7,12 @@ import operator
 from torch.fx import GraphModule
 
 from .clean_up import drop_dead
-from .context import Context, PassReport, Site, call_op, cursor_input, padding_input, replace_attention, state_input
+from .plan import PassReport, Plan, call_op, cursor_input, padding_input, replace_attention, state_input
 from .recipe import Call
+from .sites import Site
 
 
-def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """Under specache decode attends over the tiers, extend over the host tier; a prefill's attention is exact already.
 
     keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., codes_0, ...)
@@ -19,22 +20,22 @@ def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[Grap
     out = sdpa(q, keys, values)
     """
     rewritten = 0
-    for site in context.sites:
-        call = context.recipe(site.number).attend.get(context.phase.name)
+    for site in plan.sites:
+        call = plan.recipe(site.number).attend.get(plan.phase.name)
         if call is not None:
-            replace_site(graph_module, context, site, call)
+            replace_site(graph_module, plan, site, call)
             rewritten += 1
     if rewritten:
-        drop_dead(graph_module, context)  # the held inputs go with their concatenations
+        drop_dead(graph_module, plan)  # the held inputs go with their concatenations
     return graph_module, PassReport("rewrite_attention", {"rewritten": rewritten})
 
 
-def replace_site(graph_module: GraphModule, context: Context, site: Site, call: Call) -> None:
+def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> None:
     graph = graph_module.graph
     if site.mask is None:
-        site.mask = padding_input(graph_module, context, site)
-    pairs = (site.q, site.k, site.v, site.mask, site.sinks, cursor_input(graph_module, context))
-    state = [state_input(graph_module, context, site.number, field) for field in call.state]
+        site.mask = padding_input(graph_module, plan, site)
+    pairs = (site.q, site.k, site.v, site.mask, site.sinks, cursor_input(graph_module, plan))
+    state = [state_input(graph_module, plan, site.number, field) for field in call.state]
     with graph.inserting_before(site.attention):
         new = call_op(graph_module, site, call.op, (*pairs, *state, *call.settings, site.scale, site.softcap))
         if call.scores:

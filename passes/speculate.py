@@ -13,11 +13,12 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .context import Context, Input, PassReport, Tag, output_node, tag_of, value_of
 from .exact_lanes import show_first_lane
 from .in_place import take_writes
 from .lane_rules import own_rules
 from .local_shards import whole_shape
+from .nodes import output_node, value_of
+from .plan import Input, PassReport, Plan, Tag, tag_of
 
 aten = torch.ops.aten
 LANES = 2
@@ -26,7 +27,7 @@ EMBEDDINGS = (F.embedding, aten.embedding.default)
 RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked_fill_.Scalar)
 
 
-def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """Run T_t and the guess T'_(t+1) side by side; lane 1's argmax is the next guess (SpeCache section 3.3).
 
         out = decode_attention(q, ...)         ids = stack([input_ids, guess])
@@ -37,30 +38,30 @@ def speculate(graph_module: GraphModule, context: Context) -> tuple[GraphModule,
     A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
     one lane, and the report says which of them is missing.
     """
-    wanted = context.speculate and context.selects and context.phase.one_token
-    if not wanted or not context.sites:
+    wanted = plan.speculate and plan.selects and plan.phase.one_token
+    if not wanted or not plan.sites:
         return graph_module, PassReport("speculate", {"lanes": 1})
     found = find_tokens(graph_module)
     if isinstance(found, str):
-        return graph_module, one_lane(context, found)
+        return graph_module, one_lane(plan, found)
     ids, logits = found
-    if not context.phase.speculates:
+    if not plan.phase.speculates:
         append_guess(graph_module, logits)
-        context.guesses = True
+        plan.guesses = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
     sources = position_sources(graph_module, ids)
     if not sources:
-        return graph_module, one_lane(context, "no position tensor was found")
+        return graph_module, one_lane(plan, "no position tensor was found")
     widened = widen(graph_module, ids, logits, sources)
-    context.inputs.append(Input("guess"))
-    context.lanes, context.guesses, context.tokens = LANES, True, ids.name
-    follow_sites(widened, context)
+    plan.inputs.append(Input("guess"))
+    plan.lanes, plan.guesses = LANES, True
+    follow_sites(widened, plan)
     return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
 
 
-def one_lane(context: Context, reason: str) -> PassReport:
+def one_lane(plan: Plan, reason: str) -> PassReport:
     """The report of a graph that cannot be widened; a person is told the reason too."""
-    context.one_lane = reason
+    plan.one_lane = reason
     return PassReport("speculate", {"lanes": 1}, (f"one lane: {reason}",))
 
 
@@ -215,10 +216,10 @@ def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int,
     return [plain[position] if position in plain else next(mapped) for position in range(count)]
 
 
-def follow_sites(graph_module: GraphModule, context: Context) -> None:
+def follow_sites(graph_module: GraphModule, plan: Plan) -> None:
     """Point the sites at the new graph's nodes: the same attentions in the same order."""
     calls = graph_module.graph.find_nodes(op="call_function", target=torch.ops.specache.decode_attention.default)
-    for site, call in zip(context.sites, calls, strict=True):
+    for site, call in zip(plan.sites, calls, strict=True):
         site.q, site.k, site.v, site.mask, site.sinks = call.args[:5]
         site.attention = next(user for user in call.users if user.args[1] == 0)
         call.meta["specache"] = Tag(site.number, op="decode_attention")

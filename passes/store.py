@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .context import Context, PassReport, Site, call_op, cursor_input, output_node, padding_input, state_input
 from .in_place import take_writes
+from .nodes import output_node
+from .plan import PassReport, Plan, call_op, cursor_input, padding_input, state_input
+from .sites import Site
 
 
-def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
+def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """Store each site's new pairs as the recipe says; of two lanes, only lane 0's. A pre-decode stores nothing.
 
         out = sdpa(q, k, v)                out = sdpa(q, k, v)
@@ -18,22 +20,22 @@ def store(graph_module: GraphModule, context: Context) -> tuple[GraphModule, Pas
 
     The nodes stand at the end of the graph; `overlap` moves them to where they start earliest.
     """
-    if not context.phase.stores:
+    if not plan.phase.stores:
         take_writes(graph_module)
         return graph_module, PassReport("store", {"stored": 0})
     graph = graph_module.graph
-    cursor = cursor_input(graph_module, context) if context.sites else None
-    for site in context.sites:
-        calls = context.recipe(site.number).stores
-        padding = padding_input(graph_module, context, site)
-        state = [[state_input(graph_module, context, site.number, field) for field in call.state] for call in calls]
+    cursor = cursor_input(graph_module, plan) if plan.sites else None
+    for site in plan.sites:
+        calls = plan.recipe(site.number).stores
+        padding = padding_input(graph_module, plan, site)
+        state = [[state_input(graph_module, plan, site.number, field) for field in call.state] for call in calls]
         with graph.inserting_before(output_node(graph_module)):
-            k, v = (first_lane(graph_module, node, context.lanes) for node in (site.k, site.v))
+            k, v = (first_lane(graph_module, node, plan.lanes) for node in (site.k, site.v))
             for call, tensors in zip(calls, state, strict=True):
-                is_turned = bool(call.turned) and context.state[site.number][call.turned].shape[2] > 0
+                is_turned = bool(call.turned) and plan.state[site.number][call.turned].shape[2] > 0
                 turned = (frequencies_input(graph_module, site),) if is_turned else ()
                 call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
-    return graph_module, PassReport("store", {"stored": len(context.sites)})
+    return graph_module, PassReport("store", {"stored": len(plan.sites)})
 
 
 def frequencies_input(graph_module: GraphModule, site: Site) -> Node | None:

@@ -13,17 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from specache_compile.lowering.lower import lower
-from specache_compile.passes.context import LeftAlone
 from specache_compile.passes.local_shards import own_part
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 from specache_compile.passes.pipeline import PASS_NAMES
+from specache_compile.passes.sites import LeftAlone
 
 from .captured import Captured, capture, drop_unread_held
 from .compat import missing_for_drafts
 from .errors import OptionError, SpecacheError, SpecacheWarning, no_assisted_decoding
 from .free_sizes import free_sizes
 from .methods import parse_options
-from .methods.drafting import TIERS
 from .options import MethodOptions
 from .rewritten import Rewrites
 from .runtime.held import HeldTensor
@@ -31,7 +30,7 @@ from .runtime.records import saw
 from .runtime.session import options_at
 from .runtime.state import bucket, predicted_bytes
 from .runtime.step import CompiledGraph
-from .runtime.variant import Variant, phases
+from .runtime.variant import phases, variant_of
 
 
 def specache(
@@ -48,7 +47,7 @@ def specache(
             if name not in PASS_NAMES:
                 names = ", ".join(PASS_NAMES)
                 raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {names}")
-        if parsed.verify is not None and (missing := missing_for_drafts()) is not None:
+        if parsed.drafts and (missing := missing_for_drafts()) is not None:
             raise no_assisted_decoding(missing)
         return compile_graph(capture(graph_module, parsed, mode), example_inputs)
     except SpecacheError as error:
@@ -110,13 +109,13 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
     unpadded = captured.unpadded(example_inputs)
     for phase in first_phases(captured, options):
-        rewrites.get(Variant(phase, options, bucket(past + tokens), unpadded), ahead=True)
+        rewrites.get(variant_of(phase, options, unpadded, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)
 
 
 def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...]:
-    """Those to lower at once. Where the tiers verify, several tokens are a draft, most of the time."""
-    if options.verify == TIERS and captured.phase is EXTEND and captured.is_causal:
+    """Those to lower at once. Under lookup several tokens are a draft, most of the time."""
+    if options.lookup and captured.phase is EXTEND and captured.is_causal:
         return (WIDENED,)
     return phases(captured.phase, options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,28 +11,32 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.context import Context, Input, LeftAlone, Site, value_of
+from specache_compile.kernels.segments import SEGMENT
 from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.local_shards import local_shards
+from specache_compile.passes.nodes import value_of
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
 from specache_compile.passes.plain_vmaps import plain_vmaps
+from specache_compile.passes.sites import Found, LeftAlone, Site
 
 from .errors import SpecacheError, unmatched_held
-from .methods.field import LayerShape
+from .methods.field import Field, LayerShape
 from .options import MethodOptions
 from .runtime.held import HeldTensor
-from .runtime.symbols import SymbolReader
+from .runtime.state import bucket
+from .runtime.symbols import SymbolReader, new_size
 
 
 @dataclass(frozen=True)
 class Captured:
     """A graph of Dynamo's, and what is known of it before anything is rewritten.
 
-    fakes: Dynamo's own, of each argument; the inputs that it passes to a backend are real. held: positions of the
-    arguments that are held tensors. masks: what each mask was read to be, which its rewrites go by. padding: position
-    of the argument that says which tokens are there. pasts: positions of each site's cached keys and values.
+    fakes: Dynamo's own, of each argument; the inputs that it passes to a backend are real.
+    held: positions of the arguments that are held tensors.
+    padding: position of the argument that says which tokens are there.
+    pasts: positions of each site's cached keys and values.
     """
 
     graph_module: GraphModule
@@ -41,16 +45,24 @@ class Captured:
     phase: Phase
     fakes: tuple[Any, ...]
     held: tuple[int, ...]
-    sites: tuple[Site, ...]
-    left_alone: tuple[LeftAlone, ...]
-    masks: dict[str, tuple[bool, str | None]]
+    found: Found
     padding: int | None
     pasts: tuple[tuple[int, int], ...]
     symbols: SymbolReader
+    # What `free_capacity` has made, by its unit in tokens.
+    capacities: dict[int, torch.SymInt] = field(default_factory=dict)
 
     @property
     def placeholders(self) -> list[Node]:
         return list(self.graph_module.graph.find_nodes(op="placeholder"))
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return self.found.sites
+
+    @property
+    def left_alone(self) -> tuple[LeftAlone, ...]:
+        return self.found.left_alone
 
     @property
     def fake_mode(self) -> Any:
@@ -74,6 +86,15 @@ class Captured:
     def is_causal(self) -> bool:
         """Whether its masks hide nothing from a token but later ones, and padding."""
         return all(site.mask is None for site in self.sites)
+
+    def free_capacity(self, fields: Sequence[Field]) -> torch.SymInt:
+        """Tokens that the state of any session of these fields has room for: a symbol of the graph's own, so that one
+        rewrite serves every capacity. It is the size of a tensor, alone, from which a lowered graph reads it."""
+        unit = SEGMENT if any(field.on_host for field in fields) else 1
+        if unit not in self.capacities:
+            hint = bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens)) // unit
+            self.capacities[unit] = new_size(self.fake_mode.shape_env, f"capacity in {unit}", hint)
+        return unit * self.capacities[unit]
 
     def unpadded(self, arguments: Sequence[Any]) -> bool:
         """Whether a prefill's padding mask, if it takes one, is all ones, as transformers before 5.18 gives it to every
@@ -104,42 +125,25 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     reason = reason_to_leave_alone([value_of(node) for node in placeholders], options) or local_shards(graph_module)
     fakes = tuple(value_of(node) for node in placeholders)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
-    context = Context(
-        phase=PREFILL,
-        selects=False,
-        speculate=False,
-        hit_rate=False,
-        recipe=no_recipe,
-        state=[],
-        cursor=None,
-        exact_attentions=frozenset(options.exact_layers),
-        held=frozenset(placeholders[i].name for i in held),
-        inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
-    )
     if reason is None:
         plain_vmaps(graph_module)
-        find_attention(graph_module, context)
+        names = frozenset(placeholders[i].name for i in held)
+        found = find_attention(graph_module, names, frozenset(options.exact_layers))
     else:
-        context.left_alone.append(LeftAlone("every site", reason))
-    sites = context.sites
+        found = Found(left_alone=(LeftAlone("every site", reason),))
+    sites = found.sites
     pasts = [node for site in sites for node in (site.past_k, site.past_v) if node is not None]
     if pasts and len(pasts) != 2 * len(sites):
         raise SpecacheError("some layers of this cache are filled and others empty: use one cache for one model")
     if sites and len(pasts) != len(held):
-        raise unmatched_held(context.left_alone)
+        raise unmatched_held(found.left_alone)
     index = {node: i for i, node in enumerate(placeholders)}
-    names = [node.name for node in placeholders]
     return Captured(
-        graph_module, options, mode or options.mode, phase_of(sites), fakes, held, tuple(sites),
-        tuple(context.left_alone), context.masks,
-        padding=None if context.padding_mask is None else names.index(context.padding_mask),
+        graph_module, options, mode or options.mode, phase_of(sites), fakes, held, found,
+        padding=next((i for i, node in enumerate(placeholders) if node.name == found.padding), None),
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
         symbols=SymbolReader(fakes),
     )  # fmt: skip
-
-
-def no_recipe(site: int) -> Any:
-    raise AssertionError("a graph that is only read needs no recipe")
 
 
 def phase_of(sites: Sequence[Site]) -> Phase:

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .errors import SpecacheWarning, not_drafted, not_looked_up
-from .methods.drafting import TIERS
+from .options import MethodOptions
 from .runtime.draft_length import DraftLength
 from .runtime.ranks import everyones
 from .runtime.records import find_record
@@ -51,7 +51,7 @@ class Drafts(CandidateGenerator):
         self.start, self.compiles, self.drafted = time.perf_counter(), self.compiled(), 0
         self.model_kwargs_overrides = {}
         self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
-        if self.session is None or not self.serves(self.session.options.verify) or self.is_parted():
+        if self.session is None or not self.serves(self.session.options) or self.is_parted():
             self.session = None
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
@@ -64,9 +64,9 @@ class Drafts(CandidateGenerator):
             self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number for each γ would be a graph for each
         return ids, logits
 
-    def serves(self, verify: int | str | None) -> bool:
-        """Whether these are the drafts of a cache that was made under this option."""
-        return verify not in (None, TIERS)
+    def serves(self, options: MethodOptions) -> bool:
+        """Whether these are the drafts of a cache that was made under these options."""
+        return options.verify is not None
 
     def is_parted(self) -> bool:
         """Whether the cache is, or was, several sessions', of which a draft would mark one; told once."""
@@ -74,7 +74,7 @@ class Drafts(CandidateGenerator):
             self.told_of_parts = True
             assert self.session is not None
             tell_not_drafted(
-                self.session.options.verify,
+                self.session.options,
                 "a graph break in the model leaves its cache in parts, each with a step of its own",
             )
         return self.told_of_parts
@@ -166,7 +166,7 @@ class Drafts(CandidateGenerator):
         return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
-def tell_not_drafted(asked: int | str | None, reason: str) -> None:
+def tell_not_drafted(options: MethodOptions, reason: str) -> None:
     """One warning, at the caller of `generate`'s loop."""
-    tell = not_looked_up if asked == TIERS else not_drafted
+    tell = not_looked_up if options.lookup else not_drafted
     warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)

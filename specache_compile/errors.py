@@ -213,7 +213,7 @@ def not_kept(error: Exception) -> str:
 
 
 def not_looked_up(reason: str) -> str:
-    return f"option verify='tiers': nothing is drafted in this generation: {reason}. It says one token a step"
+    return f"option lookup: nothing is drafted in this generation: {reason}. It says one token a step"
 
 
 RECOMPILE_LIMIT = (

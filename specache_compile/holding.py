@@ -18,8 +18,8 @@ from .errors import held_already, not_to_be_held, split_session
 from .methods import METHODS
 from .methods.field import LayerShape
 from .options import MethodOptions
-from .passes.context import PARTS
 from .passes.phase import PREFILL
+from .passes.sites import PARTS
 from .runtime.held import HeldTensor
 from .runtime.ranks import ranks_of
 from .runtime.session import Session

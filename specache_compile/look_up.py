@@ -1,4 +1,4 @@
-"""Drafts that are looked up (option verify="tiers"): what followed the last few tokens where they stood before, in the
+"""Drafts that are looked up (option lookup): what followed the last few tokens where they stood before, in the
 prompt or in what was said since (prompt lookup, as Hugging Face has it)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation import PromptLookupCandidateGenerator
 
 from .drafts import Drafts
-from .methods.drafting import TIERS
+from .options import MethodOptions
 from .runtime.session import Session
 
 # Tokens of a draft. With the last token said they are the lanes of one decode, of which a CUDA kernel has 16 at most.
@@ -23,8 +23,8 @@ NGRAM = 3
 class LookedUp(Drafts):
     """Candidates for the loop that cost no step of the model."""
 
-    def serves(self, verify: int | str | None) -> bool:
-        return verify == TIERS
+    def serves(self, options: MethodOptions) -> bool:
+        return options.lookup
 
     def length(self) -> int:
         return DRAFTED

@@ -95,6 +95,7 @@ class MethodOptions:
     hit_rate = False
     min_context = cast("int | str", 0)
     verify = cast("int | str | None", None)
+    lookup = False
     host_memory = cast("int | None", None)
     memory = cast("int | str | None", None)
 
@@ -109,6 +110,11 @@ class MethodOptions:
     def two_lanes(self) -> bool:
         """Whether a speculative token runs beside the output token."""
         return False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are drafted: by the decode phase (verify), or out of the text itself (lookup)."""
+        return self.verify is not None or self.lookup
 
     @property
     def bits_on_host(self) -> int:

@@ -1,4 +1,4 @@
-"""The rewritten forms of a captured graph: one for each phase, capacity and set of options, made when it is needed."""
+"""The rewritten forms of a captured graph: one for each phase and set of options, made when it is needed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from specache_compile.kernels.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, tell
-from specache_compile.passes.context import Context, Input, Part
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
+from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.sites import Part
 
 from .captured import Captured
 from .errors import SpecacheWarning, one_lane, unchecked_sizes
@@ -116,19 +117,19 @@ class Rewrites:
 def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     """Run the passes over a copy of the captured graph, and lower the result; for any batch where Dynamo's is free."""
     fakes = StateFakes(captured, variant)
-    context = context_of(captured, variant, fakes)
     graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
+    plan = plan_of(captured, variant, fakes, graph_module.graph)
     tell("passes")
     passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
-    graph_module, trace = run_pipeline(graph_module, context, passes, name)
+    graph_module, trace = run_pipeline(graph_module, plan, passes, name)
     patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
     how = captured.options.lowering
-    once = variant.phase.once and variant.options.verify is None  # with verify it runs before each draft
+    once = variant.phase.once and not variant.options.drafts  # else it runs before each draft
     how = "op by op" if how == "inductor" and once else how
-    run = lower(graph_module, [fakes.of(i) for i in context.inputs], how, patches, captured.mode)
+    run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
     return Rewritten(
-        variant, run, graph_module, tuple(context.inputs), context.held_outputs, context.guesses, context.lanes,
-        is_to_capture(captured.mode, graph_module, context), trace, context.one_lane,
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes,
+        is_to_capture(captured.mode, graph_module, plan), trace, plan.one_lane,
     )  # fmt: skip
 
 
@@ -137,7 +138,8 @@ class StateFakes:
 
     def __init__(self, captured: Captured, variant: Variant) -> None:
         batch, layers = captured.batch, captured.layers
-        device, capacity, options = layers[0].device, variant.capacity, variant.options
+        device, options = layers[0].device, variant.options
+        capacity = variant.capacity or captured.free_capacity(fields_of(options, layers[0]))
         self.arguments = captured.fakes
         with captured.fake_mode:
             self.state = [
@@ -151,7 +153,7 @@ class StateFakes:
                 for layer in layers
             ]  # fmt: skip
             self.cursor = new_cursor(device)
-            self.guess = self.guessed = torch.empty(batch, 1, dtype=torch.int64, device=device)
+            self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
             self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
 
     def of(self, source: Input) -> Any:
@@ -163,10 +165,14 @@ class StateFakes:
         return getattr(self, source.source)
 
 
-def context_of(captured: Captured, variant: Variant, fakes: StateFakes) -> Context:
-    options, placeholders = variant.options, captured.placeholders
-    return Context(
+def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> Plan:
+    """What is to be made of `graph`, a copy of the captured one."""
+    options = variant.options
+    copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
+    sites = [site.moved(copies) for site in captured.sites]
+    return Plan(
         phase=variant.phase,
+        sites=[replace(site, padding=None) for site in sites] if variant.unpadded else sites,
         selects=selects(options),
         speculate=options.two_lanes,
         hit_rate=options.hit_rate,
@@ -174,20 +180,16 @@ def context_of(captured: Captured, variant: Variant, fakes: StateFakes) -> Conte
         state=fakes.state,
         cursor=fakes.cursor,
         padding=fakes.padding,
-        masks=captured.masks,
-        all_there=placeholders[captured.padding].name if variant.unpadded and captured.padding is not None else None,
-        exact_attentions=frozenset(options.exact_layers),
-        held=frozenset(placeholders[i].name for i in captured.held),
-        inputs=[Input("argument", argument=i) for i in range(len(placeholders))],
+        inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
     )
 
 
-def is_to_capture(mode: str | None, graph_module: GraphModule, context: Context) -> bool:
+def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bool:
     """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
-    asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(context.cursor.device)
-    if not (asked and context.phase.one_token and context.phase.stores):
+    asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
+    if not (asked and plan.phase.one_token and plan.phase.stores):
         return False
-    reason = cuda_graphs.reason_not_to_capture(graph_module, context)
+    reason = cuda_graphs.reason_not_to_capture(graph_module, plan)
     if reason is not None:
         warnings.warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2)
     return reason is None

@@ -35,6 +35,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from .compiled_options import required_options
 from .errors import (
+    OptionError,
     cannot_be_saved,
     model_is_gone,
     no_saved_session,
@@ -46,10 +47,10 @@ from .errors import (
     unreadable_session,
 )
 from .kernels import segments
-from .methods import METHODS
+from .methods import GONE, METHODS
 from .methods.field import LayerShape, LayerState
 from .options import MethodOptions, own_options
-from .passes.context import PARTS
+from .passes.sites import PARTS
 from .runtime.ranks import ranks_of
 from .runtime.session import Session
 from .runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
@@ -63,7 +64,7 @@ PACKAGES = ("specache-compile", "torch", "transformers")
 SAMPLED = 256
 # What the next step of a session starts from, beside its tiers.
 NUMBERS = ("batch", "length", "capacity", "slots_ready", "padded")
-TENSORS = ("guess", "guessed", "padding")
+TENSORS = ("guess", "padding")
 OPTIONS = ("asked", "options", "pending_options")
 # The model's own, whichever cache comes to it: how its graphs are lowered and run, and what this machine may spend.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
@@ -181,8 +182,9 @@ def filled(
         else:
             states[site] = placed(session, site, path)
     session.state = [states[site] for site in range(len(session.layers))]
-    for name, tensor in read(files[STEP]).items():
-        setattr(session, name, tensor.to(device, copy=True))
+    step = read(files[STEP])
+    for name in set(step) & set(TENSORS):
+        setattr(session, name, step[name].to(device, copy=True))
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
     session.note_memory()
@@ -273,6 +275,7 @@ def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_th
     there yet is what the session holds, or `of_the_model`."""
     if told is None:
         return None
+    told = as_called_now(told)
     kind = METHODS[told["method"]].options
     known = own_options(kind)
     before = {name: getattr(given, name, value) if of_the_model else value for name, value in BEFORE.items()}
@@ -280,6 +283,16 @@ def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_th
     if not told.get("top_k"):  # nothing is guessed for: 16 bits for now, say
         own.pop("speculate", None)
     return kind(**{**{name: value for name, value in before.items() if name in known}, **told, **own})
+
+
+def as_called_now(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that an earlier version described, by their names of today."""
+    told = dict(told)
+    if told.pop("unbiased", False):
+        raise OptionError(f"option unbiased, which the session was saved with, is gone: {GONE['unbiased']}")
+    if told.get("verify") == "tiers":
+        told |= {"verify": None, "lookup": True}
+    return told
 
 
 def weights_of(session: Session) -> list[Tensor]:

@@ -5,7 +5,7 @@ Hugging Face's own loop of assisted decoding instead. The candidates that the lo
 the same cache: the decode phase drafts them, and a crop takes them back. Whatever else a model compiled with the option
 computes is exact (`Session.phases`), so that what is not drafted is slow, and never wrong.
 
-With verify="tiers" the candidates are looked up in the text so far (`look_up.py`), and what verifies them is a widened
+Under lookup the candidates are looked up in the text so far (`look_up.py`), and what verifies them is a widened
 decode: nothing is more exact than a decode of one token, and what is not drafted is that.
 """
 
@@ -26,7 +26,7 @@ from .compiled_options import options_of
 from .drafts import HANDLED, Drafts, tell_not_drafted
 from .look_up import LookedUp
 from .methods import parse_options
-from .methods.drafting import TIERS
+from .options import MethodOptions
 
 
 def route_verification() -> None:
@@ -41,23 +41,23 @@ def route_verification() -> None:
         self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
     ) -> Any:
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
-        asked = verify_of(self)
-        if asked is None:
+        options = drafting_options(self)
+        if options is None:
             return original(self, *given, **kw)
         reason = reason_not_to_draft(self, *given, kw)
         if reason is None:
-            candidates = LookedUp if asked == TIERS else Drafts
+            candidates = LookedUp if options.lookup else Drafts
             return verified(candidates(self, logits_processor, stopping_criteria, generation_config), *given, **kw)
-        tell_not_drafted(asked, reason)
+        tell_not_drafted(options, reason)
         return original(self, *given, **kw)
 
     beam_search = GenerationMixin._beam_search
 
     @functools.wraps(beam_search)
     def search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = verify_of(self)
-        if asked is not None:
-            tell_not_drafted(asked, "assisted decoding says one sequence, and a beam search several")
+        options = drafting_options(self)
+        if options is not None:
+            tell_not_drafted(options, "assisted decoding says one sequence, and a beam search several")
         return beam_search(self, *args, **kwargs)
 
     sample.routes_verification = True  # type: ignore[attr-defined]
@@ -65,10 +65,12 @@ def route_verification() -> None:
     GenerationMixin._beam_search = search  # type: ignore[method-assign, assignment]
 
 
-def verify_of(model: torch.nn.Module) -> int | str | None:
-    """The option that the model's calls are compiled with; None too where this backend does not compile them."""
-    options = options_of(model)
-    return parse_options(options).verify if options else None
+def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
+    """The options that the model's calls are compiled with; None where they draft nothing, or another backend compiles
+    them."""
+    given = options_of(model)
+    options = parse_options(given) if given else None
+    return options if options is not None and options.drafts else None
 
 
 def reason_not_to_draft(

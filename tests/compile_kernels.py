@@ -202,7 +202,7 @@ def print_launches() -> None:
             exact = [at["recent"], at["slots"], at["slot_index"]]
             if options.correct == "never":
                 _, scores = decode.decode_attention(
-                    q, k, v, None, None, cursor, *low_bit, *exact, *options.layout, False, 0.1, None
+                    q, k, v, None, None, cursor, *low_bit, *exact, *options.layout, 0.1, None
                 )
             else:
                 keys = [at["codes"], at["key_params"], at["center"], at["recent"]]
@@ -235,7 +235,7 @@ def build_attention(
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
         "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False,
-        "CENTERED": False, "UNBIASED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
+        "CENTERED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
         "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span, "EXACT": decode.EXACT_BLOCK,
         "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
@@ -275,7 +275,7 @@ def main() -> None:
     for label, kind in (("bool mask", decode.BOOL_MASK), ("padding", decode.PADDING)):
         build_attention(label, "bf16", 2, 2, 128, 64, MASK=kind)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
-    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True, UNBIASED=True)
+    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True)
     for bits, d, group in [(2, 128, 64), (16, 128, decode.PLAIN_BLOCK), (1, 16, 32)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": d, "group": group, "stored": 2}
         unused = {"slot_index": "*i64"}  # the cursor stands for what is not read

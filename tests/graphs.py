@@ -14,8 +14,10 @@ import specache_compile  # noqa: F401  (registers the ops)
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import FIELDS, SpecacheOptions
-from specache_compile.passes.context import Context, Input
+from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.phase import DECODE, Phase
+from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.sites import Found
 
 BATCH, HEADS, PAST, DIM = 1, 2, 40, 8
 
@@ -73,28 +75,35 @@ def attention(
     return out, cached[0], cached[1]
 
 
-def context_for(builder: GraphBuilder, phase: Phase, layers: int = 1) -> Context:
+def found(builder: GraphBuilder, graph_module: GraphModule) -> Found:
+    """What is read in a graph whose pasts are held."""
+    return find_attention(graph_module, frozenset(name for name in builder.inputs if name.startswith("past")))
+
+
+def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | None = None) -> Plan:
+    """Of a graph with its sites; of none, without any."""
+    sites = [] if graph_module is None else list(found(builder, graph_module).sites)
     options = SpecacheOptions(bits=1, group_size=32, top_k=4)
     layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
     with builder.mode:
         state = [
             {f.name: torch.empty(f.shape(options, layer, BATCH, 256), dtype=f.dtype(options, layer)) for f in FIELDS}
-            for _ in range(layers)
+            for _ in sites
         ]
         cursor = torch.empty(4, dtype=torch.int64)
-    held = frozenset(name for name in builder.inputs if name.startswith("past"))
     inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
     recipe = partial(METHODS["specache"].recipe, options)
-    return Context(phase, True, False, False, recipe, state, cursor, held, inputs)
+    return Plan(phase, sites, True, False, False, recipe, state, cursor, None, inputs)
 
 
-def decode_graph(layers: int = 1) -> tuple[GraphModule, Context]:
+def decode_graph(layers: int = 1) -> tuple[GraphModule, Plan]:
     builder = GraphBuilder()
     outputs: list[Node] = []
     for layer in range(layers):
         out, keys, values = attention(builder, layer, 1, PAST)
         outputs += [builder.call(torch.matmul, (BATCH, 2 * HEADS, 1, DIM), out, out), keys, values]
-    return builder.finish(*outputs), context_for(builder, DECODE, layers)
+    graph_module = builder.finish(*outputs)
+    return graph_module, plan_for(builder, DECODE, graph_module)
 
 
 def text(graph_module: GraphModule) -> str:

@@ -90,7 +90,7 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
     [
         ("passes/new.py", "from specache_compile.runtime.session import Session"),
         ("passes/new.py", "from specache_compile.methods import METHODS"),
-        ("kernels/new.py", "from specache_compile.passes.context import Context"),
+        ("kernels/new.py", "from specache_compile.passes.plan import Plan"),
         ("lowering/new.py", "from specache_compile.runtime import session"),
         ("specache_compile/new.py", "from .explaining.explain import explain"),
         ("specache_compile/runtime/new.py", "from specache_compile.backend import specache"),

@@ -68,13 +68,15 @@ def test_explain_prints_nodes_and_diffs(capsys: pytest.CaptureFixture[str], flag
 
 
 @pytest.mark.parametrize(
-    ("verify", "told"),
-    [("4", "Verification(verifications=1, acceptance=1.0"), ("tiers", "widened          1")],
+    ("drafts", "told"),
+    [(["--verify", "4"], "Verification(verifications=1, acceptance=1.0"), (["--lookup"], "widened          1")],
 )
-def test_generate_finds_the_pass_key_and_verifies(capsys: pytest.CaptureFixture[str], verify: str, told: str) -> None:
+def test_generate_finds_the_pass_key_and_verifies(
+    capsys: pytest.CaptureFixture[str], drafts: list[str], told: str
+) -> None:
     filler = "def nothing():\n    return None\n" * 20
     prompt = f"{filler}\nThe pass key is 40712. Remember it.\n{filler}\nWhat is the pass key? The pass key is "
-    how = ["--max-new-tokens", "5", "--lowering", "eager", "--verify", verify, "--stats"]
+    how = ["--max-new-tokens", "5", "--lowering", "eager", *drafts, "--stats"]
     assert main(["generate", MODEL, "--prompt", prompt, *how]) == 0
     captured = capsys.readouterr()
     assert "40712" in captured.out

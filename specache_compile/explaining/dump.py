@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from specache_compile.kernels.costs import bytes_of
-from specache_compile.passes.context import is_weight
+from specache_compile.passes.nodes import is_weight
 from specache_compile.rewritten import Rewrites
-from specache_compile.runtime.state import bucket
 from specache_compile.runtime.variant import Variant
 
 from .devices import DEVICES, Device, find_device
@@ -19,19 +18,16 @@ from .explain import explanation_of
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
     """Write explain.txt, explain.json, report.html and, of a decode, timeline.json into folder/<graph's name>. A
-    pre-decode is explained with its decode; a graph for a cache that has grown, for its whole bucket; each for the
-    first batch that Dynamo met."""
+    pre-decode is explained with its decode; each for the first length and batch that Dynamo met."""
     captured = rewrites.captured
     if variant.phase != captured.phase:
         return
     target = Path(folder) / rewrites.name
     target.mkdir(parents=True, exist_ok=True)
     hint = captured.symbols.hint
-    length = hint(captured.past) + hint(captured.tokens)
     placeholders = zip(captured.placeholders, captured.fakes, strict=True)
     explained = explanation_of(
-        [captured], [rewrites], variant.options,
-        length if bucket(length) == variant.capacity else variant.capacity, hint(captured.batch),
+        [captured], [rewrites], variant.options, hint(captured.past) + hint(captured.tokens), hint(captured.batch),
         device=device_at(captured.layers[0].device), name=rewrites.name,
         weight_bytes=sum(bytes_of(fake) for node, fake in placeholders if is_weight(node)),
     )  # fmt: skip

@@ -28,9 +28,9 @@ from specache_compile.kernels.costs import CORRECTED
 from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
-from specache_compile.passes.context import LeftAlone
 from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
+from specache_compile.passes.sites import LeftAlone
 from specache_compile.rewritten import Rewrites
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.memory import check_memory, within_memory
@@ -225,8 +225,8 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
         if session is not None:
             session.drafting = True
         compiled(prompt[:, :1].clone(), past_key_values=cache, **after)
-        if session is not None and session.options.verify is not None:
+        if session is not None and session.options.drafts:
             session.verifying = True
-            tokens = drafted_tokens(session.options.verify) + 1
+            tokens = drafted_tokens(session.options) + 1
             ids, places = (torch.zeros(batch_size, tokens, dtype=torch.int64, device=model.device) for _ in range(2))
             compiled(ids, past_key_values=cache, position_ids=places, logits_to_keep=0)

@@ -13,13 +13,12 @@ from torch.fx import GraphModule
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.costs import Cost, Workload, fetched_pairs, pair_bytes
-from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import MethodOptions
-from specache_compile.passes.context import LeftAlone
 from specache_compile.passes.pipeline import Trace
+from specache_compile.passes.sites import LeftAlone
 from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
 from .devices import Device
@@ -246,14 +245,14 @@ class Explanation:
         return break_even_context(self.traced(), self.traced_one_lane, self.device)
 
     def round(self, accepted: float | None = None) -> Round | None:
-        """A draft and its verification, where the option verify asks for them; `accepted` in place of the given
+        """A draft and its verification, where the options ask for them; `accepted` in place of the given
         chance that a drafted token is right."""
         chance = self.accepted if accepted is None else accepted
-        if self.options.verify == TIERS and "widened" in self.graphs:
+        if self.options.lookup and "widened" in self.graphs:
             return looked_up_round(self.graphs, self.load(), self.device, chance)
-        if self.options.verify in (None, TIERS) or "extend" not in self.graphs:
+        if self.options.verify is None or "extend" not in self.graphs:
             return None
-        drafted = drafted_tokens(self.options.verify)
+        drafted = drafted_tokens(self.options)
         return round_of(self.graphs, self.load(), self.device, drafted, chance, self.step().seconds)
 
     def break_even(self) -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.context import is_weight, model_layer, tag_of
+from specache_compile.passes.nodes import is_weight, model_layer
+from specache_compile.passes.plan import tag_of
 
 from .roofline import operator_name
 

@@ -187,9 +187,8 @@ def gather(call: Call, pairs_of: costs.CostOf, programs: int, stream: str) -> Ke
 
 
 def correct(call: Call) -> list[Kernel]:
-    some = [small("where")] if call.arguments.get("missed") is not None else []
     stream = CORRECTION if call.overlapped else MAIN
-    return [*select(call), *some, gather(call, costs.correct, call.heads, stream)]
+    return [*select(call), gather(call, costs.correct, call.heads, stream)]
 
 
 def prefetch(call: Call) -> list[Kernel]:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from specache_compile.kernels.costs import bytes_of
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
-from specache_compile.passes.context import value_of
+from specache_compile.passes.nodes import value_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
 from .devices import Device

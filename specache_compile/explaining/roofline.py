@@ -15,8 +15,9 @@ from torch.fx import GraphModule, Node
 from specache_compile.kernels.costs import Cost, Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.ops import op_of
 from specache_compile.methods import METHODS
-from specache_compile.passes.context import tag_of, value_of
+from specache_compile.passes.nodes import value_of
 from specache_compile.passes.overlap import is_work
+from specache_compile.passes.plan import tag_of
 
 from .devices import Device
 

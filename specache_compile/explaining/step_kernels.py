@@ -15,7 +15,8 @@ from torch.fx import GraphModule, Node
 from specache_compile.kernels.costs import Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.deferred import last_quarter
 from specache_compile.kernels.ops import Op, op_of
-from specache_compile.passes.context import is_weight, tag_of, value_of
+from specache_compile.passes.nodes import is_weight, value_of
+from specache_compile.passes.plan import tag_of
 
 from .devices import Device
 from .layers import layers_of

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from specache_compile.kernels.costs import Cost
-from specache_compile.methods.drafting import TIERS
-from specache_compile.passes.context import PassReport
+from specache_compile.passes.plan import PassReport
 
 from .roofline import total
 
@@ -253,9 +252,9 @@ def round_text(e: Explanation) -> str:
     r = e.round()
     if r is None:
         return ""
-    how = {"auto": " (auto)", TIERS: " (looked up)"}.get(str(e.options.verify), "")
+    how = " (looked up)" if e.options.lookup else " (auto)" if e.options.verify == "auto" else ""
     drafted = f"{r.drafted} tokens drafted{how}"
-    passed = "widened decode" if e.options.verify == TIERS else "exact pass"
+    passed = "widened decode" if e.options.lookup else "exact pass"
     return "\n".join(
         (
             f"Verification ({COMPUTED}): {drafted}, each right by {e.accepted:.0%}: {r.tokens:.1f} tokens",

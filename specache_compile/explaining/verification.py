@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from specache_compile import look_up
 from specache_compile.kernels.costs import Cost, Workload
-from specache_compile.methods.drafting import TIERS
+from specache_compile.options import MethodOptions
 
 from .devices import Device
 from .roofline import full_cache_cost, is_launch, is_tier_op, launch_cost, step_costs, total
@@ -43,10 +43,10 @@ class Round:
         return self.bytes / self.tokens
 
 
-def drafted_tokens(verify: int | str) -> int:
-    if verify == TIERS:
+def drafted_tokens(options: MethodOptions) -> int:
+    if options.lookup:
         return look_up.DRAFTED
-    return verify if isinstance(verify, int) else DRAFTED
+    return options.verify if isinstance(options.verify, int) else DRAFTED
 
 
 def seconds_of(graph_module: GraphModule, load: Workload, device: Device) -> float:

@@ -29,6 +29,10 @@ METHODS: dict[str, Method] = {
 }
 
 
+# Options that earlier versions took, and what to take in their place.
+GONE = {"unbiased": "correct='always', the default, does more for the low-bit tier's weights"}
+
+
 def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     """The options that a user passed, with the bad name or value and the accepted ones in the error."""
     given = dict(given or {})
@@ -37,6 +41,8 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     method = METHODS[name]
     known = dict.fromkeys(option for other in (method, *METHODS.values()) for option in other.accepted)
     for option in given:
+        if option in GONE:
+            raise OptionError(f"option {option} is gone: {GONE[option]}")
         if option not in known:
             raise OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")
         if option == "verify" and option not in method.accepted:

@@ -117,4 +117,4 @@ def eviction(policy: str) -> Method:
         attend = Call("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
-    return Method(policy, RandomOptions if policy == "random" else EvictionOptions, FIELDS, recipe)
+    return Method(policy, RandomOptions if policy == "random" else EvictionOptions, FIELDS, recipe, has_budget=True)

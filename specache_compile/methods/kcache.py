@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specache_compile.errors import OptionError
 from specache_compile.options import whole
 from specache_compile.passes.recipe import Call, Recipe
 
 from . import full
-from .drafting import TIERS, DraftOptions
+from .drafting import DraftOptions
 from .field import Field, LayerShape
 from .host_tier import HOST
 from .method import Method
@@ -21,14 +20,6 @@ class KCacheOptions(DraftOptions):
     method: str = "kcache"
     top_n: int = whole(128, 1, "N: values that each query head fetches in a step", metavar="N")
     kept_layers: int = whole(1, 0, "first layers whose values stay on the device", metavar="LAYERS")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.verify == TIERS:
-            raise OptionError(
-                "option verify='tiers' with method 'kcache', whose tokens fetch values one by one: take specache or "
-                "kivi, or a number of tokens"
-            )
 
 
 def keys_shape(options: KCacheOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:

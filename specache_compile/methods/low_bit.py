@@ -18,7 +18,7 @@ from specache_compile.kernels.segments import tokens_of
 from specache_compile.kernels.stored_pairs import decoded
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
-from .drafting import TIERS, DraftOptions
+from .drafting import DraftOptions
 from .field import Cropped, Field, LayerShape, LayerState, always
 
 BITS = (1, 2, 4, 8, 16)
@@ -96,9 +96,10 @@ class LowBitOptions(DraftOptions):
         "take the mean that its keys have before RoPE off them before they are quantised, and add its exact share to "
         "the logits. auto: where the model adds a bias to its keys",
     )  # fmt: skip
-    unbiased: bool = choice(
+    lookup: bool = choice(
         False, (True, False),
-        "take off the low-bit logits what their keys' rounding adds to the expected exp(logit); without correction",
+        "draft what followed the last few tokens where they stood before, and let one decode of several tokens verify "
+        "it; not exact: the tiers verify",
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
@@ -131,18 +132,20 @@ class LowBitOptions(DraftOptions):
             raise OptionError(
                 f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
             )
-        if self.bits_on_host < 16 and self.verify is not None:
+        if self.bits_on_host < 16 and self.drafts:
             raise OptionError(
-                f"option host_bits={self.host_bits} with verify={self.verify!r}: what verifies must be exact; take "
+                f"option host_bits={self.host_bits} with {self.drafting}: what verifies must be exact; take "
                 "host_bits=16"
             )
         if self.bits_on_host < 16 and not self.layout.is_quantised:
             raise OptionError(f"option host_bits={self.host_bits} with bits=16: nothing may be lost; take host_bits=16")
         if self.host_bits == 8 and not self.host_tier:
             raise OptionError("option host_bits=8 with host_tier=False: there is no host tier to round; leave one out")
-        if not self.host_tier and self.verify is not None:
+        if self.lookup and self.verify is not None:
+            raise OptionError(f"option lookup with verify={self.verify!r}: one drafts at a time; take one of them")
+        if not self.host_tier and self.drafts:
             raise OptionError(
-                f"option host_tier=False with verify={self.verify!r}: a draft is verified, and taken back, by pairs in "
+                f"option host_tier=False with {self.drafting}: a draft is verified, and taken back, by pairs in "
                 "host memory; take one of them"
             )
 
@@ -164,13 +167,13 @@ class LowBitOptions(DraftOptions):
     @property
     def in_16_bits(self) -> LowBitOptions:
         """What holds below `min_context`: every pair on the device in 16 bits, so that there is nothing to verify but
-        what was looked up."""
-        return replace(self, bits=16, key_bits=None, value_bits=None, host_bits=16, verify=self.verify_in_16_bits)
+        what was looked up: drafts of the model's own would be its exact tokens."""
+        return replace(self, bits=16, key_bits=None, value_bits=None, host_bits=16, verify=None)
 
     @property
-    def verify_in_16_bits(self) -> str | None:
-        """Drafts of the model's own would be its exact tokens."""
-        return TIERS if self.verify == TIERS else None
+    def drafting(self) -> str:
+        """The option that has drafts made, for an error."""
+        return "lookup=True" if self.lookup else f"verify={self.verify!r}"
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""

@@ -12,7 +12,6 @@ from specache_compile.errors import OptionError
 from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
-from .drafting import TIERS
 from .field import Field, LayerShape
 from .host_tier import HOST
 from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_or_memory
@@ -51,15 +50,15 @@ class SpecacheOptions(LowBitOptions):
     )  # fmt: skip
     correct: str = choice(
         "always",
-        ("never", "miss", "always"),
-        "fetch within the step what the token itself asks for and the slots lack: where the guess was wrong, or always",
+        ("never", "always"),
+        "fetch within the step what the token itself asks for and the slots lack",
     )
     hit_rate: bool = choice(False, (True, False), "also measure the hit rate (slow: it computes the true attention)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.verify == TIERS:
-            self.check_tiers()
+        if self.lookup:
+            self.check_lookup()
         if self.top_k and not self.host_tier:
             raise OptionError(
                 f"option host_tier=False with top_k={self.top_k}: pairs are fetched from host memory; top_k=0"
@@ -72,10 +71,6 @@ class SpecacheOptions(LowBitOptions):
             raise OptionError(
                 f"option selector='pages': a page of {self.page_size} tokens does not fit top_k={self.top_k}"
             )
-        if self.correct != "never" and self.unbiased:
-            raise OptionError(
-                f"option unbiased with correct={self.correct!r}: nothing is gained by both; take correct='never'"
-            )
         if self.correct != "never" and not self.top_k:
             raise OptionError(
                 f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
@@ -84,7 +79,7 @@ class SpecacheOptions(LowBitOptions):
     @property
     def bits_on_host(self) -> int:
         """host_bits; "auto" is 8 where pairs are fetched to come close, and nothing is asked to be exact."""
-        close = self.setting == "best" and self.top_k and self.layout.is_quantised and self.verify is None
+        close = self.setting == "best" and self.top_k and self.layout.is_quantised and not self.drafts
         return 8 if self.host_bits == "auto" and close else super().bits_on_host
 
     @property
@@ -92,19 +87,19 @@ class SpecacheOptions(LowBitOptions):
         """Whether the speculative token runs beside the output token."""
         return self.correct != "always" if self.speculate == "auto" else bool(self.speculate)
 
-    def check_tiers(self) -> None:
+    def check_lookup(self) -> None:
         """The tokens of a widened decode choose their pairs together, and in its course; no other token is guessed."""
-        together = {"speculate": (False,), "selector": ("topk",), "unbiased": (False,), "correct": ("always",)}
+        together = {"speculate": (False,), "selector": ("topk",), "correct": ("always",)}
         accepted = together if self.top_k else {"speculate": (False,)}
         for name, (value,) in accepted.items():
             if (self.two_lanes if name == "speculate" else getattr(self, name)) != value:
                 raise OptionError(
-                    f"option verify='tiers' with {name}={getattr(self, name)!r}: a draft's tokens choose their pairs "
+                    f"option lookup with {name}={getattr(self, name)!r}: a draft's tokens choose their pairs "
                     f"themselves, together; take {name}={value!r}"
                 )
         if self.top_k and "correct" in self.disable_passes:
             raise OptionError(
-                "option disable_passes with verify='tiers': the pass 'correct' chooses a draft's pairs; take 'correct' "
+                "option disable_passes with lookup: the pass 'correct' chooses a draft's pairs; take 'correct' "
                 "out of it, or top_k=0"
             )
 
@@ -113,7 +108,7 @@ class SpecacheOptions(LowBitOptions):
         """Nothing is fetched, nothing guessed for it, and nothing to verify but what was looked up."""
         return replace(
             self, bits=16, key_bits=None, value_bits=None, host_bits=16, top_k=0, speculate=False, correct="never",
-            verify=self.verify_in_16_bits,
+            verify=None,
         )  # fmt: skip
 
 
@@ -123,7 +118,7 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
     over_tiers = Call(
         "decode_attention",
         (*low_bit, "recent", "slots", "slot_index"),
-        (*options.layout, options.unbiased),
+        tuple(options.layout),
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
@@ -142,14 +137,14 @@ def selector_of(options: LowBitOptions) -> Selector | None:
         return None
     if options.selector == "pages":
         return Selector("select_pages", settings=(options.page_size,))
-    return Selector("select_topk", correct=options.correct)
+    return Selector("select_topk", corrects=options.correct == "always")
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the setting that was given; where no pair is fetched, or whole pages are, none is corrected; where the
-    tiers verify, every token is, and none is guessed."""
+    """Those of the setting that was given; where no pair is fetched, or whole pages are, none is corrected; under
+    lookup every token is, and none is guessed."""
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
-    if given.get("verify") == TIERS:
+    if given.get("lookup"):
         found |= {"speculate": False, "correct": "always"}
     uncorrected = given.get("top_k") == 0 or given.get("selector") == "pages"
     return {**found, "correct": "never"} if uncorrected else found

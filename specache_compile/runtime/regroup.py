@@ -118,7 +118,7 @@ def session_from(places: Sequence[Place]) -> Session:
     made.weights = list({id(weight): weight for session in sources for weight in session.weights}.values())
     made.padding = next((session.padding for session in sources if session.padding is not None), None)
     made.padded = any(session.padded for session in sources)
-    made.slots_ready, made.guess, made.guessed = False, None, None
+    made.slots_ready, made.guess = False, None
     made.drafting, made.verifying, made.draft_length = False, False, None
     made.queue = made.new_queue()
     made.recorded, made.deferred = RecordedSteps(), made.new_deferred()

@@ -33,13 +33,13 @@ from specache_compile.kernels.host_memory import allowance, grow_ahead
 from specache_compile.kernels.segments import SEGMENT, tokens_of
 from specache_compile.kernels.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
-from specache_compile.methods.drafting import TIERS
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions, window_from_host
 from specache_compile.options import MethodOptions
-from specache_compile.passes.context import Input, Part
 from specache_compile.passes.local_shards import local
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
+from specache_compile.passes.plan import Input
+from specache_compile.passes.sites import Part
 
 from .break_even import stays_in_16_bits
 from .draft_length import DraftLength
@@ -59,7 +59,7 @@ from .state import (
     moved_over,
     room,
 )
-from .variant import Variant, phases, selects
+from .variant import Variant, phases, selects, variant_of
 
 
 def options_at(
@@ -98,12 +98,11 @@ def sessions_of(cache: Any) -> list[Session]:
 class Session:
     """All tiers of one cache. `length` tokens are cached; `version` counts the changes that no old view survives.
 
-    `guess` [B, 1] is the speculative token, `guessed` [B, 1] the guess that the slots were chosen by (None: by the
-    token itself); `slots_ready`: the slots were chosen for the next decode step. `asked` are the options that the cache
-    was made under, `options` those in force (`options_at`), `pending_options` those that it has yet to move over to.
-    `padding` bool [B, 1, 1, C], where a step brought one. `ranks`: the process group that its model is split over, of
-    whose KV heads these are this rank's. State is never made under the caller's inference mode: the
-    copy queue's worker writes to it outside of that.
+    `guess` [B, 1] is the speculative token; `slots_ready`: the slots were chosen for the next decode step. `asked` are
+    the options that the cache was made under, `options` those in force (`options_at`), `pending_options` those that it
+    has yet to move over to. `padding` bool [B, 1, 1, C], where a step brought one. `ranks`: the process group that its
+    model is split over, of whose KV heads these are this rank's. State is never made under the caller's inference mode:
+    the copy queue's worker writes to it outside of that.
     """
 
     @torch.inference_mode(False)
@@ -134,7 +133,6 @@ class Session:
         # The edited view that the tiers were last brought to, while no step has followed: it may be used again.
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.guess: Tensor | None = None
-        self.guessed: Tensor | None = None
         self.padding: Tensor | None = None
         # Whether the last step had a padding mask; whether a person has been told that other options are in force.
         self.padded = False
@@ -206,9 +204,9 @@ class Session:
 
     def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
         """The phases that a graph captured in this one runs now; `causal`: its masks hide nothing but padding besides.
-        With the option verify nothing but a draft approximates: any other step of one token is an extend. Where the
-        tiers verify, a draft's verification is no extend but a widened decode."""
-        if self.options.verify == TIERS:
+        With the option verify nothing but a draft approximates: any other step of one token is an extend. Under
+        lookup a draft's verification is no extend but a widened decode."""
+        if self.options.lookup:
             widened = captured is EXTEND and causal and self.verifying
             return (WIDENED,) if widened else phases(captured, self.options)
         if captured is EXTEND and self.has_no_host:
@@ -218,7 +216,7 @@ class Session:
 
     def variant(self, phase: Phase, unpadded: bool) -> Variant:
         """What a graph of this phase must be rewritten for, to run on this session; `unpadded` as `Variant` has it."""
-        return Variant(phase, self.options, self.capacity, unpadded)
+        return variant_of(phase, self.options, unpadded, self.capacity)
 
     @torch.inference_mode(False)
     def move_over(self, tokens: int) -> None:
@@ -371,10 +369,8 @@ class Session:
                 values.append(local(arguments[source.argument]))
             elif source.source == "state":
                 values.append(self.state[source.site][source.field])
-            elif source.source == "guessed" and self.guessed is None:
-                values.append(torch.full((self.batch, 1), -1, device=self.layers[0].device))  # no token
             else:
-                values.append(getattr(self, source.source))  # the cursor, the padding, the guesses
+                values.append(getattr(self, source.source))  # the cursor, the padding, the guess
         return values
 
     @torch.inference_mode(False)
@@ -412,7 +408,7 @@ class Session:
             return
         for number, layer in enumerate(self.layers):
             self.state[number] = copied(self.state[number], self.options, layer, self.room, indices)
-        for name in ("guess", "guessed", "padding"):
+        for name in ("guess", "padding"):
             rows = getattr(self, name)
             if rows is not None:
                 setattr(self, name, rows.index_select(0, indices.to(rows.device)))

@@ -45,7 +45,7 @@ class Stats:
 
     bytes_to_device are those of the pairs that were fetched: `pairs_ahead` by prefetches, `pairs_corrected` within a
     step (option correct); what an extend and the methods `offload` and `kcache` read of the host tier is not counted,
-    but for what `verification` tells of its own. widened steps are decodes of several tokens (verify="tiers"). kv_ratio
+    but for what `verification` tells of its own. widened steps are decodes of several tokens (lookup). kv_ratio
     is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of `seconds` were
     spent finding and binding the session. `replays` of the decode steps were one launch of a recorded CUDA graph each
     (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for corrections;

@@ -150,7 +150,6 @@ class CompiledGraph:
             session.deferred.make()
             outputs = list(rewritten.run(*inputs))
         seconds = time.perf_counter() - start
-        session.guessed = session.guess if rewritten.needs_guess else None
         session.guess = outputs.pop() if rewritten.guesses else None
         return outputs, seconds
 

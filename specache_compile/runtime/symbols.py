@@ -9,6 +9,18 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+
+def new_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """A symbol for a size that no argument of the graph has, 2 at least: as for any size that is free, torch tells 0
+    and 1 from it."""
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(max(hint, 2), source, DimDynamic.DYNAMIC)
+    size = shape_env.create_symintnode(symbol, hint=max(hint, 2), source=source)
+    assert isinstance(size, torch.SymInt)
+    return size
 
 
 class SymbolReader:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specache_compile.methods import METHODS
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import Phase
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A phase, a session's options, and how many tokens its state has room for. unpadded: of a graph that takes a
-    padding mask, the form for one that is all ones."""
+    """A phase and a session's options.
+
+    unpadded: of a graph that takes a padding mask, the form for one that is all ones.
+    capacity: tokens that the state has room for, where shapes are cut to a budget of them; None: any number.
+    """
 
     phase: Phase
     options: MethodOptions
-    capacity: int
     unpadded: bool = False
+    capacity: int | None = None
+
+
+def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, capacity: int) -> Variant:
+    """What serves a state with room for `capacity` tokens."""
+    return Variant(phase, options, unpadded, capacity if METHODS[options.method].has_budget else None)
 
 
 def selects(options: MethodOptions) -> bool:

@@ -68,7 +68,7 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
         k[:, :, :1], v[:, :, :1], None, cursor, state["recent"], *low_bit, *options.layout, options.zero_point
     )
     *bits, scale, softcap = settings
-    triton_decode.decode_attention(q, k, v, mask, None, cursor, *low_bit, *exact, *bits, False, scale, softcap)
+    triton_decode.decode_attention(q, k, v, mask, None, cursor, *low_bit, *exact, *bits, scale, softcap)
     logits, base, scores = triton_scored.score_low_bit(
         q, k, mask, None, cursor, low_bit[0], low_bit[1], low_bit[3], exact[0], *settings
     )

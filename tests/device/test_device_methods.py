@@ -28,7 +28,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "specache": {**GROUPS, "top_k": 8},
     "specache, in the paper": {**GROUPS, "top_k": 8, "setting": "paper"},
     "specache, one lane": {**GROUPS, "top_k": 8, "speculate": False},
-    "specache, where the guess was wrong": {**GROUPS, "top_k": 8, "correct": "miss"},
     "specache, pages": {**GROUPS, "top_k": 16, "selector": "pages", "page_size": 4, "correct": "never"},
     "specache, 16 bits": {**GROUPS, "bits": 16, "top_k": 0},
     "specache, lossless": {**GROUPS, "bits": 1, "top_k": 1024},

@@ -62,7 +62,7 @@ def test_rows_that_are_padded(llama: LlamaForCausalLM) -> None:
     [
         {"verify": 4},
         pytest.param({"verify": 4, "bits": 1, "top_k": 8}, marks=whole),
-        pytest.param({"verify": "tiers"}, marks=whole),
+        pytest.param({"lookup": True}, marks=whole),
         pytest.param({"verify": "auto"}, marks=whole),
         pytest.param({"verify": 4, "mode": "reduce-overhead"}, marks=whole),
     ],

@@ -13,7 +13,7 @@ import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile import rewritten
 from specache_compile.kernels import tiers
-from specache_compile.passes.context import Context, PassReport
+from specache_compile.passes.plan import PassReport, Plan
 
 LAYERS = 2
 SETTINGS = {"setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32}
@@ -36,8 +36,8 @@ def test_a_sound_lossless_rewrite_moves_nothing(model: Any) -> None:
 def test_a_fault_planted_in_a_pass_is_found(model: Any, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
     """A pass that halves one layer's attention scale in decode, as a wrong constant would."""
 
-    def rewrite_attention(graph_module: GraphModule, context: Context) -> tuple[GraphModule, PassReport]:
-        graph_module, report = real(graph_module, context)
+    def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
+        graph_module, report = real(graph_module, plan)
         for node in graph_module.graph.nodes:
             if node.target is torch.ops.specache.decode_attention.default and belongs_to(node, faulty):
                 *rest, scale, softcap = node.args

@@ -84,7 +84,7 @@ def test_graphs_before_and_after_each_pass() -> None:
     explained = of_64_tokens()
     assert "scaled_dot_product_attention" in explained.graph("decode", after="captured")
     assert "specache.decode_attention" in explained.graph("decode", after="rewrite_attention")
-    with pytest.raises(sc.SpecacheError, match="there are captured, find_attention"):
+    with pytest.raises(sc.SpecacheError, match="there are captured, own_cache"):
         explained.graph("decode", after="sort")
     with pytest.raises(sc.SpecacheError, match="there are prefill, pre-decode, decode"):
         explained.graph("encode")
@@ -153,7 +153,7 @@ def test_it_tells_what_a_pass_changed() -> None:
     assert sum("nn.scaled_dot_product_attention(" in line for line in removed) == 2
     assert sum("specache.decode_attention" in line for line in added) == 2
     assert explained.diff("prefill", "speculate") == ""
-    with pytest.raises(sc.SpecacheError, match="there are find_attention"):
+    with pytest.raises(sc.SpecacheError, match="there are own_cache"):
         explained.diff("decode", "captured")
 
 

@@ -45,7 +45,6 @@ class Case:
     value_bits: int | None = None
     rotate: bool = False
     center: bool = False
-    unbiased: bool = False
     group: int = 32
     residual: int = 32
     top_k: int = 24
@@ -88,7 +87,7 @@ class Step:
         tiers = list(self.state.values())
         if not op.startswith("score"):
             given = (self.q, self.k, self.v, self.mask, self.sinks, self.cursor, *tiers)
-            given = (*given, *self.case.layout, self.case.unbiased, *last)
+            given = (*given, *self.case.layout, *last)
             return getattr(torch.ops.specache, op)(*given)
         codes, key_params, value_params, center, recent, slots, slot_index = tiers
         step = (self.mask, self.sinks, self.cursor)
@@ -317,27 +316,6 @@ def test_keys_and_values_of_their_own_bits_turned(op: str, head_dim: int, bits: 
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_what_the_centers_keys_lack_is_in_their_logits(op: str, head_dim: int, rotate: bool) -> None:
     check(op, Case(head_dim=head_dim, rotate=rotate, center=True, mask="padding", softcap=30.0, length=350))
-
-
-@pytest.mark.parametrize("op", [name for name in DECODE_OPS if not name.startswith("score")])
-@pytest.mark.parametrize("rotate", [False, True])
-def test_what_rounding_adds_to_the_expected_weights_is_taken_off(op: str, rotate: bool) -> None:
-    """As a mask would that hides that much of each low-bit token; no slot is filled, whose pairs are exact."""
-    case = Case(bits=2, value_bits=1, rotate=rotate, filled=0, length=350, unbiased=True)
-    step = make_step(case)
-    step.state["key_params"].mul_(6)
-    low_bit, heads, group = case.low_bit(case.length), case.heads * case.ratio, case.group
-    q = step.q.double() * case.head_dim**-0.5
-    variances = step.state["key_params"][:, :, : low_bit // group, 0].double() ** 2 / 12
-    q = turned(q) if rotate else q
-    excess = q**2 @ variances.repeat_interleave(case.ratio, 1).mT / 2
-    mask = torch.zeros(case.batch, heads, case.lanes, case.length + 1)
-    mask[..., :low_bit] = -excess.repeat_interleave(group, -1)
-    assert mask.min() < -0.1
-    out, scores = step.run(op)
-    expected, expected_scores = replace(step, case=replace(case, unbiased=False), mask=mask).run(op)
-    torch.testing.assert_close(out, expected, **CLOSE)
-    torch.testing.assert_close(scores, expected_scores, **CLOSE)
 
 
 def test_unquantised_pairs_are_not_turned(op: str) -> None:

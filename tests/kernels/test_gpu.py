@@ -371,7 +371,7 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
         tiers = [
             state[f][rows] for f in ("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
         ]
-        given = (q[rows], k[rows], v[rows], None, None, cursor, *tiers, *options.layout, False, 0.088, None)
+        given = (q[rows], k[rows], v[rows], None, None, cursor, *tiers, *options.layout, 0.088, None)
         out, _ = torch.ops.specache.decode_attention(*given)
         return out[-1]
 

@@ -97,7 +97,6 @@ class Inputs:
         self.lane_scores = torch.rand(case.lanes, *rows, CAPACITY) - 0.2
         self.logits, self.base = whole_logits(self.q, CAPACITY)
         self.logits.normal_()
-        self.missed = torch.arange(case.batch).view(-1, 1) % 2 == 0
         self.tally = torch.ones(3, dtype=torch.float64)
         self.fetched, self.corrected = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         self.scale = d**-0.5
@@ -131,7 +130,7 @@ class Inputs:
 
 def decode_inputs(i: Inputs) -> tuple[Any, ...]:
     state = (i.codes, i.key_params, i.value_params, i.center, i.recent, i.slots, i.slot_index)
-    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.case.center, i.scale, i.case.softcap)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:
@@ -148,9 +147,7 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "few_rows": lambda i: (i.q[0, 0], i.new_k[0, 0], None if i.case.mask else i.new_k[0, 0, 0, :1].clone()),
     "decode_attention": decode_inputs,
     "score_low_bit": score_inputs,
-    "correct": lambda i: (
-        i.lane_scores, i.missed if i.case.mask else None, i.cursor, i.host, i.slots, i.slot_index, i.corrected,
-    ),
+    "correct": lambda i: (i.lane_scores, i.cursor, i.host, i.slots, i.slot_index, i.corrected),
     "attend_scored": scored_inputs,
     "extend_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,

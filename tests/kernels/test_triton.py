@@ -76,7 +76,6 @@ class Case:
     sinks: bool = False
     zero_point: str = "midpoint"
     center: bool = False
-    unbiased: bool = False
 
     def __str__(self) -> str:
         changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -315,7 +314,7 @@ class Step:
     def whole(self, attend: Any) -> tuple[Tensor, Tensor]:
         tier = self.state(*STATE)
         *bits, scale, softcap = self.settings
-        settings = (*bits, self.layer.case.unbiased, scale, softcap)
+        settings = (*bits, scale, softcap)
         return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *settings)
 
     def scored(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,14 +390,6 @@ def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     found = triton_scored.attend_scored(*given, logits, base, *tier, *step.settings)
     assert torch.equal(found, expected)
     assert found.isfinite().all()
-
-
-def test_logits_are_unbiased() -> None:
-    step = step_of(Case(unbiased=True, rotate=True, bits=1, softcap=5.0, head_dim=96))
-    out, scores = step.whole(triton_decode.decode_attention)
-    expected, expected_scores = step.whole(attention.decode_attention)
-    torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-6)
-    torch.testing.assert_close(scores, expected_scores, atol=5e-6, rtol=5e-6)
 
 
 def test_a_center_of_thousands_leaves_tokens_their_order() -> None:
@@ -528,7 +519,7 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
     tier = [layer.state[n][:1] for n in STATE]
-    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, False, 0.125, None)
+    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, 0.125, None)
     for out, expected in zip(
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
@@ -637,21 +628,19 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["some rows", "all rows"])
-def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(given: bool, streams: None) -> None:
+def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(streams: None) -> None:
     capacity, heads, k, low_bit = 5120, 2, 8, 4500
     host = in_segments(torch.randn(BATCH, heads, capacity, 2, 16))
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     scores = torch.rand(2, BATCH, heads, capacity).to(DEVICE)
     scores[..., low_bit : low_bit + 20] += 1.0  # the next step's candidates, not in the low-bit tier yet
     cursor = torch.tensor([low_bit + 40, low_bit, low_bit + 20, 0], device=DEVICE)
-    missed = torch.tensor([[True], [False]], device=DEVICE) if given else None
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
         index = torch.arange(k, dtype=torch.int32, device=DEVICE).repeat(BATCH, heads, 1)
         slots = host[0, :, :, :k].to(DEVICE, copy=True)
         moved = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        chosen = correct(scores, missed, cursor, host, slots, index, moved)
+        chosen = correct(scores, cursor, host, slots, index, moved)
         copy_stream.wait_for_correction(slots)
         assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
         order = index.sort(-1).indices
@@ -668,7 +657,7 @@ def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.Mo
     monkeypatch.setattr(triton_copy, "gather", lambda *given, programs: grids.append(programs))
     index = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=DEVICE)
     scores, cursor = torch.rand(1, BATCH, 24, 64).to(DEVICE), torch.tensor([64, 64, 64, 0], device=DEVICE)
-    copy_stream.correct(scores, None, cursor, index, index, index, index)
+    copy_stream.correct(scores, cursor, index, index, index, index)
     assert grids == [BATCH * 24]
 
 

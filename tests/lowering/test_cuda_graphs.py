@@ -26,8 +26,8 @@ from specache_compile.kernels.copy_queue import CopyQueue
 from specache_compile.kernels.deferred import Deferred, Fetch
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
-from specache_compile.passes.context import Context, Input
 from specache_compile.passes.phase import DECODE
+from specache_compile.passes.plan import Input, Plan
 
 CPU = torch.device("cpu")
 
@@ -170,9 +170,9 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     nodes["keys"].meta["val"], nodes["mask"].meta["val"] = symbolic(40, 3)
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
-    context = Context(DECODE, **settings, cursor=torch.empty(4), inputs=inputs)
-    context.sites.append(SimpleNamespace(k=nodes["keys"]))
-    told = reason_not_to_capture(torch.fx.GraphModule({}, graph), context)
+    sites = [SimpleNamespace(k=nodes["keys"])]
+    plan = Plan(DECODE, sites, **settings, cursor=torch.empty(4), padding=None, inputs=inputs)
+    told = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
     assert told is None if reason is None else str(told).startswith(reason)
 
 
@@ -458,11 +458,11 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
-    context = Context(DECODE, **settings, cursor=torch.empty(4, device="meta"), inputs=inputs)
+    plan = Plan(DECODE, [], **settings, cursor=torch.empty(4, device="meta"), padding=None, inputs=inputs)
     step = torch.fx.GraphModule({}, graph)
-    assert "input factor is on cpu" in str(reason_not_to_capture(step, context))
+    assert "input factor is on cpu" in str(reason_not_to_capture(step, plan))
     factor.meta["val"] = torch.empty((), device="meta")
-    assert reason_not_to_capture(step, context) is None
+    assert reason_not_to_capture(step, plan) is None
 
 
 def test_nothing_is_captured_on_a_cpu(llama: LlamaForCausalLM, stand_in: list[int]) -> None:

@@ -14,16 +14,17 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, context_for, decode_graph, text
+from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, decode_graph, found, plan_for, text
 from specache_compile.lowering.lower import trust_indices
 from specache_compile.passes.clean_up import clean_up
-from specache_compile.passes.context import Context, Input, output_node
 from specache_compile.passes.find_attention import find_attention, frequencies_of
 from specache_compile.passes.known_sizes import fill_in_sizes
 from specache_compile.passes.lane_rules import own_rules, product, rows_times
+from specache_compile.passes.nodes import output_node
 from specache_compile.passes.overlap import dependencies, is_copy, is_wait, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
+from specache_compile.passes.plan import Input, Plan
 from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
@@ -43,9 +44,9 @@ def products_graph(batch: int) -> GraphModule:
     return builder.finish(both, hidden, out, builder.call(torch.matmul, (DIM,), weight, bias))
 
 
-def run(graph_module: GraphModule, context: Context, *passes: Any) -> GraphModule:
+def run(graph_module: GraphModule, plan: Plan, *passes: Any) -> GraphModule:
     for step in passes:
-        graph_module, _ = step(graph_module, context)
+        graph_module, _ = step(graph_module, plan)
         graph_module.graph.lint()
     return graph_module
 
@@ -65,9 +66,9 @@ return (matmul, cat, cat_1)
         )
 
     def test_own_cache(self) -> None:
-        graph_module, context = decode_graph()
+        graph_module, plan = decode_graph()
         self.assertExpectedInline(
-            text(run(graph_module, context, find_attention, own_cache)),
+            text(run(graph_module, plan, own_cache)),
             """\
 cat = cat([past_k0, k0])
 cat_1 = cat([past_v0, v0])
@@ -76,20 +77,20 @@ matmul = matmul(scaled_dot_product_attention, scaled_dot_product_attention)
 return (matmul, None, None)
 """,
         )
-        assert context.held_outputs == {1: (0, "keys"), 2: (0, "values")}
+        assert plan.held_outputs == {1: (0, "keys"), 2: (0, "values")}
 
     def test_rewrite_attention(self) -> None:
-        graph_module, context = decode_graph()
+        graph_module, plan = decode_graph()
         self.assertExpectedInline(
-            text(run(graph_module, context, find_attention, own_cache, rewrite_attention)),
+            text(run(graph_module, plan, own_cache, rewrite_attention)),
             """\
-decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, False, 0.25, None)
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, 0.25, None)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
 return (matmul, None, None)
 """,  # noqa: E501
         )
-        assert [source.source for source in context.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 7
+        assert [source.source for source in plan.inputs] == ["argument"] * 3 + ["cursor"] + ["state"] * 7
 
     def test_own_rules(self) -> None:
         graph_module = products_graph(batch=3)
@@ -161,11 +162,11 @@ return (getitem, getitem_1, getitem_2, getitem_3)
         )
 
     def test_store(self) -> None:
-        graph_module, context = decode_graph()
+        graph_module, plan = decode_graph()
         self.assertExpectedInline(
-            text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store)),
+            text(run(graph_module, plan, own_cache, rewrite_attention, store)),
             """\
-decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, False, 0.25, None)
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, 0.25, None)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
 append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, center_0, 1, 1, True, midpoint)
@@ -175,9 +176,9 @@ return (matmul, None, None)
         )
 
     def test_prefetch_and_overlap(self) -> None:
-        graph_module, context = decode_graph(layers=2)
-        passes = (find_attention, own_cache, rewrite_attention, store, prefetch)
-        graph_module = run(graph_module, context, *passes, overlap)
+        graph_module, plan = decode_graph(layers=2)
+        passes = (own_cache, rewrite_attention, store, prefetch)
+        graph_module = run(graph_module, plan, *passes, overlap)
         names = [n.name for n in graph_module.graph.nodes if n.op == "call_function" and "getitem" not in n.name]
         self.assertExpectedInline(
             "\n".join(names),
@@ -202,9 +203,9 @@ matmul_1""",
         builder = GraphBuilder()
         out, keys, values = attention(builder, 0, 40, 0)
         graph_module = builder.finish(out, keys, values)
-        context = context_for(builder, PREFILL)
+        plan = plan_for(builder, PREFILL, graph_module)
         self.assertExpectedInline(
-            text(run(graph_module, context, find_attention, own_cache, rewrite_attention, store, clean_up)),
+            text(run(graph_module, plan, own_cache, rewrite_attention, store, clean_up)),
             """\
 scaled_dot_product_attention = scaled_dot_product_attention(q0, k0, v0)
 append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, center_0, 1, 1, True, midpoint)
@@ -221,14 +222,11 @@ def refusal(update: str = "cat", held: bool = True, **changes: Any) -> str:
         out.kwargs = {**out.kwargs, name: value}
     outputs = (out, keys, values)
     graph_module = builder.finish(*outputs)
-    context = context_for(builder, DECODE)
-    if not held:
-        context.held = frozenset()
     before = text(graph_module)
-    run(graph_module, context, find_attention)
+    read = found(builder, graph_module) if held else find_attention(graph_module)
     assert text(graph_module) == before, "finding must not change the graph"
-    assert context.sites == []
-    return context.left_alone[0].reason
+    assert read.sites == ()
+    return read.left_alone[0].reason
 
 
 def test_find_attention_refuses_what_it_cannot_carry_over() -> None:
@@ -242,10 +240,8 @@ def test_find_attention_refuses_a_past_that_is_read_elsewhere() -> None:
     out, keys, values = attention(builder, 0, 1, PAST)
     past = keys.args[0][0]
     other = builder.call(torch.neg, (BATCH, HEADS, PAST, DIM), past)
-    graph_module = builder.finish(out, keys, values, other)
-    context = context_for(builder, DECODE)
-    run(graph_module, context, find_attention)
-    assert "read elsewhere" in context.left_alone[0].reason
+    read = found(builder, builder.finish(out, keys, values, other))
+    assert "read elsewhere" in read.left_alone[0].reason
 
 
 def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
@@ -256,24 +252,20 @@ def test_find_attention_refuses_a_graph_that_writes_to_its_inputs() -> None:
     view = builder.graph.call_function(torch.ops.aten.view.default, (table, [3, 1]))
     view.meta["example_value"] = table.meta["example_value"].view(3, 1)
     builder.call(torch.Tensor.add_, (3, 1), view, 1)
-    context = context_for(builder, DECODE)
-    run(builder.finish(out, keys, values), context, find_attention)
-    assert context.sites == []
-    assert "writes to its inputs in place" in context.left_alone[0].reason
+    read = found(builder, builder.finish(out, keys, values))
+    assert read.sites == ()
+    assert "writes to its inputs in place" in read.left_alone[0].reason
 
 
 def test_find_attention_leaves_a_sliding_window_alone() -> None:
     builder = GraphBuilder()
     out, keys, values = attention(builder, 0, 1, PAST)
     kept = [builder.call(torch.narrow, (BATCH, HEADS, 8, DIM), pair, 2, PAST - 7, 8) for pair in (keys, values)]
-    graph_module = builder.finish(out, *kept)
-    context = context_for(builder, DECODE)
-    run(graph_module, context, find_attention)
-    assert "sliding window" in context.left_alone[0].reason
+    assert "sliding window" in found(builder, builder.finish(out, *kept)).left_alone[0].reason
 
 
-@pytest.mark.parametrize(("size", "found"), [(DIM // 2, "vector"), (DIM // 4, "vector"), (DIM, None)])
-def test_frequencies_are_a_vector_that_fits_the_channels_and_no_length(size: int, found: str | None) -> None:
+@pytest.mark.parametrize(("size", "expected"), [(DIM // 2, "vector"), (DIM // 4, "vector"), (DIM, None)])
+def test_frequencies_are_a_vector_that_fits_the_channels_and_no_length(size: int, expected: str | None) -> None:
     builder = GraphBuilder()
     length = builder.graph.placeholder("length")
     length.meta["example_value"] = PAST
@@ -281,7 +273,7 @@ def test_frequencies_are_a_vector_that_fits_the_channels_and_no_length(size: int
     positions = builder.call(torch.arange, (PAST,), length)
     angles = builder.call(torch.outer, (PAST, size), positions, vector)
     turned = builder.call(torch.mul, (PAST, DIM), keys, builder.call(torch.cos, (PAST, size), angles))
-    assert frequencies_of(turned, DIM) == found
+    assert frequencies_of(turned, DIM) == expected
 
 
 @pytest.mark.parametrize("step", [own_cache, rewrite_attention, store, prefetch, overlap])
@@ -290,12 +282,12 @@ def test_a_pass_leaves_a_graph_without_sites_as_it_is(step: Any) -> None:
     x = builder.input("x", 3)
     graph_module = builder.finish(builder.call(torch.neg, (3,), x))
     before = text(graph_module)
-    assert text(run(graph_module, context_for(builder, DECODE), step)) == before
+    assert text(run(graph_module, plan_for(builder, DECODE), step)) == before
 
 
-def rewritten(layers: int = 3) -> tuple[GraphModule, Context]:
-    graph_module, context = decode_graph(layers)
-    return run(graph_module, context, find_attention, own_cache, rewrite_attention, store, prefetch), context
+def rewritten(layers: int = 3) -> tuple[GraphModule, Plan]:
+    graph_module, plan = decode_graph(layers)
+    return run(graph_module, plan, own_cache, rewrite_attention, store, prefetch), plan
 
 
 def test_lanes_of_a_batch_that_is_a_symbol() -> None:
@@ -351,18 +343,18 @@ def test_products_under_vmap(x_dim: int | None, weight_dim: int | None) -> None:
 
 
 def test_overlap_keeps_every_dependency() -> None:
-    graph_module, context = rewritten()
+    graph_module, plan = rewritten()
     dag = dependencies(list(graph_module.graph.nodes))
-    run(graph_module, context, overlap)
+    run(graph_module, plan, overlap)
     place = {node: i for i, node in enumerate(graph_module.graph.nodes)}
     assert all(place[a] < place[b] for a, b in dag.edges)
 
 
 def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> None:
-    graph_module, context = rewritten()
-    run(graph_module, context, overlap)
+    graph_module, plan = rewritten()
+    run(graph_module, plan, overlap)
     order = list(graph_module.graph.nodes)
-    for site in context.sites:
+    for site in plan.sites:
         call = site.attention.args[0]
         slots = call.args[11]
         waits = [order.index(n) for n in order if is_wait(n) and n.args[2] is slots]
@@ -374,8 +366,8 @@ def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> Non
 
 
 def test_overlap_reports_the_work_that_hides_the_least_hidden_fetch() -> None:
-    graph_module, context = rewritten(layers=3)
-    _, report = overlap(graph_module, context)
+    graph_module, plan = rewritten(layers=3)
+    _, report = overlap(graph_module, plan)
     # 3 attentions and 3 products; a fetch has all of a step but its own attention to hide behind.
     assert report.counts["work behind the least hidden fetch"] == 5
 
@@ -385,11 +377,11 @@ def test_clean_up_drops_dead_nodes_and_inputs_but_nothing_that_writes() -> None:
     x, unused = builder.input("x", 3), builder.input("unused", 3)
     builder.call(torch.neg, (3,), unused)
     graph_module = builder.finish(builder.call(torch.neg, (3,), x))
-    context = context_for(builder, DECODE)
-    run(graph_module, context, clean_up)
-    assert context.inputs == [Input("argument", argument=0)]
-    graph_module, context = rewritten(layers=1)
+    plan = plan_for(builder, DECODE)
+    run(graph_module, plan, clean_up)
+    assert plan.inputs == [Input("argument", argument=0)]
+    graph_module, plan = rewritten(layers=1)
     copies = [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)]
-    run(graph_module, context, clean_up)
+    run(graph_module, plan, clean_up)
     assert [n.target for n in graph_module.graph.nodes if is_copy(n) or is_wait(n)] == copies
     assert output_node(graph_module).args[0][1:] == (None, None)

@@ -11,9 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import COMMON, Family
-from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, context_for
-from specache_compile.passes.find_attention import find_attention
-from specache_compile.passes.phase import DECODE
+from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
 from specache_compile.runtime.records import find_record
 
 LATENT = {
@@ -59,9 +57,7 @@ def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_
     again = builder.graph.node_copy(out, lambda node: own if node is keys else node)
     out.replace_all_uses_with(again)
     builder.graph.erase_node(out)
-    context = context_for(builder, DECODE)
-    find_attention(builder.finish(again, keys, values), context)
-    assert COMPUTED in context.left_alone[0].reason
+    assert COMPUTED in found(builder, builder.finish(again, keys, values)).left_alone[0].reason
 
 
 def test_gpt2s_eager_attention_is_known() -> None:

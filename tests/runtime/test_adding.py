@@ -156,15 +156,15 @@ def test_a_policy_is_a_function_and_a_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_phase_is_a_declaration_that_recipes_name() -> None:
     """A look at the next token that leaves no trace: one lane, nothing stored."""
-    graph_module, context = decode_graph()
-    recipe = context.recipe
+    graph_module, plan = decode_graph()
+    recipe = plan.recipe
 
     def with_peek(site: int) -> Recipe:
         found = recipe(site)
         return replace(found, attend={**found.attend, "peek": found.attend["decode"]})
 
-    context.phase, context.recipe, context.selects = Phase("peek", one_token=True, stores=False), with_peek, False
-    rewritten, trace = run_pipeline(graph_module, context)
+    plan.phase, plan.recipe, plan.selects = Phase("peek", one_token=True, stores=False), with_peek, False
+    rewritten, trace = run_pipeline(graph_module, plan)
     lines = text(rewritten)
     assert trace.phase == "peek"
     assert "decode_attention" in lines

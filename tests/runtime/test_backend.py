@@ -42,7 +42,7 @@ def test_a_bad_option_is_named_with_what_is_accepted(options: dict[str, Any], me
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; the passes are find_attention"), ({"bits": 3}, "bits=3")],
+    [({"disable_passes": ["sort"]}, "unknown pass 'sort'; the passes are own_cache"), ({"bits": 3}, "bits=3")],
 )
 def test_a_bad_option_reaches_the_person_through_torch_compile(
     llama: LlamaForCausalLM, options: dict[str, Any], message: str
@@ -51,7 +51,7 @@ def test_a_bad_option_reaches_the_person_through_torch_compile(
         greedy(compile_copy(llama, **options), prompt(5), 2)
 
 
-@pytest.mark.quick_for("find_attention", "speculate", "prefetch", "correct", "overlap")
+@pytest.mark.quick_for("own_cache", "speculate", "prefetch", "correct", "overlap")
 @pytest.mark.parametrize("name", PASS_NAMES)
 def test_every_pass_can_be_switched_off(name: str) -> None:
     """Without an essential pass nothing is rewritten; without another the tokens are still right at 16 bits."""

@@ -7,7 +7,6 @@ formulas, in float64: it knows no slots, no guess and no session.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile.kernels import tiers
 from specache_compile.kernels.layout import Layout
 from specache_compile.methods import parse_options
 from specache_compile.methods.low_bit import check_head_dim
@@ -127,7 +125,7 @@ def test_the_logits_of_a_widened_decode_are_the_formulas(llama: LlamaForCausalLM
     ids = prompt(120 + 5 * lanes)
     with attending(llama, simulated(2, 1, True, lanes)):
         expected = forced(llama, ids, 120, lanes)
-    twin = compile_copy(llama, **SETTINGS, setting="best", bits=1.5, rotate=True, verify="tiers", speculate=False)
+    twin = compile_copy(llama, **SETTINGS, setting="best", bits=1.5, rotate=True, lookup=True, speculate=False)
     torch.testing.assert_close(forced(twin, ids, 120, lanes), expected, rtol=1e-3, atol=1e-3)
     told = sc.stats(twin)
     assert (told.widened, told.extends, told.decodes) == (5, 0, 0)
@@ -165,30 +163,6 @@ def test_a_right_guess_leaves_nothing_to_correct() -> None:
     assert sc.stats(twin).pairs_ahead > 100
 
 
-@torch.no_grad()
-def test_only_the_rows_of_a_miss_are_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every guess is token 0: right for the first row, wrong for the second. The slots of the first step were chosen
-    for its own tokens."""
-    model = tiny_llama()
-    model.lm_head.weight.data.zero_()
-    asked: list[list[bool]] = []
-
-    def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, count: Tensor) -> None:
-        if threading.current_thread() is threading.main_thread():  # a correction; the worker's are fetches ahead
-            asked.append([not torch.equal(*rows) for rows in zip(wanted, slot_index, strict=True)])
-        real(wanted, host, slots, slot_index, count)
-
-    real = tiers.refill
-    monkeypatch.setattr(tiers, "refill", refill)
-    torch._dynamo.reset()
-    twin = compile_copy(model, **{**SETTINGS, "correct": "miss"})
-    out = twin(prompt(130, 2), use_cache=True)
-    for token in torch.cat([torch.zeros(1, 20, dtype=torch.int64), prompt(20, seed=5).clamp(min=1)]).split(1, 1):
-        out = twin(token, past_key_values=out.past_key_values, use_cache=True)
-    assert asked[:2] == [[False, False]] * 2
-    assert asked[2:] == [[False, True]] * (2 * 20 - 2)
-
-
 def test_the_settings_are_what_they_are_called() -> None:
     paper, best = (parse_options({"setting": name}) for name in ("paper", "best"))
     assert (paper.bits, paper.rotate, paper.correct) == (2, False, "never")
@@ -213,10 +187,10 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"correct": "miss", "top_k": 0}, "correct='miss' with top_k=0: where no pair is fetched"),
+        ({"correct": "always", "top_k": 0}, "correct='always' with top_k=0: where no pair is fetched"),
         ({"method": "full", "key_bits": 2}, "key_bits: method 'full' has none"),
         ({"key_bits": 16}, "key_bits 16 and value_bits 1: 16 bits go with 16 bits"),
-        ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'miss', 'always'"),
+        ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
     ],
 )
 def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:

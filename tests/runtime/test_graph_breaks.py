@@ -165,11 +165,11 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
 
 
 @pytest.mark.quick_for("in the prompt-3")
-@pytest.mark.parametrize("asked", [3, "tiers"])
+@pytest.mark.parametrize("asked", [{"verify": 3}, {"lookup": True}], ids=str)
 @pytest.mark.parametrize("where", BREAKS)
-def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: str, asked: int | str) -> None:
+def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: str, asked: dict[str, Any]) -> None:
     """A draft marks one session's steps: those of a cache in parts would go on exact, or half of them would."""
-    twin = compile_copy(hooked(llama, where), verify=asked)
+    twin = compile_copy(hooked(llama, where), **asked)
     ids = torch.cat([prompt(30), prompt(30)], 1)  # so that a draft is looked up
     with pytest.warns(sc.SpecacheWarning, match="a graph break in the model leaves its cache in parts") as told:
         tokens = greedy(twin, ids, 12)

@@ -25,9 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kivi, 16 bits": {"method": "kivi", "bits": 16},
     "specache, 1 bit": {**SMALL, "setting": "paper", "bits": 1},
     DEFAULT: BEST,
-    "specache, corrected where missed": {**BEST, "correct": "miss"},
     "specache, two lanes": {**BEST, "speculate": True},
-    "specache, one lane, corrected where missed": {**BEST, "speculate": False, "correct": "miss"},
     "snapkv": {"method": "snapkv", "budget": 4096},
     "roco": {"method": "roco", "budget": 4096},
 }

@@ -383,8 +383,8 @@ def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCau
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_step_that_reads_lengths_on_the_host_is_not_captured(method: str) -> None:
     graph = explained(method).graph("decode")
-    context = type("Context", (), {"hit_rate": False})
-    assert "reads the cache's length on the host" in (reason_not_to_capture(graph, context) or "")
+    plan = type("Plan", (), {"hit_rate": False})
+    assert "reads the cache's length on the host" in (reason_not_to_capture(graph, plan) or "")
 
 
 def test_the_docs_name_every_method() -> None:

@@ -23,6 +23,7 @@ from held_tiers import in_order
 from specache_compile import saving
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
+from specache_compile.saving import as_called_now
 
 pytestmark = pytest.mark.one_process
 
@@ -71,7 +72,7 @@ def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: P
 def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
     llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    """Its header does not name host_bits, and says that two lanes ran."""
+    """Its header does not name host_bits, says that two lanes ran, and names an option that is gone."""
     settings = {**SETTINGS["best"], "lowering": "eager"}
     model = compiled_with(llama, {**settings, "host_bits": 16})
     _, cache = step(model, prompt(150, 2))
@@ -79,11 +80,17 @@ def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
     header = json.loads((tmp_path / "session.json").read_text())
     for name in ("asked", "options"):
         del header["options"][name]["host_bits"]
-        header["options"][name]["speculate"] = True
+        header["options"][name] |= {"speculate": True, "unbiased": False}
     (tmp_path / "session.json").write_text(json.dumps(header))
     again = sc.load(tmp_path, compiled_with(llama, settings))
     assert session_of(again).state[0]["host"].is_floating_point()
     assert torch.equal(go_on(compiled_with(llama, settings), again), go_on(model, cache))
+
+
+def test_options_of_earlier_versions_are_read_by_their_names_of_today() -> None:
+    assert as_called_now({"verify": "tiers", "unbiased": False}) == {"verify": None, "lookup": True}
+    with pytest.raises(sc.OptionError, match="option unbiased, which the session was saved with, is gone: correct="):
+        as_called_now({"unbiased": True})
 
 
 def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, same
                 step(twin, prompt(1, batch, place), caches[1])
             caches[1].crop(-drafted)
             ids, rejected = prompt(drafted + 1, batch, rng.randrange(1000)), rng.randrange(drafted + 1)
-            session_of(caches[1]).verifying = True  # which means nothing but to a session whose tiers verify
+            session_of(caches[1]).verifying = True  # which means nothing but to a session that looks up
             for m, cache in zip((model, twin), caches, strict=True):
                 step(m, ids, cache)
                 cache.crop(-rejected)
@@ -112,7 +112,7 @@ def test_host_tier_equals_hf_cache_bit_for_bit_after_a_random_walk(seed: int) ->
 def test_host_tier_equals_hf_cache_bit_for_bit_where_the_tiers_verify() -> None:
     """A walk with verifications in it, each a widened decode."""
     model = tiny_llama(num_hidden_layers=1)
-    twin = compile_copy(model, verify="tiers", setting="best", top_k=16)
+    twin = compile_copy(model, lookup=True, setting="best", top_k=16)
 
     def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
         assert torch.equal(ours, theirs)

@@ -189,13 +189,13 @@ def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> N
         assert torch.equal(greedy(twin, prompt(80, 2), 12), greedy(llama, prompt(80, 2), 12))
 
 
-@pytest.mark.parametrize("asked", [6, "tiers"])
-def test_a_beam_search_is_not_drafted_and_says_why(llama: LlamaForCausalLM, asked: int | str) -> None:
+@pytest.mark.parametrize("asked", [{"verify": 6}, {"lookup": True}], ids=str)
+def test_a_beam_search_is_not_drafted_and_says_why(llama: LlamaForCausalLM, asked: dict[str, Any]) -> None:
     def beams(model: Any) -> Tensor:
         return greedy(model, prompt(50), 6, num_beams=2)
 
     with pytest.warns(sc.SpecacheWarning, match="drafted.*and a beam search several"):
-        assert torch.equal(beams(compile_copy(llama, verify=asked)), beams(llama))
+        assert torch.equal(beams(compile_copy(llama, **asked)), beams(llama))
 
 
 def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) -> None:
@@ -336,8 +336,15 @@ def test_auto_drafts_as_many_as_give_most_tokens_a_second(right: float, fixed: f
 
 @pytest.mark.parametrize("value", [0, -1, 1025, True, 2.0, "often"])
 def test_a_number_of_tokens_from_one_to_a_block(value: Any) -> None:
-    with pytest.raises(sc.OptionError, match="1 to 1024, 'auto', 'tiers', or None"):
+    with pytest.raises(sc.OptionError, match="1 to 1024, 'auto', or None"):
         parse_options({"verify": value})
+
+
+def test_drafts_from_the_text_are_an_option_of_their_own() -> None:
+    with pytest.raises(sc.OptionError, match="verify='tiers' is an option of its own: take lookup=True"):
+        sc.Options(verify="tiers")
+    with pytest.raises(sc.OptionError, match="lookup with verify=4: one drafts at a time"):
+        sc.Options(lookup=True, verify=4)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,0 +1,35 @@
+"""What a graph's nodes are: their values, and the weights of the model's layers among them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+# Dynamo names a weight by its place in the model, whose modules are numbered where they stand in a list, as layers do.
+LAYER = re.compile(r"modules_(\d+)_|_layers_(\d+)_", re.IGNORECASE)
+
+
+def value_of(node: Node) -> Any:
+    """The fake value that tracing recorded for a node, whichever tracer made it."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def model_layer(name: str) -> int | None:
+    """The model's layer that an input's name says it is of: the first number; None where there is none."""
+    found = LAYER.search(name)
+    return None if found is None else int(next(filter(None, found.groups())))
+
+
+def is_weight(node: Node) -> bool:
+    return node.op == "placeholder" and "parameters" in node.name.lower()
+
+
+def weight_layer(node: Node) -> int | None:
+    """The model's layer that a node is a weight of; None for what is no weight, or in no layer."""
+    return model_layer(node.name) if is_weight(node) else None
+
+
+def output_node(graph_module: GraphModule) -> Node:
+    return next(iter(graph_module.graph.find_nodes(op="output")))
