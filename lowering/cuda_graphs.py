@@ -49,13 +49,14 @@ def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     batch = batch_symbols(plan)  # a session's is one number
     for node, source in zip(placeholders, plan.inputs, strict=True):
+        if source.source != "argument" or not node.users:
+            continue  # a session's own tensors change their sizes only as they move, and the recorded steps go then
         value = value_of(node)
-        argument = node.users and source.source == "argument" and isinstance(value, Tensor)
-        if argument and value.device != plan.cursor.device:
+        if isinstance(value, Tensor) and value.device != plan.cursor.device:
             return f"input {node.name} is on {value.device}, where a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         free = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
-        if node.users and free - batch:
+        if free - batch:
             return f"input {node.name} changes its size from step to step (a mask that is more than padding does)"
     return None
 

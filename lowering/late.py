@@ -1,4 +1,8 @@
-"""Graphs that are made after Dynamo has written its guards: a bucket that a running generation has grown into."""
+"""Graphs that are made after Dynamo has written its guards.
+
+A running generation comes to them: of the options that it has with `min_context` tokens, of the phase that checks its
+first drafts, and, of a method whose shapes depend on a budget, of the next capacity.
+"""
 
 from __future__ import annotations
 

@@ -12,11 +12,14 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 from transformers import LlamaForCausalLM
 
+import specache_compile as sc
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from generated_code import compiled_phases, launches, names, state_left_alone
 from specache_compile.kernels import cpp_library
 from specache_compile.lowering import progress
+from specache_compile.lowering.late import guards
 from specache_compile.runtime.records import find_record
+from specache_compile.runtime.state import bucket
 
 OPTIONS = {**LOSSLESS, "lowering": "inductor"}
 
@@ -114,6 +117,21 @@ def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> No
     ids = prompt(235)
     expected = greedy(llama, ids, 40, prefill_chunk_size=70)
     assert torch.equal(greedy(twin, ids, 40, prefill_chunk_size=70), expected)
+
+
+@pytest.mark.slow
+def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) -> None:
+    """Through three buckets; nothing is assumed of the capacity's symbol, which no argument of a call shows."""
+    twin = copy.deepcopy(llama)
+    twin.compile(backend="specache", options={**OPTIONS, "lowering": "inductor"})
+    assert [bucket(tokens) for tokens in (250, 600)] == [256, 640]
+    assert torch.equal(greedy(twin, prompt(250), 350), greedy(llama, prompt(250), 350))
+    graphs = [graph.rewrites for graph in find_record(twin).graphs]
+    assert sum(len(rewrites.made) for rewrites in graphs) == sc.stats(twin).compiles <= 3
+    for rewrites in graphs:
+        capacities = {size.node.expr for size in rewrites.captured.capacities.values()}
+        assert capacities
+        assert not any(capacities & guard.free_symbols for guard in guards(rewrites.captured.fake_mode))
 
 
 @pytest.mark.whole

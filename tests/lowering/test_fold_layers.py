@@ -124,7 +124,7 @@ def test_few_layers_are_compiled_whole(layers: int, compiles: list[GraphModule])
 
 @pytest.mark.slow
 def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
-    """Past a bucket while it runs, in chunks, for two batch sizes; each bucket compiles its regions anew."""
+    """Past a bucket while it runs, for two batch sizes: no bucket compiles its regions anew."""
     plain = tiny_llama(num_hidden_layers=4)
     model = compiled(copy.deepcopy(plain))
     mask = torch.ones(2, 240, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Graphs for a bucket that a running generation grows into: what they assume of symbolic sizes, each step checks."""
+"""Forms made while a generation runs: what they assume of symbolic sizes, each step checks."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
 def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     length: int, settings: dict[str, int]
 ) -> None:
-    """With torch's own settings: of fakes that it remembers it asks more, where a bucket's graph is made."""
+    """With torch's own settings: of fakes that it remembers it asks more, where a form is made late."""
     family = next(family for family in FAMILIES if family.name == "gemma2")
     family = replace(family, settings={**family.settings, **settings})
     plain, model = family.model(), family.model()
@@ -134,7 +134,7 @@ def test_padding_processors_and_turns(llama: LlamaForCausalLM) -> None:
 def test_every_way_to_compile_is_seen(llama: LlamaForCausalLM) -> None:
     def sees(compiled: Any) -> bool:
         with compiled_calls(compiled) if compiled is not twin else contextlib.nullcontext():
-            return verify.verify_of(twin) is not None
+            return verify.drafting_options(twin) is not None
 
     for options, expected in (({"verify": 3}, True), ({}, False), (None, False)):
         how = {"backend": "specache", "options": options} if options is not None else {"backend": "eager"}
@@ -271,7 +271,7 @@ def test_sampling_has_the_full_caches_distribution(monkeypatch: pytest.MonkeyPat
     chain.approximate = 0.6 * chain.exact + 0.6 * chain.approximate
     verify.route_verification()
     monkeypatch.setattr(drafts, "sessions_of", lambda cache: [chain.session])
-    monkeypatch.setattr(verify, "verify_of", lambda model: 2)
+    monkeypatch.setattr(verify, "drafting_options", lambda model: parse_options({"verify": 2}))
     asked = {"do_sample": True, "temperature": 1.4, "top_k": 5, "top_p": 0.9}
     tokens = chain.generate(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=draws, **asked)[0]
     assert 0.2 < chain.session.statistics.verified.accepted / chain.session.statistics.verified.drafted < 0.9
@@ -342,9 +342,9 @@ def test_a_number_of_tokens_from_one_to_a_block(value: Any) -> None:
 
 def test_drafts_from_the_text_are_an_option_of_their_own() -> None:
     with pytest.raises(sc.OptionError, match="verify='tiers' is an option of its own: take lookup=True"):
-        sc.Options(verify="tiers")
+        parse_options({"verify": "tiers"})
     with pytest.raises(sc.OptionError, match="lookup with verify=4: one drafts at a time"):
-        sc.Options(lookup=True, verify=4)
+        parse_options({"lookup": True, "verify": 4})
 
 
 @pytest.mark.parametrize("method", METHODS)
