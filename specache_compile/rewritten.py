@@ -139,7 +139,7 @@ class StateFakes:
     def __init__(self, captured: Captured, variant: Variant) -> None:
         batch, layers = captured.batch, captured.layers
         device, options = layers[0].device, variant.options
-        capacity = variant.capacity or captured.free_capacity(fields_of(options, layers[0]))
+        capacity: Any = variant.capacity or captured.free_capacity(fields_of(options, layers[0]))
         self.arguments = captured.fakes
         with captured.fake_mode:
             self.state = [
