@@ -164,8 +164,8 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
         step(twin, prompt(1), cache)
 
 
-@pytest.mark.quick_for("in the prompt-3")
-@pytest.mark.parametrize("asked", [{"verify": 3}, {"lookup": True}], ids=str)
+@pytest.mark.quick_for("in the prompt-verify")
+@pytest.mark.parametrize("asked", [{"verify": 3}, {"lookup": True}], ids=["verify", "lookup"])
 @pytest.mark.parametrize("where", BREAKS)
 def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: str, asked: dict[str, Any]) -> None:
     """A draft marks one session's steps: those of a cache in parts would go on exact, or half of them would."""
