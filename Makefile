@@ -25,7 +25,7 @@ test-all: .venv/weights    ## everything, whole grids too: twenty minutes on two
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m '' $(TESTS)
 
 test-ranks: .venv/ready    ## five families over two and four ranks on the CPU, against one process (ten minutes on two cores)
-	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tests/ranks.py || exit 1; done
+	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tools/ranks.py || exit 1; done
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest
 test-oldest: .venv-oldest/ready  ## the suite on the oldest versions, or a part: TESTS="tests/passes/test_passes.py -k speculate"
@@ -36,7 +36,7 @@ test-newest: .venv-newest/ready  ## the same on the newest versions; by hand, ne
 	OMP_NUM_THREADS=1 $(NEWEST)/python $(PYTEST) $(TESTS)
 
 # Two devices, so that what needs a second one runs too.
-DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/runtime/test_hold.py
+DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/caches/test_hold.py
 ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) --devices 2 -- \
 	  python -m pytest -n 2 --dist loadfile
 
@@ -51,10 +51,10 @@ lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff format --check .
 	rm -rf build/installed build/lib && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
-	$(BIN)/python tests/doc_tables.py --check
+	$(BIN)/python tools/doc_tables.py --check
 
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results
-	$(BIN)/python tests/doc_tables.py --write
+	$(BIN)/python tools/doc_tables.py --write
 
 bench: .venv/ready         ## a decode step, first tokens and first answers on this machine, into build/; goes on where it was
 	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --dtype $$dtype --json build/bench_$$dtype.json || exit 1; done

@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 
 import specache_compile as sc
 from specache_compile.bench.results import provenance
-from specache_compile.explaining.devices import DEVICES, Device
-from specache_compile.explaining.step_kernels import Traced
-from specache_compile.explaining.step_time import (
+from specache_compile.explaining.times.devices import DEVICES, Device
+from specache_compile.explaining.times.step_kernels import Traced
+from specache_compile.explaining.times.step_time import (
     LENGTHS,
     break_even_context,
     full_cache_batch,

@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specache_compile as sc
 from specache_compile.bench.results import Results
 from specache_compile.kernels.costs import CORRECTED
-from specache_compile.kernels.segments import SEGMENT, places_of
+from specache_compile.kernels.state.segments import SEGMENT, places_of
 from specache_compile.lowering.cuda_graphs import MODES
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -221,7 +221,7 @@ def as_it_is_called(case: Case, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    from specache_compile.kernels import copy_stream, triton_copy
+    from specache_compile.kernels.movement import copy_stream, triton_copy
 
     stream_of, gather = copy_stream.stream_of, triton_copy.gather
     if "synchronous" in case.method:

@@ -28,17 +28,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specache_compile.bench.results import Results
-from specache_compile.kernels import (
-    attention,
-    tiers,
-    triton_append,
-    triton_center,
-    triton_copy,
-    triton_decode,
-    triton_scored,
-    triton_select,
-)
-from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.attention import definition as attention
+from specache_compile.kernels.attention import triton_decode, triton_scored
+from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
+from specache_compile.kernels.state import triton_center
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate

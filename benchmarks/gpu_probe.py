@@ -34,9 +34,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 from specache_compile.bench.results import Results
-from specache_compile.kernels import host_memory, triton_copy
-from specache_compile.kernels.segments import SEGMENT, segmented, tokens_of
-from specache_compile.kernels.stored_pairs import ROUNDED, rounded_width
+from specache_compile.kernels.memory import host_memory
+from specache_compile.kernels.movement import triton_copy
+from specache_compile.kernels.state.segments import SEGMENT, segmented, tokens_of
+from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width
 
 CUDA = torch.device("cuda")
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM

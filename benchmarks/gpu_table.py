@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"\nin break_even.py: MEASURED = {{{found['device']!r}: {least}}}" if least else "\nno break-even was measured"
     )
-    print("in docs/gpu.md: python tests/doc_tables.py --write")
+    print("in docs/gpu.md: python tools/doc_tables.py --write")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.bench.results import provenance
-from specache_compile.kernels import copy_queue
+from specache_compile.kernels.movement import copy_queue
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Session
 

@@ -13,7 +13,7 @@ import torch
 from soak_state import Difference, Soak, settle, some_text
 
 import specache_compile as sc
-from specache_compile.kernels.copy_queue import CopyQueue
+from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.runtime.step import CompiledGraph
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from specache_compile.kernels import copy_queue
+from specache_compile.kernels.movement import copy_queue
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
 

@@ -19,8 +19,8 @@ from tabulate import tabulate
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 import specache_compile as sc
-from specache_compile.explaining.devices import find_device
 from specache_compile.explaining.tables import duration, size
+from specache_compile.explaining.times.devices import find_device
 
 LONG = {"max_position_embeddings": 131_072, "dtype": torch.bfloat16}
 EIGHT_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096}

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import SymInt, Tensor
 
-from .evict import HISTORY_SIZE
-from .kept_logits import bytes_of_logit
-from .quantize import value_group
-from .stored_pairs import rounded_width, rounds
+from .attention.kept_logits import bytes_of_logit
+from .state.quantize import value_group
+from .state.stored_pairs import rounded_width, rounds
 
 
 @dataclass(frozen=True)
@@ -187,39 +186,6 @@ def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     past = rows(load, site) * load.length * 2 * width
     seen = load.length + size_of(q.shape[2]) / 2
     return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if arguments["on_host"] else 0)
-
-
-def kcache_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """All keys from the device; the values that each query head picks cross PCIe."""
-    q, exact = arguments["q"], pair_bytes(load.options, load.layers[site]).exact
-    keys = rows(load, site) * load.length * exact / 2
-    picked = load.batch * load.query_heads[site] * min(load.options.top_n, load.length) * exact / 2
-    return Cost(2 * elements(q) * load.length, keys + picked + 2 * bytes_of(q), to_device=picked)
-
-
-def budget_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs are read, and written again without the evicted ones, as is what is counted of them."""
-    q, pair = arguments["q"], pair_bytes(load.options, load.layers[site])
-    kept = min(load.options.budget_in_tokens(load.length), load.length)
-    moved = 2 * rows(load, site) * kept * (pair.exact + 4 * (HISTORY_SIZE + 1))
-    return Cost(4 * elements(q) * kept, moved + 2 * bytes_of(q))
-
-
-def snapkv_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs are read, the new ones join them."""
-    q, k, pair = arguments["q"], arguments["k"], pair_bytes(load.options, load.layers[site])
-    kept = min(load.options.budget_in_tokens(load.length), load.length)
-    read = rows(load, site) * kept * (pair.exact + 4)
-    return Cost(4 * elements(q) * (kept + size_of(k.shape[2])), read + 2 * bytes_of(q) + 4 * bytes_of(k))
-
-
-def keep_keys(arguments: Arguments, load: Workload, site: int) -> Cost:
-    return Cost(hbm=2 * bytes_of(arguments["k"]))
-
-
-def keep_fp8(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The new pairs are read, and one byte an element is written."""
-    return Cost(hbm=2 * bytes_of(arguments["k"]) + 2 * elements(arguments["k"]))
 
 
 def append(arguments: Arguments, load: Workload, site: int) -> Cost:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from specache_compile.kernels import copy_stream
-from specache_compile.kernels.deferred import Deferred, Fetch, made_first
-from specache_compile.kernels.ops import op_of
-from specache_compile.passes.nodes import value_of
+from specache_compile.kernels.movement import copy_stream
+from specache_compile.kernels.movement.deferred import Deferred, Fetch, made_first
+from specache_compile.kernels.op import op_of
 from specache_compile.passes.plan import Plan
+from specache_compile.passes.reading.nodes import value_of
 
 MODES = ("reduce-overhead", "max-autotune")
 # The step's own graph takes their place, and they would only cut it into pieces.

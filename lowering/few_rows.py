@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specache_compile.kernels.few_rows import DTYPES, MOST_ROWS, library_of
-from specache_compile.passes.nodes import value_of
+from specache_compile.kernels.few_rows.definition import DTYPES, MOST_ROWS, library_of
+from specache_compile.passes.reading.nodes import value_of
 
 AT = torch.ops.aten
 

@@ -28,10 +28,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from specache_compile.passes.in_place import memory_of
-from specache_compile.passes.in_place import written as written_by
-from specache_compile.passes.nodes import output_node, value_of, weight_layer
 from specache_compile.passes.overlap import mutated_arguments
+from specache_compile.passes.reading.in_place import memory_of
+from specache_compile.passes.reading.in_place import written as written_by
+from specache_compile.passes.reading.nodes import output_node, value_of, weight_layer
 
 from .progress import tell
 

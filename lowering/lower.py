@@ -13,9 +13,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from specache_compile.compat import CHECKS_BOUNDS_TOO_EARLY
-from specache_compile.kernels.ops import op_of
-from specache_compile.passes.masks import subgraph
-from specache_compile.passes.nodes import value_of
+from specache_compile.kernels.op import op_of
+from specache_compile.passes.reading.masks import subgraph
+from specache_compile.passes.reading.nodes import value_of
 
 from .few_rows import few_rows, few_rows_op_by_op
 from .fold_layers import fold_layers

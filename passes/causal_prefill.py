@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from .plan import PassReport, Plan, replace_attention
-from .sites import Site
+from .reading.sites import Site
 
 
 def causal_prefill(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .plan import PassReport, Plan, call_op, state_input, tag_of
-from .sites import Site
+from .reading.sites import Site
 
 
 def correct(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.cursor import LENGTH
+from specache_compile.kernels.state.cursor import LENGTH
 
-from .nodes import value_of
 from .plan import PassReport, Plan, cursor_input
+from .reading.nodes import value_of
 
 
 def cursor_lengths(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:

@@ -9,10 +9,10 @@ import networkx as nx
 import torch
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.ops import op_of
+from specache_compile.kernels.op import op_of
 
-from .nodes import output_node
 from .plan import PassReport, Plan
+from .reading.nodes import output_node
 
 # Of torch's operators, those that take long enough to hide a copy behind; of the project's own, each says so itself.
 WORK = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attention")

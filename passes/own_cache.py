@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from .nodes import output_node
 from .plan import PassReport, Plan
-from .sites import Part
+from .reading.nodes import output_node
+from .reading.sites import Part
 
 
 def own_cache(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:

@@ -20,11 +20,11 @@ from .causal_prefill import causal_prefill
 from .clean_up import clean_up
 from .correct import correct
 from .cursor_lengths import cursor_lengths
-from .fingerprint import graph_hash
 from .overlap import overlap
 from .own_cache import own_cache
 from .plan import Pass, PassReport, Plan
 from .prefetch import prefetch
+from .reading.fingerprint import graph_hash
 from .rewrite_attention import rewrite_attention
 from .speculate import speculate
 from .store import store

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from .nodes import value_of
 from .phase import Phase
+from .reading.nodes import value_of
+from .reading.sites import Part, Site
 from .recipe import RecipeOf
-from .sites import Part, Site
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.deferred import FETCH_STATE, fetch_arguments
+from specache_compile.kernels.movement.deferred import FETCH_STATE, fetch_arguments
 
-from .nodes import output_node
 from .plan import PassReport, Plan, call_op, cursor_input, state_input
+from .reading.nodes import output_node
 
 
 def prefetch(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:

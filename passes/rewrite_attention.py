@@ -8,8 +8,8 @@ from torch.fx import GraphModule
 
 from .clean_up import drop_dead
 from .plan import PassReport, Plan, call_op, cursor_input, padding_input, replace_attention, state_input
+from .reading.sites import Site
 from .recipe import Call
-from .sites import Site
 
 
 def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:

@@ -14,11 +14,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .exact_lanes import show_first_lane
-from .in_place import take_writes
-from .lane_rules import own_rules
-from .local_shards import whole_shape
-from .nodes import output_node, value_of
 from .plan import Input, PassReport, Plan, Tag, tag_of
+from .reading.in_place import take_writes
+from .reading.lane_rules import own_rules
+from .reading.local_shards import whole_shape
+from .reading.nodes import output_node, value_of
 
 aten = torch.ops.aten
 LANES = 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .in_place import take_writes
-from .nodes import output_node
 from .plan import PassReport, Plan, call_op, cursor_input, padding_input, state_input
-from .sites import Site
+from .reading.in_place import take_writes
+from .reading.nodes import output_node
+from .reading.sites import Site
 
 
 def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:

@@ -10,13 +10,13 @@ import specache_compile.kernels  # noqa: F401  (registers the ops, which the pas
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 
 if TYPE_CHECKING:
+    from .caches.holding import hold
+    from .caches.materialize import materialize
+    from .caches.saving import load, save
     from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
-    from .holding import hold
-    from .kernels.host_memory import release_host_memory
-    from .runtime.materialize import materialize
+    from .kernels.memory.host_memory import release_host_memory
     from .runtime.stats import Stats, stats
-    from .saving import load, save
 
 __all__ = [
     "Bisection",
@@ -43,11 +43,11 @@ _PLACES = {
     "Stats": "runtime.stats:Stats",
     "bisect": "explaining.bisect:bisect",
     "explain": "explaining.explain:explain",
-    "hold": "holding:hold",
-    "load": "saving:load",
-    "materialize": "runtime.materialize:materialize",
-    "release_host_memory": "kernels.host_memory:release_host_memory",
-    "save": "saving:save",
+    "hold": "caches.holding:hold",
+    "load": "caches.saving:load",
+    "materialize": "caches.materialize:materialize",
+    "release_host_memory": "kernels.memory.host_memory:release_host_memory",
+    "save": "caches.saving:save",
     "stats": "runtime.stats:stats",
 }
 

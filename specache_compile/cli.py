@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from .bench.command import add_bench, run_bench
-from .checkpoints import limit_of, placed, resolved, tell_origin, tokenizer_of
+from .checkpoints.names import limit_of, placed, resolved, tell_origin, tokenizer_of
 from .demo.command import add_demo, run_demo
 from .errors import OptionError, SpecacheError
 from .evaluation.command import MODEL, add_eval, run_eval
 from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .evaluation.reader import chat_turn
-from .explaining.devices import find_device
-from .explaining.verification import ACCEPTED
-from .methods import METHODS, declared_options, defaults_of, parse_options
+from .explaining.times.devices import find_device
+from .explaining.times.verification import ACCEPTED
+from .methods import declared_options, defaults_of, every_method, parse_options
 from .serving.command import add_serve, run_serve
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
@@ -112,7 +112,7 @@ def add_options(command: argparse.ArgumentParser, shown: bool = True) -> None:
     """The backend's options, as the methods declare them; what is not given is left to the method's default. shown:
     by the command's help."""
     group = command.add_argument_group("backend options") if shown else command
-    group.add_argument("--method", choices=METHODS, help="default: specache" if shown else argparse.SUPPRESS)
+    group.add_argument("--method", choices=every_method(), help="default: specache" if shown else argparse.SUPPRESS)
     for name, declarations in declared_options().items():
         declared = next(iter(declarations.values()))
         flag = dict(declared.metadata["flag"])
@@ -137,7 +137,7 @@ def add_options(command: argparse.ArgumentParser, shown: bool = True) -> None:
 def defaults(declarations: Mapping[str, Any]) -> str:
     """Who takes an option, and its default: "default: 64; kivi: 128"."""
     usual, others = defaults_of(declarations)
-    takers = "" if len(declarations) == len(METHODS) else f"{', '.join(declarations)}; "
+    takers = "" if len(declarations) == len(every_method()) else f"{', '.join(declarations)}; "
     return takers + "; ".join([f"default: {usual}", *(f"{method}: {value}" for method, value in others.items())])
 
 

@@ -2,11 +2,11 @@
 
 import os
 
-from .backend import specache as specache
-from .generate import route_generate
-from .rewritten import Rewrites, observers
+from .compile.backend import specache as specache
+from .compile.rewritten import Rewrites, observers
+from .generate.route import route_generate
+from .generate.verify import route_verification
 from .runtime.variant import Variant
-from .verify import route_verification
 
 
 def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:

@@ -14,10 +14,10 @@ import specache_compile  # noqa: F401  (registers the ops)
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import FIELDS, SpecacheOptions
-from specache_compile.passes.find_attention import find_attention
 from specache_compile.passes.phase import DECODE, Phase
 from specache_compile.passes.plan import Input, Plan
-from specache_compile.passes.sites import Found
+from specache_compile.passes.reading.find_attention import find_attention
+from specache_compile.passes.reading.sites import Found
 
 BATCH, HEADS, PAST, DIM = 1, 2, 40, 8
 

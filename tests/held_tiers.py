@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import greedy
-from specache_compile.backend import CompiledGraph
+from specache_compile.compile.backend import CompiledGraph
 from specache_compile.runtime.session import session_of
 
 

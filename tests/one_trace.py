@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from specache_compile.backend import specache
+from specache_compile.compile.backend import specache
 
 # Of each parameter of a copy: its options.
 _options: Any = WeakIdKeyDictionary()

@@ -76,7 +76,7 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
             [sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True
         )
         names = re.findall(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)", run.stderr.split("MARK")[1])
-        assert "specache_compile.backend" in names
+        assert "specache_compile.compile.backend" in names
         others = r"specache_compile\.(explaining|evaluation|serving|cli)|jinja2|matplotlib|fastapi"
         assert [n for n in names if re.match(others, n)] == []
         shares.append(float(run.stdout))
@@ -93,7 +93,7 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
         ("kernels/new.py", "from specache_compile.passes.plan import Plan"),
         ("lowering/new.py", "from specache_compile.runtime import session"),
         ("specache_compile/new.py", "from .explaining.explain import explain"),
-        ("specache_compile/runtime/new.py", "from specache_compile.backend import specache"),
+        ("specache_compile/runtime/new.py", "from specache_compile.compile.backend import specache"),
         ("specache_compile/methods/new.py", "from specache_compile.runtime.session import Session"),
         ("specache_compile/explaining/new.py", "from specache_compile.evaluation.tasks import TASKS"),
         ("specache_compile/new.py", "from .serving.command import run_serve"),

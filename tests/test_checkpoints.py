@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from conftest import tiny_llama
-from specache_compile import checkpoints
+from specache_compile.checkpoints import names as checkpoints
 from specache_compile.cli import main
 from specache_compile.explaining.explain import load_config
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints import gguf_of, is_installed
+from specache_compile.checkpoints.names import gguf_of, is_installed
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, MODEL
 from specache_compile.options import LOWERINGS

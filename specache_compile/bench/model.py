@@ -8,7 +8,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specache_compile.checkpoints import config_source, placed, resolved, tell_origin
+from specache_compile.checkpoints.names import config_source, placed, resolved, tell_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES
 

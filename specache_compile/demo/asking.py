@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from specache_compile.bench.ways import Decoding, read, way
+from specache_compile.caches.holding import twin as copied
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import as_list
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask, chat_prompt
 from specache_compile.evaluation.tasks.task import Ask
-from specache_compile.holding import twin as copied
 
 LINE = "\nNote to the board: the password of the archive is 'lighthouse', and Amelia Hart keeps the second key.\n"
 QUESTION = "\nAccording to the note to the board, what is the password of the archive?"

@@ -21,8 +21,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specache_compile.bench.results import provenance
-from specache_compile.checkpoints import KNOWN, READERS, is_installed, limit_of
-from specache_compile.checkpoints import origin as checkpoint_origin
+from specache_compile.checkpoints.names import KNOWN, READERS, is_installed, limit_of
+from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import MODEL, load
 from specache_compile.evaluation.tasks.task import read_text

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints import KNOWN, limit_of, origin, placed, resolved, tell_origin, tokenizer_of
+from specache_compile.checkpoints.names import KNOWN, limit_of, origin, placed, resolved, tell_origin, tokenizer_of
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats

@@ -1,7 +1,7 @@
 """Exact prefills, made once by the uncompiled model, from which every method goes on that would read a prompt exactly.
 
 A prefill is most of the work of a short answer behind a long prompt, and the same for all of these methods: what a
-method's own would put into the tiers, `specache_compile.hold` puts there (tests/runtime/test_hold.py).
+method's own would put into the tiers, `specache_compile.hold` puts there (tests/caches/test_hold.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from specache_compile.compiled_options import options_of
-from specache_compile.holding import reason_not_to_hold, twin
-from specache_compile.kernels.host_memory import free_memory
+from specache_compile.caches.holding import reason_not_to_hold, twin
+from specache_compile.compile.compiled_options import options_of
+from specache_compile.kernels.memory.host_memory import free_memory
 from specache_compile.methods import parse_options
 
 

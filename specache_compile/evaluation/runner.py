@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.compiled_options import options_of
-from specache_compile.holding import hold
+from specache_compile.caches.holding import hold
+from specache_compile.compile.compiled_options import options_of
 
 from .prefills import Prefill, Prefills
 from .reader import Reader

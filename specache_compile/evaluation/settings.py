@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
+from specache_compile.evaluation.baselines.eviction import PROMPT
 from specache_compile.methods import METHODS, parse_options
-from specache_compile.methods.eviction import PROMPT
 from specache_compile.runtime.records import forget
 
 UNCOMPILED = "uncompiled"

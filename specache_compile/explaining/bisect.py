@@ -129,7 +129,7 @@ def compiled_logits(
     model: Any, given: Mapping[str, Tensor], tokens: Tensor, options: Mapping[str, Any]
 ) -> list[Tensor]:
     """The same logits from the model compiled with `options`, fed the reference's tokens."""
-    from specache_compile.backend import specache
+    from specache_compile.compile.backend import specache
 
     twin = uncompiled(model)
     torch._dynamo.reset_code(type(twin).forward.__code__)

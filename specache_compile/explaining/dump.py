@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
+from specache_compile.compile.rewritten import Rewrites
 from specache_compile.kernels.costs import bytes_of
-from specache_compile.passes.nodes import is_weight
-from specache_compile.rewritten import Rewrites
+from specache_compile.passes.reading.nodes import is_weight
 from specache_compile.runtime.variant import Variant
 
-from .devices import DEVICES, Device, find_device
 from .explain import explanation_of
+from .times.devices import DEVICES, Device, find_device
 
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:

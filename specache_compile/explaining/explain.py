@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from specache_compile.backend import compile_graph
-from specache_compile.captured import Captured, capture
-from specache_compile.checkpoints import config_source, first_line
+from specache_compile.checkpoints.names import config_source, first_line
 from specache_compile.compat import GENERATE_MASKS_ALL
+from specache_compile.compile.backend import compile_graph
+from specache_compile.compile.captured import Captured, capture
+from specache_compile.compile.rewritten import Rewrites
 from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.kernels.costs import CORRECTED
 from specache_compile.methods import parse_options
@@ -30,19 +31,18 @@ from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
-from specache_compile.passes.sites import LeftAlone
-from specache_compile.rewritten import Rewrites
+from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.memory import check_memory, within_memory
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import CompiledGraph
 
-from .devices import Device, find_device
 from .explanation import Explanation, SiteRow
 from .layers import layers_of
 from .plan import temporaries
 from .rank import check_part, one_of
-from .verification import ACCEPTED, drafted_tokens
+from .times.devices import Device, find_device
+from .times.verification import ACCEPTED, drafted_tokens
 
 # Nothing is allocated, so that no budget holds.
 NO_LIMIT = sys.maxsize

@@ -18,19 +18,19 @@ from specache_compile.methods.low_bit import LowBitOptions
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.pipeline import Trace
-from specache_compile.passes.sites import LeftAlone
+from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
 
-from .devices import Device
 from .plan import StepTime, break_even, fits, largest_batch, step_time
 from .report import write_report
-from .roofline import full_cache_step, launch_cost, step_costs, total
 from .schedule import Launch, Schedule, launches_of
-from .step_kernels import Traced, is_captured
-from .step_time import StepRow, assumed, break_even_context, rows_of
 from .tables import as_dict, text
+from .times.devices import Device
+from .times.roofline import full_cache_step, launch_cost, step_costs, total
+from .times.step_kernels import Traced, is_captured
+from .times.step_time import StepRow, assumed, break_even_context, rows_of
+from .times.verification import ACCEPTED, Round, drafted_tokens, looked_up_round, round_of
 from .trace import write_trace
-from .verification import ACCEPTED, Round, drafted_tokens, looked_up_round, round_of
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from specache_compile.passes.nodes import is_weight, model_layer
 from specache_compile.passes.plan import tag_of
+from specache_compile.passes.reading.nodes import is_weight, model_layer
 
-from .roofline import operator_name
+from .times.roofline import operator_name
 
 AFTER = 1 << 30
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from specache_compile.passes.nodes import model_layer
+from specache_compile.passes.reading.nodes import model_layer
 
 from .tables import spans
 

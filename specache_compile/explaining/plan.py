@@ -14,12 +14,12 @@ from torch.fx import GraphModule, Node
 from specache_compile.kernels.costs import bytes_of
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
-from specache_compile.passes.nodes import value_of
+from specache_compile.passes.reading.nodes import value_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
-from .devices import Device
-from .roofline import operator_name
 from .schedule import Key, Launch, Schedule
+from .times.devices import Device
+from .times.roofline import operator_name
 
 LONGEST = 1 << 20  # tokens: where the search for a break-even context gives up
 STEADY = 4  # steps after which a simulated step repeats itself

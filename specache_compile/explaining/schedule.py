@@ -13,12 +13,12 @@ from typing import Any
 import networkx as nx
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.ops import op_of
+from specache_compile.kernels.op import op_of
 from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.plan import tag_of
 
 from .layers import layers_of
-from .roofline import is_launch, operator_name
+from .times.roofline import is_launch, operator_name
 
 Key = tuple[int, str]
 

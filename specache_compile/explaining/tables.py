@@ -11,11 +11,11 @@ from tabulate import tabulate
 from specache_compile.kernels.costs import Cost
 from specache_compile.passes.plan import PassReport
 
-from .roofline import total
+from .times.roofline import total
 
 if TYPE_CHECKING:
     from .explanation import Explanation, NodeCost
-    from .step_time import StepRow
+    from .times.step_time import StepRow
 
 COMPUTED = "computed, not measured"
 WIDTH = 100

@@ -1,32 +1,34 @@
-"""Methods by name (`options={"method": ...}`): each one file here, an eviction policy one in kernels/policies."""
+"""Methods by name (`options={"method": ...}`): the product's here, each one file; those that it is compared with in
+evaluation/baselines, and a package's own, under the entry point `specache_compile.methods`, as they are asked for."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from specache_compile.errors import OptionError, nothing_to_verify
-from specache_compile.kernels.policies import POLICIES
 from specache_compile.options import MethodOptions, one_of, own_options
 
-from . import fp8, full, kcache, kivi, offload, snapkv, specache
-from .eviction import eviction
+from . import full, kivi, offload, specache
 from .field import Field
 from .method import Method
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        full.METHOD,
-        fp8.METHOD,
-        offload.METHOD,
-        kivi.METHOD,
-        specache.METHOD,
-        kcache.METHOD,
-        snapkv.METHOD,
-        *(eviction(policy) for policy in POLICIES),
-    )
-}
+METHODS: dict[str, Method] = {one.name: one for one in (full.METHOD, offload.METHOD, kivi.METHOD, specache.METHOD)}
+
+
+@functools.cache
+def load_others() -> None:
+    """Have every installed package add its methods and selectors, as its entry point does when it is loaded."""
+    for point in entry_points(group="specache_compile.methods"):
+        point.load()
+
+
+def every_method() -> dict[str, Method]:
+    """Those of METHODS, and of all that is installed."""
+    load_others()
+    return METHODS
 
 
 # Options that earlier versions took, and what to take in their place.
@@ -37,25 +39,32 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     """The options that a user passed, with the bad name or value and the accepted ones in the error."""
     given = dict(given or {})
     name = given.setdefault("method", "specache")
+    if name not in METHODS or given.get("selector", "topk") not in specache.SELECTORS:
+        load_others()
     one_of("method", name, tuple(METHODS))
     method = METHODS[name]
-    known = dict.fromkeys(option for other in (method, *METHODS.values()) for option in other.accepted)
     for option in given:
         if option in GONE:
             raise OptionError(f"option {option} is gone: {GONE[option]}")
-        if option not in known:
-            raise OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")
-        if option == "verify" and option not in method.accepted:
-            raise nothing_to_verify(name, exact=any(field.is_the_cache for field in method.fields))
         if option not in method.accepted:
-            raise OptionError(f"option {option}: method {name!r} has none; it takes {', '.join(method.accepted)}")
+            raise not_accepted(option, method)
     return method.options(**{**method.defaults(given), **given})
+
+
+def not_accepted(option: str, method: Method) -> OptionError:
+    """Of an option that a method has not: whether another one has it."""
+    known = dict.fromkeys(each for other in (method, *every_method().values()) for each in other.accepted)
+    if option not in known:
+        return OptionError(f"unknown option {option!r}: accepted are {', '.join(known)}")
+    if option == "verify":
+        return nothing_to_verify(method.name, exact=any(field.is_the_cache for field in method.fields))
+    return OptionError(f"option {option}: method {method.name!r} has none; it takes {', '.join(method.accepted)}")
 
 
 def declared_options() -> dict[str, dict[str, Any]]:
     """Every option, by name: its declaration (a dataclass field) in each method that takes it."""
     found: dict[str, dict[str, Any]] = {}
-    for method in METHODS.values():
+    for method in every_method().values():
         for name, declared in own_options(method.options).items():
             found.setdefault(name, {})[method.name] = declared
     return found
@@ -75,11 +84,19 @@ def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def declared_fields() -> dict[str, Field]:
     """Every state tensor that a method declares, by its name, which stands for one of them alone."""
     found: dict[str, Field] = {}
-    for method in METHODS.values():
+    for method in every_method().values():
         for field in method.fields:
             if found.setdefault(field.name, field) is not field:
                 raise ValueError(f"method {method.name}: another field is called {field.name!r} already")
     return found
 
 
-__all__ = ["METHODS", "Method", "declared_fields", "declared_options", "defaults_of", "parse_options"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "declared_fields",
+    "declared_options",
+    "defaults_of",
+    "every_method",
+    "parse_options",
+]

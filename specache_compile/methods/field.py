@@ -48,7 +48,7 @@ class Field:
 
     tier: whose bytes it counts to; "measure": to none. shape: (options, layer, batch, capacity in tokens) → [B, H, n,
     ...], where n may grow with the capacity. dtype: (options, layer) → dtype. on_host: it lives in host memory, pinned
-    where there is a GPU, in segments (`kernels/segments.py`). empty: what a place holds that nothing was put in.
+    where there is a GPU, in segments (`kernels/state/segments.py`). empty: what a place holds that nothing was put in.
     by_row: it has a batch; a count over all rows has none. has_all_pairs: [B, H, C, K|V, d] or in segments, of every
     cached token, exact or as e4m3 codes (uint8). on_crop: (the layer's state, what was cropped), run once a layer for
     each field that has it.

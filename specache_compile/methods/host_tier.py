@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError
-from specache_compile.kernels.segments import segmented
-from specache_compile.kernels.stored_pairs import ROUNDED, rounded_width, rounds
+from specache_compile.kernels.state.segments import segmented
+from specache_compile.kernels.state.stored_pairs import ROUNDED, rounded_width, rounds
 from specache_compile.options import MethodOptions, option
 
 from .field import Field, LayerShape

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError, no_host_tier
-from specache_compile.kernels import center
-from specache_compile.kernels.layout import Layout
-from specache_compile.kernels.quantisers import QUANTISERS
-from specache_compile.kernels.quantize import value_group
-from specache_compile.kernels.segments import tokens_of
-from specache_compile.kernels.stored_pairs import decoded
+from specache_compile.kernels.state import center
+from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.quantisers import QUANTISERS
+from specache_compile.kernels.state.quantize import value_group
+from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
 from .drafting import DraftOptions
@@ -213,7 +213,7 @@ def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, ca
 
 
 def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """The keys' mean, and how RoPE turns it (`kernels/center.py`)."""
+    """The keys' mean, and how RoPE turns it (`kernels/state/center.py`)."""
     asked = options.center == "always" or (options.center == "auto" and layer.biased_keys)
     rows = center.ROWS if asked and options.layout.is_quantised else 0
     return (batch, layer.heads, rows, layer.head_dim)

@@ -4,12 +4,12 @@ step ahead."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specache_compile.errors import OptionError
-from specache_compile.options import choice, inherited, whole
+from specache_compile.options import choice, inherited, one_of, option, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .field import Field, LayerShape
@@ -21,6 +21,10 @@ from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 # On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
 # (docs/evaluation.md).
 PAPER = {"bits": 2, "rotate": False, "center": "never", "correct": "never"}
+
+
+def check_selector(name: str, value: Any) -> None:
+    one_of(name, value, tuple(SELECTORS))
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,11 @@ class SpecacheOptions(LowBitOptions):
     center: str = inherited(LowBitOptions, "center", default="auto")
     host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
-    selector: str = choice(
-        "topk",
-        ("topk", "pages"),
+    selector: str = option(
+        "topk", check_selector,
         "what is fetched: tokens one by one, or pages of them by their best token, a baseline; without correction",
-    )
+        type=str, metavar="NAME",
+    )  # fmt: skip
     page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
     speculate: bool | str = choice(
         "auto", (True, False, "auto"),
@@ -63,9 +67,9 @@ class SpecacheOptions(LowBitOptions):
             raise OptionError(
                 f"option host_tier=False with top_k={self.top_k}: pairs are fetched from host memory; top_k=0"
             )
-        if self.selector == "pages" and self.correct != "never":
+        if self.selector != "topk" and self.correct != "never":
             raise OptionError(
-                f"option selector='pages' with correct={self.correct!r}: a correction takes tokens one by one"
+                f"option selector={self.selector!r} with correct={self.correct!r}: a correction takes tokens one by one"
             )
         if self.selector == "pages" and 0 < self.top_k < self.page_size:
             raise OptionError(
@@ -135,9 +139,15 @@ def selector_of(options: LowBitOptions) -> Selector | None:
     """None where no pair is fetched."""
     if not (isinstance(options, SpecacheOptions) and options.top_k):
         return None
-    if options.selector == "pages":
-        return Selector("select_pages", settings=(options.page_size,))
+    return SELECTORS[options.selector](options)
+
+
+def topk(options: SpecacheOptions) -> Selector:
     return Selector("select_topk", corrects=options.correct == "always")
+
+
+# Which pairs are fetched, by the option `selector`.
+SELECTORS: dict[str, Callable[[SpecacheOptions], Selector]] = {"topk": topk}
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +156,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
     if given.get("lookup"):
         found |= {"speculate": False, "correct": "always"}
-    uncorrected = given.get("top_k") == 0 or given.get("selector") == "pages"
+    uncorrected = given.get("top_k") == 0 or given.get("selector", "topk") != "topk"
     return {**found, "correct": "never"} if uncorrected else found
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specache_compile.errors import held_read, held_saved
 
 if TYPE_CHECKING:
-    from specache_compile.passes.sites import Part
+    from specache_compile.passes.reading.sites import Part
 
     from .session import Session
 

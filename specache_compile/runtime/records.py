@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from specache_compile.kernels.copy_queue import CopyQueue
-from specache_compile.kernels.copy_stream import StreamCopies
+from specache_compile.kernels.movement.copy_queue import CopyQueue
+from specache_compile.kernels.movement.copy_stream import StreamCopies
 from specache_compile.passes.phase import PHASES
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import mixed_caches, parts_differ
-from specache_compile.kernels.cursor import QUEUE
+from specache_compile.kernels.state.cursor import QUEUE
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.options import MethodOptions
 

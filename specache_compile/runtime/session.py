@@ -25,24 +25,24 @@ from specache_compile.errors import (
     went_exact,
     went_uncompiled,
 )
-from specache_compile.kernels import copy_stream
-from specache_compile.kernels.copy_queue import CopyQueue
-from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
-from specache_compile.kernels.deferred import Deferred, Fetch, deferrable
-from specache_compile.kernels.host_memory import allowance, grow_ahead
-from specache_compile.kernels.segments import SEGMENT, tokens_of
-from specache_compile.kernels.stored_pairs import decoded
+from specache_compile.kernels.memory.host_memory import allowance, grow_ahead
+from specache_compile.kernels.movement import copy_stream
+from specache_compile.kernels.movement.copy_queue import CopyQueue
+from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor, publish
+from specache_compile.kernels.state.segments import SEGMENT, tokens_of
+from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions, window_from_host
 from specache_compile.options import MethodOptions
-from specache_compile.passes.local_shards import local
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 from specache_compile.passes.plan import Input
-from specache_compile.passes.sites import Part
+from specache_compile.passes.reading.local_shards import local
+from specache_compile.passes.reading.sites import Part
+from specache_compile.runtime.draft_length import DraftLength
 
 from .break_even import stays_in_16_bits
-from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .memory import check_memory, within_memory
 from .ranks import everyones, ranks_here

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.kernels import copy_stream
-from specache_compile.kernels.host_memory import host_empty, host_grown
-from specache_compile.kernels.segments import SEGMENT, put, tokens_of
-from specache_compile.kernels.stored_pairs import stored
-from specache_compile.kernels.tiers import store_low_bit
+from specache_compile.kernels.memory.host_memory import host_empty, host_grown
+from specache_compile.kernels.movement import copy_stream
+from specache_compile.kernels.movement.definition import store_low_bit
+from specache_compile.kernels.state.segments import SEGMENT, put, tokens_of
+from specache_compile.kernels.state.stored_pairs import stored
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions

@@ -33,8 +33,8 @@ from .session import Session
 if TYPE_CHECKING:
     from transformers import DynamicCache
 
-    from specache_compile.captured import Captured  # noqa: TID251  (types alone)
-    from specache_compile.rewritten import Rewrites, Rewritten  # noqa: TID251
+    from specache_compile.compile.captured import Captured  # noqa: TID251  (types alone)
+    from specache_compile.compile.rewritten import Rewrites, Rewritten  # noqa: TID251
 
 
 class CompiledGraph:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from specache_compile.checkpoints import limit_of, tell_origin
+from specache_compile.checkpoints.names import limit_of, tell_origin
 from specache_compile.errors import SpecacheError, cannot_listen, not_installed
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from specache_compile.checkpoints import placed, resolved, tokenizer_of
+from specache_compile.checkpoints.names import placed, resolved, tokenizer_of
 
 
 class ServedModel:

@@ -20,8 +20,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from specache_compile.caches.saving import load, save
 from specache_compile.errors import SpecacheWarning, folder_is_served, no_session_folder, not_kept
-from specache_compile.saving import load, save
 
 from .conversation import Conversation
 

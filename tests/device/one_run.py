@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from held_tiers import in_order
-from specache_compile.kernels import host_memory
+from specache_compile.kernels.memory import host_memory
 from specache_compile.runtime.session import session_of
 
 # What is missing is not fetched: a fetch that came too late, or that a step did not wait for, shows in the logits.

@@ -10,16 +10,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from conftest import LOSSLESS, prompt
-from specache_compile import rewritten
-from specache_compile.kernels import (
-    triton_append,
-    triton_copy,
-    triton_decode,
-    triton_extend,
-    triton_scored,
-    triton_select,
-)
-from specache_compile.kernels.cursor import new_cursor, publish
+from specache_compile.compile import rewritten
+from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
+from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
+from specache_compile.kernels.state.cursor import new_cursor, publish
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate, bucket

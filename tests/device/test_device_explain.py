@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from specache_compile.kernels import copy_stream, host_memory
+from specache_compile.kernels.memory import host_memory
+from specache_compile.kernels.movement import copy_stream
 
 pytestmark = pytest.mark.gpu
 

@@ -20,14 +20,15 @@ from planting import plant
 
 import specache_compile as sc
 from conftest import prompt
-from specache_compile.kernels import copy_stream, deferred, host_memory
+from specache_compile.kernels.memory import host_memory
+from specache_compile.kernels.movement import copy_stream, deferred
 from specache_compile.lowering import cuda_graphs
 from specache_compile.passes import prefetch
 from specache_compile.runtime.session import session_of
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
 
-from specache_compile.kernels import triton_decode, triton_extend
+from specache_compile.kernels.attention import triton_decode, triton_extend
 
 pytestmark = [
     pytest.mark.gpu,

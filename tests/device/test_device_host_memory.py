@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import specache_compile as sc
-from specache_compile.kernels import host_memory
+from specache_compile.kernels.memory import host_memory
 
 pytestmark = [
     pytest.mark.gpu,

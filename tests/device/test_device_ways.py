@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, chatted, greedy, greedy_unmasked, prompt, tiny_llama
-from specache_compile.kernels import triton_copy
+from specache_compile.kernels.movement import triton_copy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.one_process]
 

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 from needle import sample  # noqa: E402
 from quality import TABLES, arguments  # noqa: E402
-from specache_compile.checkpoints import KNOWN  # noqa: E402
+from specache_compile.checkpoints.names import KNOWN  # noqa: E402
 from specache_compile.cli import parser  # noqa: E402
 from specache_compile.evaluation.settings import parse_setting  # noqa: E402
 from specache_compile.evaluation.tasks import TASKS  # noqa: E402

@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
-from specache_compile import rewritten
-from specache_compile.kernels import tiers
+from specache_compile.compile import rewritten
+from specache_compile.kernels.movement import definition as tiers
 from specache_compile.passes.plan import PassReport, Plan
 
 LAYERS = 2

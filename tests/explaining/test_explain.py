@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from specache_compile.explaining.explanation import Explanation
-from specache_compile.passes.fingerprint import graph_hash
 from specache_compile.passes.pipeline import PASS_NAMES
+from specache_compile.passes.reading.fingerprint import graph_hash
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.state import bucket, room
 

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile.explaining.devices import DEVICES, find_device
 from specache_compile.explaining.plan import break_even, largest_batch, temporaries
-from specache_compile.explaining.roofline import Cost
+from specache_compile.explaining.times.devices import DEVICES, find_device
+from specache_compile.explaining.times.roofline import Cost
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.state import device_total, predicted_bytes

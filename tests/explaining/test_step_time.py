@@ -17,11 +17,11 @@ from transformers import LlamaConfig
 
 import specache_compile as sc
 from conftest import tiny_llama
-from specache_compile.explaining import op_launches
-from specache_compile.explaining.devices import Device, find_device
-from specache_compile.explaining.op_launches import COPY, CORRECTION, LAUNCHES, Call, Kernel
-from specache_compile.explaining.step_kernels import Traced, captured, kernels_of, over_tiers
-from specache_compile.explaining.step_time import (
+from specache_compile.explaining.times import op_launches
+from specache_compile.explaining.times.devices import Device, find_device
+from specache_compile.explaining.times.op_launches import COPY, CORRECTION, LAUNCHES, Call, Kernel
+from specache_compile.explaining.times.step_kernels import Traced, captured, kernels_of, over_tiers
+from specache_compile.explaining.times.step_time import (
     AHEAD,
     AHEAD_UNCORRECTED,
     BETWEEN,
@@ -126,7 +126,7 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Kernel("keep_best", floor=4.5e-6 * waves), Kernel("keep_best", floor=3.8e-6)]
 
     monkeypatch.setattr(op_launches, "select", select)
-    monkeypatch.setattr("specache_compile.explaining.step_kernels.LAUNCHES", {**LAUNCHES, "select_topk": select})
+    monkeypatch.setattr("specache_compile.explaining.times.step_kernels.LAUNCHES", {**LAUNCHES, "select_topk": select})
 
 
 @pytest.mark.usefixtures("on_paper")
@@ -205,7 +205,7 @@ def test_what_a_correction_beside_the_values_still_exposes() -> None:
 
 
 def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
-    """Of the project's own kernels: 16, and 9 (tests/compile_kernels.py); of the values' halves one more beside the
+    """Of the project's own kernels: 16, and 9 (tools/compile_kernels.py); of the values' halves one more beside the
     gather."""
     device = DEVICES["H100"]
 
@@ -219,8 +219,10 @@ def test_the_launches_of_a_layer_are_those_that_the_kernels_make() -> None:
 
 
 def test_what_is_said_of_the_kernels_is_what_they_have() -> None:
-    triton_select = pytest.importorskip("specache_compile.kernels.triton_select", reason="Triton is for Linux alone")
-    from specache_compile.kernels import triton_copy
+    triton_select = pytest.importorskip(
+        "specache_compile.kernels.movement.triton_select", reason="Triton is for Linux alone"
+    )
+    from specache_compile.kernels.movement import triton_copy
 
     assert (op_launches.TILE, op_launches.PROGRAMS) == (triton_select.TILE, triton_copy.PROGRAMS)
 

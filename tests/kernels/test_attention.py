@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import BLOCK
-from specache_compile.kernels.ops import OPS
+from specache_compile.kernels.attention.definition import BLOCK
+from specache_compile.kernels.op import registered
 
 pytestmark = pytest.mark.pairwise
 
 # Every implementation of the op's contract is judged by the same tests.
-DECODE_OPS = [op.name for op in OPS if op.name.startswith(("decode_attention", "score_low_bit"))]
+DECODE_OPS = [op.name for op in registered() if op.name.startswith(("decode_attention", "score_low_bit"))]
 # float32 sums of some hundred terms of size 1; the reference has none of that error.
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.attention import low_bit_keys
-from specache_compile.kernels.center import centers, set_center, share_of_center
-from specache_compile.kernels.cursor import new_cursor
-from specache_compile.kernels.layout import Layout
+from specache_compile.kernels.attention.definition import low_bit_keys
+from specache_compile.kernels.state.center import centers, set_center, share_of_center
+from specache_compile.kernels.state.cursor import new_cursor
+from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.kivi import KiviOptions
 from specache_compile.runtime.state import allocate

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels import copy_queue
-from specache_compile.kernels.copy_queue import CopyQueue, queue_of, wait_for_offloads
-from specache_compile.kernels.cursor import QUEUE, new_cursor
+from specache_compile.kernels.movement import copy_queue
+from specache_compile.kernels.movement.copy_queue import CopyQueue, queue_of, wait_for_offloads
+from specache_compile.kernels.state.cursor import QUEUE, new_cursor
 
 PATIENCE = 10.0  # seconds after which a test that hangs fails instead
 

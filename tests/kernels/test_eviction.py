@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels import evict
-from specache_compile.kernels.evict import WHOLE, forget
-from specache_compile.kernels.policies import POLICIES
+from specache_compile.evaluation.baselines import eviction as evict
+from specache_compile.evaluation.baselines.eviction import WHOLE, drop_from
+from specache_compile.evaluation.baselines.policies import POLICIES
 
 pytestmark = pytest.mark.pairwise
 
@@ -289,7 +289,7 @@ def test_forgetting_drops_the_newer_tokens_and_moves_the_rest_together(length: i
     cache = Cache(10, "h2o")
     cache.step(q, k, v)
     before = [cache.kept_tokens(row, head) for row in range(BATCH) for head in range(HEADS)]
-    forget(cache.token, length, cache.kept, cache.history)
+    drop_from(cache.token, length, cache.kept, cache.history)
     for i, old in enumerate(before):
         row, head = divmod(i, HEADS)
         stays = [token for token in old if token < length]
@@ -302,7 +302,7 @@ def test_after_forgetting_more_than_was_there_the_cache_goes_on() -> None:
     q, k, v = tokens(30, seed=7)
     cache = Cache(10, "tova")
     cache.step(q, k, v)
-    forget(cache.token, 15, cache.kept, cache.history)
+    drop_from(cache.token, 15, cache.kept, cache.history)
     cache.length = 15
     more_q, more_k, more_v = tokens(3, seed=8)
     for t in range(3):

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from specache_compile.kernels.stored_pairs import decoded
+import specache_compile.evaluation.baselines  # noqa: F401  (registers its op)
+from specache_compile.kernels.state.stored_pairs import decoded
 
 CODES = range(127)  # those of no sign; 127 is NaN, and there is no infinity
 

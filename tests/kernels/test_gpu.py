@@ -20,7 +20,8 @@ from transformers import LlamaForCausalLM
 import conftest
 import specache_compile as sc
 from conftest import greedy, greedy_unmasked, prompt, tiny_llama
-from specache_compile.kernels import copy_stream, host_memory, triton_copy
+from specache_compile.kernels.memory import host_memory
+from specache_compile.kernels.movement import copy_stream, triton_copy
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from conftest import prompt
-from specache_compile.kernels import cgroup, host_memory
-from specache_compile.kernels.cursor import new_cursor, publish
-from specache_compile.kernels.segments import SEGMENT
+from specache_compile.kernels.memory import cgroup, host_memory
+from specache_compile.kernels.state.cursor import new_cursor, publish
+from specache_compile.kernels.state.segments import SEGMENT
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime import state as tiers

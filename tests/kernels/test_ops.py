@@ -14,12 +14,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from specache_compile.kernels import tiers
-from specache_compile.kernels.center import set_center
-from specache_compile.kernels.kept_logits import whole_logits
-from specache_compile.kernels.layout import Layout
-from specache_compile.kernels.ops import OPS, Op, loaded_on_first_use
+from specache_compile.kernels.attention.kept_logits import whole_logits
+from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.op import Op, loaded_on_first_use, registered
+from specache_compile.kernels.state.center import set_center
+from specache_compile.kernels.state.layout import Layout
+from specache_compile.methods import load_others
 
+load_others()  # the baselines' ops too
+OPS = registered()
 BY_NAME = {op.name: op for op in OPS}
 WINDOW, GROUP, CAPACITY, TOP_K, BUDGET = 64, 32, 256, 12, 24
 # The cursor's last place: no queue, every copy is done before its op returns.
@@ -353,7 +356,7 @@ def test_a_cuda_implementation_runs_on_the_device_of_its_tensors(
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(tiers, "select_topk", lambda scores, wanted: ("run", wanted))
     scores = SimpleNamespace(device=torch.device("cuda:1"))
-    assert loaded_on_first_use("tiers:select_topk")(scores, 7) == ("run", 7)
+    assert loaded_on_first_use(".movement.definition:select_topk")(scores, 7) == ("run", 7)
     assert entered == switched
 
 

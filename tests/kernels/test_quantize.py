@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specache_compile.kernels.quantize import (
+from specache_compile.kernels.state.quantize import (
     dequantize_keys,
     dequantize_values,
     encode,

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from held_tiers import in_order, in_segments
-from specache_compile.kernels import copy_stream, cpp_tiers, kcache, segments, tiers
+from specache_compile.evaluation.baselines import kcache
+from specache_compile.kernels.movement import copy_stream, cpp_tiers
+from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.state import segments
 
 pytestmark = pytest.mark.pairwise
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels import snapkv
-from specache_compile.kernels.evict import forget
+from specache_compile.evaluation.baselines import snapkv
+from specache_compile.evaluation.baselines.eviction import drop_from
 
 pytestmark = pytest.mark.pairwise
 
@@ -125,7 +125,7 @@ def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> No
         (row, head): [t for t in cache.kept(row, head) if t < 40] for row in range(BATCH) for head in range(HEADS)
     }
     assert len({len(kept) for kept in chosen.values()}) > 1
-    forget(cache.token, 40, cache.pairs)
+    drop_from(cache.token, 40, cache.pairs)
     cache.length = 40
     out = cache.step(*part(given, 40, 41))
     for (row, head), kept in chosen.items():
@@ -134,7 +134,7 @@ def test_after_a_crop_into_the_prompt_each_head_goes_on_with_what_it_has() -> No
             out[row, head * GROUP : (head + 1) * GROUP, 0].double(), expected, atol=1e-5, rtol=1e-5
         )
         assert cache.kept(row, head) == [*kept, 40]
-    forget(cache.token, 0, cache.pairs)
+    drop_from(cache.token, 0, cache.pairs)
     cache.length, again = 0, Cache()
     torch.testing.assert_close(cache.step(*given), again.step(*given))
     assert torch.equal(cache.token, again.token)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from held_tiers import in_order
-from specache_compile.kernels import cpp_tiers, tiers
-from specache_compile.kernels.segments import SEGMENT, segmented
-from specache_compile.kernels.stored_pairs import ROUNDED, decoded, rounded_width, stored
+from specache_compile.kernels.movement import cpp_tiers
+from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.state.segments import SEGMENT, segmented
+from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded, rounded_width, stored
 
 B, H, C = 2, 3, 2 * SEGMENT
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -119,7 +120,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @WIDTHS
 @pytest.mark.parametrize("count", [1, 7])
 def test_triton_stores_what_the_definition_stores(dtype: torch.dtype, d: int, count: int) -> None:
-    triton_copy = pytest.importorskip("specache_compile.kernels.triton_copy", reason="Triton is for Linux alone")
+    triton_copy = pytest.importorskip(
+        "specache_compile.kernels.movement.triton_copy", reason="Triton is for Linux alone"
+    )
     k, v = (x[:, :, :count].to(DEVICE) for x in some_pairs(7, d, dtype))
     hosts = [empty_host(d).pin_memory() if DEVICE.type == "cuda" else empty_host(d) for _ in range(2)]
     tiers.offload(k, v, None, torch.tensor([SEGMENT - 3, 0, 0, 0]), hosts[0])
@@ -132,7 +135,9 @@ def test_triton_stores_what_the_definition_stores(dtype: torch.dtype, d: int, co
 @DTYPES
 @WIDTHS
 def test_triton_fetches_what_the_host_holds(dtype: torch.dtype, d: int) -> None:
-    triton_copy = pytest.importorskip("specache_compile.kernels.triton_copy", reason="Triton is for Linux alone")
+    triton_copy = pytest.importorskip(
+        "specache_compile.kernels.movement.triton_copy", reason="Triton is for Linux alone"
+    )
     host = empty_host(d)
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
     tiers.offload(k, v, None, torch.zeros(4, dtype=torch.int64), host)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.copy_queue import CopyQueue
-from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
-from specache_compile.kernels.layout import Layout, rotated
-from specache_compile.kernels.ops import op_of
-from specache_compile.kernels.quantize import quantize_keys, quantize_values, value_group
-from specache_compile.kernels.tiers import refill
+from specache_compile.kernels.movement.copy_queue import CopyQueue
+from specache_compile.kernels.movement.definition import refill
+from specache_compile.kernels.op import op_of
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
+from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.quantize import quantize_keys, quantize_values, value_group
 
 pytestmark = pytest.mark.pairwise
 

@@ -26,25 +26,16 @@ import triton
 import triton.language as tl
 
 from held_tiers import in_segments
-from specache_compile.kernels import (
-    attention,
-    center,
-    copy_stream,
-    layout,
-    tiers,
-    triton_append,
-    triton_center,
-    triton_copy,
-    triton_decode,
-    triton_extend,
-    triton_rotate,
-    triton_scored,
-)
-from specache_compile.kernels import triton_low_bit as low_bit
-from specache_compile.kernels import triton_select as select
-from specache_compile.kernels.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
-from specache_compile.kernels.kept_logits import LOGIT_BLOCK
-from specache_compile.kernels.quantize import pack
+from specache_compile.kernels.attention import definition as attention
+from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
+from specache_compile.kernels.attention import triton_low_bit as low_bit
+from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
+from specache_compile.kernels.movement import copy_stream, triton_append, triton_copy
+from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.movement import triton_select as select
+from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.state.quantize import pack
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate

@@ -21,9 +21,9 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
-from specache_compile.kernels import copy_stream, deferred, triton_copy
-from specache_compile.kernels.copy_queue import CopyQueue
-from specache_compile.kernels.deferred import Deferred, Fetch
+from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
+from specache_compile.kernels.movement.copy_queue import CopyQueue
+from specache_compile.kernels.movement.deferred import Deferred, Fetch
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.phase import DECODE

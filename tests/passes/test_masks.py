@@ -14,8 +14,8 @@ from torch.fx import Node
 
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES
-from specache_compile.passes.masks import read_mask
-from specache_compile.passes.nodes import output_node
+from specache_compile.passes.reading.masks import read_mask
+from specache_compile.passes.reading.nodes import output_node
 from specache_compile.runtime.records import find_record
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]

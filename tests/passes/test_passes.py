@@ -17,15 +17,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, decode_graph, found, plan_for, text
 from specache_compile.lowering.lower import trust_indices
 from specache_compile.passes.clean_up import clean_up
-from specache_compile.passes.find_attention import find_attention, frequencies_of
-from specache_compile.passes.known_sizes import fill_in_sizes
-from specache_compile.passes.lane_rules import own_rules, product, rows_times
-from specache_compile.passes.nodes import output_node
 from specache_compile.passes.overlap import dependencies, is_copy, is_wait, overlap
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
 from specache_compile.passes.plan import Input, Plan
 from specache_compile.passes.prefetch import prefetch
+from specache_compile.passes.reading.find_attention import find_attention, frequencies_of
+from specache_compile.passes.reading.known_sizes import fill_in_sizes
+from specache_compile.passes.reading.lane_rules import own_rules, product, rows_times
+from specache_compile.passes.reading.nodes import output_node
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
 from specache_compile.passes.store import store

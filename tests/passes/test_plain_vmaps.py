@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import Family
 from graphs import GraphBuilder, text
-from specache_compile.passes.plain_vmaps import plain_vmaps
+from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.runtime.records import find_record
 
 JAMBA = Family(

@@ -13,14 +13,14 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from graphs import decode_graph, text
+from specache_compile.evaluation.baselines.eviction import eviction
+from specache_compile.evaluation.baselines.policies import POLICIES
+from specache_compile.evaluation.baselines.policies.history import History
 from specache_compile.kernels import ops
 from specache_compile.kernels.costs import Cost
-from specache_compile.kernels.ops import Op, register
-from specache_compile.kernels.policies import POLICIES
-from specache_compile.kernels.policies.history import History
-from specache_compile.kernels.quantisers import QUANTISERS
+from specache_compile.kernels.op import Op, register
+from specache_compile.kernels.state.quantisers import QUANTISERS
 from specache_compile.methods import METHODS, Method, specache
-from specache_compile.methods.eviction import eviction
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.offload import OffloadOptions
 from specache_compile.methods.specache import SpecacheOptions

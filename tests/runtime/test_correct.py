@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile.kernels.layout import Layout
+from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods import parse_options
 from specache_compile.methods.low_bit import check_head_dim
 from specache_compile.runtime.records import find_record

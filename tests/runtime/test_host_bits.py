@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
 from held_tiers import in_order
-from specache_compile.kernels.stored_pairs import ROUNDED, decoded
+from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 

@@ -15,13 +15,13 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
+from specache_compile.evaluation.baselines import eviction as evict
+from specache_compile.evaluation.baselines.eviction import eviction
+from specache_compile.evaluation.baselines.policies import POLICIES
+from specache_compile.evaluation.baselines.policies.history import History
 from specache_compile.explaining.schedule import check_order
-from specache_compile.kernels import evict
-from specache_compile.kernels.policies import POLICIES
-from specache_compile.kernels.policies.history import History
 from specache_compile.lowering.cuda_graphs import reason_not_to_capture
-from specache_compile.methods import METHODS, Method, parse_options
-from specache_compile.methods.eviction import eviction
+from specache_compile.methods import METHODS, Method, every_method, parse_options
 from specache_compile.methods.field import Field, LayerShape
 from specache_compile.methods.full import FULL_CACHE
 from specache_compile.methods.host_tier import HOST, HostOptions
@@ -45,9 +45,9 @@ LOSSY: dict[str, dict[str, Any]] = {
 # One method of each recipe.
 RECIPES = ("full", "fp8", "offload", "kcache", "snapkv", "roco")
 
-every_method = pytest.mark.parametrize("method", METHODS)
+each_method = pytest.mark.parametrize("method", every_method())
 # What a method keeps and where: the policies differ in which pairs go, which test_eviction.py asks.
-KINDS = [name for name in METHODS if name not in EVICTION or name == "roco"]
+KINDS = [name for name in every_method() if name not in EVICTION or name == "roco"]
 every_kind = pytest.mark.parametrize("method", KINDS)
 
 
@@ -307,7 +307,7 @@ def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
         return (HOST,) if layer.number else (FULL_CACHE,)
 
     def recipe(options: MethodOptions, site: int) -> Recipe:
-        return METHODS["offload" if site else "full"].recipe(options, site)
+        return every_method()["offload" if site else "full"].recipe(options, site)
 
     monkeypatch.setitem(METHODS, "mixed", Method("mixed", HostOptions, (HOST, FULL_CACHE), recipe, fields_at))
     twin, ids = under(llama, "mixed"), prompt(100)
@@ -322,7 +322,7 @@ def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'fp8', 'offload', 'kivi', 'specache'"),
+        ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'fp8'"),
         ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' has none; it takes method, .*budget, eviction_block"),
         ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' has none"),
         ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' has none"),
@@ -346,10 +346,10 @@ def test_a_rate_rounds_up_but_not_by_a_rounding_error(rate: float, tokens: int, 
     assert parse_options({"method": "roco", "budget": rate}).for_prompt(tokens).budget == pairs
 
 
-@every_method
+@each_method
 def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
     defaults = vars(parse_options({"method": method}))
-    parse_options({name: defaults[name] for name in METHODS[method].accepted})
+    parse_options({name: defaults[name] for name in every_method()[method].accepted})
 
 
 # What is said of it
@@ -389,7 +389,7 @@ def test_a_step_that_reads_lengths_on_the_host_is_not_captured(method: str) -> N
 
 def test_the_docs_name_every_method() -> None:
     text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
-    assert [name for name in METHODS if f"`{name}`" not in text] == []
+    assert [name for name in every_method() if f"`{name}`" not in text] == []
 
 
 def test_specache_is_the_default() -> None:

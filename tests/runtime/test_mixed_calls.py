@@ -21,7 +21,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.compat import GENERATE_MASKS_ALL
-from specache_compile.passes.nodes import value_of
+from specache_compile.passes.reading.nodes import value_of
 from specache_compile.runtime.records import find_record
 
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -1,4 +1,4 @@
-"""One model over several ranks: `tests/ranks.py`, started once, in which they compute, differ, and die."""
+"""One model over several ranks: `tools/ranks.py`, started once, in which they compute, differ, and die."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCau
 from specache_compile.errors import SpecacheError
 from specache_compile.explaining.explain import explain
 from specache_compile.explaining.rank import check_part
-from specache_compile.kernels import host_memory
+from specache_compile.kernels.memory import host_memory
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
-from specache_compile.passes.lane_rules import own_rules
-from specache_compile.passes.local_shards import local_shards
+from specache_compile.passes.reading.lane_rules import own_rules
+from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.runtime.ranks import check_heads, ranks_of
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import host_bytes, room

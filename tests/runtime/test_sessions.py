@@ -24,7 +24,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from held_tiers import in_order
-from specache_compile.kernels import copy_queue, copy_stream, host_memory
+from specache_compile.kernels.memory import host_memory
+from specache_compile.kernels.movement import copy_queue, copy_stream
 from specache_compile.runtime import session as session_module
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record

@@ -18,8 +18,9 @@ from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
-from specache_compile import SpecacheWarning, rewritten
-from specache_compile.compiled_options import options_of
+from specache_compile import SpecacheWarning
+from specache_compile.compile import rewritten
+from specache_compile.compile.compiled_options import options_of
 from specache_compile.runtime.held import HeldTensor
 
 PATIENCE = 60.0  # seconds after which a test that hangs fails instead

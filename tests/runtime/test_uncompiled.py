@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from families import FAMILIES, Family
-from specache_compile.methods import METHODS
+from specache_compile.methods import every_method
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
 
@@ -171,7 +171,7 @@ def test_a_cache_that_became_plain_goes_on_in_a_second_turn(llama: LlamaForCausa
 
 @pytest.mark.quick_for("snapkv", "h2o")
 @pytest.mark.parametrize(
-    "method", [name for name, one in METHODS.items() if not any(field.has_all_pairs for field in one.fields)]
+    "method", [name for name, one in every_method().items() if not any(field.has_all_pairs for field in one.fields)]
 )
 def test_a_method_that_evicts_has_no_plain_cache_to_give(llama: LlamaForCausalLM, method: str) -> None:
     """It says so, and the cache stays as it was."""

@@ -13,12 +13,12 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from specache_compile.checkpoints import limit_of, origin
+from specache_compile.checkpoints.names import limit_of, origin
 from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.baselines.eviction import check_block, tokens_or_prompt
 from specache_compile.evaluation.command import DTYPES, MODEL, check_inputs, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
 from specache_compile.evaluation.tasks.task import Bench
-from specache_compile.methods.eviction import check_block, tokens_or_prompt
 from specache_compile.options import LOWERINGS
 
 from . import DIAGNOSTICS

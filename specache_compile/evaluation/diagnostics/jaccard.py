@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.policies import POLICIES
-from specache_compile.kernels.policies.history import History
+from specache_compile.evaluation.baselines.policies import POLICIES
+from specache_compile.evaluation.baselines.policies.history import History
 
 from .inspected import Inspected
 from .point import Point

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specache_compile.compiled_options import options_of
+from specache_compile.compile.compiled_options import options_of
 from specache_compile.evaluation.runner import Runner, chunks
 
 from .task import Bench, Cell, Outcome

@@ -1,0 +1,1 @@
+"""Attention over the tiers: its definition, C++ and Triton."""

@@ -1,0 +1,120 @@
+"""A decode step's attention over the tiers as one C++ kernel, in place of `attention.decode_attention` and its halves.
+
+In PyTorch, unpacking to float32 writes and reads every element some six times, and a step of one token is a hundred
+small calls; here the codes are read once, and there is one call.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, byref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
+from specache_compile.kernels.state.layout import Layout, rotation_block
+
+from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
+from .kept_logits import whole_logits
+
+
+def step_of(
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor, recent: Tensor,
+    layout: Layout, scale: float, softcap: float | None, center: Tensor | None = None,
+    **tensors: Tensor | None,
+) -> Step:  # fmt: skip
+    """The kernels' argument, which keeps the tensors that it points to."""
+    batch, query_heads, lanes, d = q.shape
+    heads, capacity = codes.shape[1], codes.shape[2]
+    bias = None if mask is None else grouped_bias(mask, heads, int(cursor[LENGTH]) + 1)
+    held = {
+        "q": q.float().contiguous(), "k": k.contiguous(), "cursor": cursor, "codes": codes, "recent": recent,
+        "bias": bias, "sinks": None if sinks is None else sinks.float().contiguous(), **tensors,
+    }  # fmt: skip
+    key_params, value_params, slots = (tensors.get(name) for name in ("key_params", "value_params", "slots"))
+    if center is not None and center.shape[2] and key_params is not None:
+        query = q.float().unflatten(1, (heads, -1)) * scale
+        held["shares"] = center_shares(query, key_params, center, capacity, int(cursor[LOW_BIT]))
+    step = Step(
+        **{name: tensor.data_ptr() for name, tensor in held.items() if tensor is not None},
+        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
+        capacity=capacity, row_width=codes.shape[3], window=recent.shape[2],
+        group=capacity // key_params.shape[2] if key_params is not None and key_params.shape[2] else 0,
+        channels=d // value_params.shape[-1] if value_params is not None and layout.is_quantised else 0,
+        top_k=0 if slots is None else slots.shape[2], key_bits=layout.key_bits, value_bits=layout.value_bits,
+        rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
+    )  # fmt: skip
+    if bias is not None:
+        step.bias_strides[:STRIDES] = bias.expand(batch, heads, query_heads // heads, lanes, -1).stride()
+    step.held = held
+    return step
+
+
+def fits(codes: Tensor, *pairs: Tensor) -> bool:
+    """Whether the kernels read such tiers and pairs, all of one dtype; else the definitions take over."""
+    return codes.is_contiguous() and pairs[0].dtype in DTYPES and all(x.dtype == pairs[0].dtype for x in pairs)
+
+
+def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
+    """What a call with such arguments needs; None where the definition takes over."""
+    return decode_library(k.dtype) if k.dtype in DTYPES else None
+
+
+def decode_attention_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
+    key_params: Tensor, value_params: Tensor, center: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
+    if not fits(codes, k, v, recent, slots):
+        tiers = (codes, key_params, value_params, center, recent, slots, slot_index)
+        return decode_attention(q, k, v, mask, sinks, cursor, *tiers, *settings)
+    logits, _ = whole_logits(q, codes.shape[2])
+    out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, codes.shape[:3]))
+    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
+    step = step_of(
+        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, v=v.contiguous(),
+        key_params=key_params, value_params=value_params, slots=slots, slot_index=slot_index, logits=logits,
+        scores=scores, out=out,
+    )  # fmt: skip
+    decode_library(k.dtype).decode_attention(byref(step))
+    return out.to(q.dtype), scores
+
+
+def score_low_bit_fused(
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
+    key_params: Tensor, center: Tensor, recent: Tensor, *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`attention.score_low_bit`, as one C++ kernel; the same arguments and results."""
+    if not fits(codes, k, recent):
+        return score_low_bit(q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
+    logits, base = whole_logits(q, codes.shape[2])
+    scores = q.new_empty(q.shape[2], *codes.shape[:3], dtype=torch.float32)
+    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
+    step = step_of(
+        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, key_params=key_params,
+        logits=logits, scores=scores,
+    )  # fmt: skip
+    decode_library(k.dtype).score_low_bit(byref(step))
+    return logits, base, scores
+
+
+def attend_scored_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
+    base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
+    chosen: Tensor, *settings: Any,
+) -> Tensor:  # fmt: skip
+    """`attention.attend_scored`, as one C++ kernel; the same arguments and results."""
+    if not fits(codes, k, v, recent, slots):
+        tiers = (logits, base, codes, value_params, recent, slots, slot_index, chosen)
+        return attend_scored(q, k, v, mask, sinks, cursor, *tiers, *settings)
+    out = q.new_empty(q.shape, dtype=torch.float32)
+    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
+    step = step_of(
+        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, v=v.contiguous(), value_params=value_params,
+        slots=slots, slot_index=slot_index, logits=logits, out=out,
+    )  # fmt: skip
+    decode_library(k.dtype).attend_scored(byref(step))
+    return out.to(q.dtype)

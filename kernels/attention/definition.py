@@ -1,0 +1,448 @@
+"""Attention over the tiers: the decode step's two lanes, and the exact attention of an extend.
+
+Both compute in float32 whatever the inputs' dtype. Token t of the cache is column t of every mask.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.movement.copy_queue import wait_for_offloads
+from specache_compile.kernels.state.center import share_of_center
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.quantize import dequantize_keys, dequantize_values
+from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.stored_pairs import decoded
+
+from .kept_logits import whole_logits
+
+# Tokens per block: a block's float32 keys and values of one head stay in a core's second-level cache.
+BLOCK = 1024
+# An additive mask hides a token with its dtype's minimum, of which float16 has the smallest.
+SEEN = torch.finfo(torch.float16).min / 2
+
+
+def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
+    """Keys [B, H, stop - start, d] in float32 of the low-bit tier's tokens start..stop, rotated where they are stored
+    so. `start` must lie on a group's border."""
+    keys, _ = layout.split(codes[:, :, start:stop], head_dim)
+    if not layout.is_quantised:
+        return keys.float()
+    group = codes.shape[2] // key_params.shape[2]
+    return dequantize_keys(keys, key_params[:, :, start // group : -(-stop // group)], layout.key_bits)
+
+
+def low_bit_values(codes: Tensor, value_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
+    """Values, as `low_bit_keys`."""
+    _, values = layout.split(codes[:, :, start:stop], head_dim)
+    if not layout.is_quantised:
+        return values.float()
+    return dequantize_values(values, value_params[:, :, start:stop], layout.value_bits)
+
+
+def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
+    """Pairs [B, H, stop - start, 2, d] of the recent tier's tokens start..stop; token t lies at t mod W."""
+    return recent.index_select(2, torch.arange(start, stop, device=recent.device) % recent.shape[2])
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
+    """A mask [B or 1, Hq or 1, Q or 1, n] as an additive float32 bias [B or 1, H or 1, Hq/H or 1, Q or 1, n]."""
+    bias = (
+        torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask
+    )
+    if bias.shape[-1] < tokens:
+        raise ValueError(
+            f"the attention mask covers {bias.shape[-1]} tokens, but the cache and the new ones are {tokens}"
+        )
+    bias = bias[..., :tokens].float()
+    return bias.unflatten(1, (heads, -1)) if bias.shape[1] > 1 else bias.unsqueeze(2)
+
+
+def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Row maximum and 1/denominator [..., 1] over all tiers' logits and the sink; a fully masked row gives 0."""
+    peak = torch.stack(
+        [part.amax(-1) if part.shape[-1] else part.new_full(part.shape[:-1], -math.inf) for part in logits]
+    )
+    peak = peak.amax(0).unsqueeze(-1)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    peak = peak.masked_fill(peak == -math.inf, 0.0)
+    total = torch.stack([(part - peak).exp().sum(-1, keepdim=True) for part in logits]).sum(0)
+    if sinks is not None:
+        total = total + (sinks - peak).exp()
+    return peak, total.reciprocal().masked_fill(total == 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention over some of the tokens: logits [B, H, G, lanes, n], Σ exp(l - peak)·v [B, H, G, lanes, d], and the
+    row maximum and Σ exp(l - peak) [B, H, G, lanes, 1]. An empty or fully masked row has peak -inf and total 0.
+    """
+
+    logits: Tensor
+    out: Tensor
+    peak: Tensor
+    total: Tensor
+
+
+def partial_attention(logits: Tensor, values: Tensor) -> Partial:
+    """`Partial` of one tier from its logits and its values [B, H, n, d]."""
+    if not logits.shape[-1]:
+        rows = logits.new_zeros((*logits.shape[:-1], 1))
+        return Partial(logits, rows.expand(*rows.shape[:-1], values.shape[-1]), rows - math.inf, rows)
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak.masked_fill(peak == -math.inf, 0.0)).exp()
+    out = (weights.flatten(2, 3) @ values.float()).unflatten(2, logits.shape[2:4])
+    return Partial(logits, out, peak, weights.sum(-1, keepdim=True))
+
+
+def low_bit_logits(
+    query: Tensor, codes: Tensor, key_params: Tensor, center: Tensor, bias: Tensor | None, length: int,
+    softcap: float | None, layout: Layout,
+) -> Tensor:  # fmt: skip
+    """Logits [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d] and the low-bit tier's first `length`
+    tokens. The reference; block by block, so that the unpacked keys never stand whole in memory."""
+    shares = center_shares(query, key_params, center, codes.shape[2], length)
+    query = rotated(query) if layout.is_rotated else query
+    blocks = [query.new_empty((*query.shape[:4], 0))]
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        keys = low_bit_keys(codes, key_params, layout, query.shape[-1], start, stop)
+        logits = product(query, keys, None)
+        logits = capped(logits if shares is None else logits + shares[..., start:stop], softcap)
+        blocks.append(logits if bias is None else logits + bias[..., start:stop])
+    return torch.cat(blocks, -1)
+
+
+def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
+    """`share_of_center` [B, H, G, lanes, length]; None where keys are not centered."""
+    return share_of_center(query, center, capacity // key_params.shape[2], length) if center.shape[2] else None
+
+
+def low_bit_mix(logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor, d: int, layout: Layout) -> Partial:
+    """`Partial` of the low-bit tier from its logits [B, H, G, lanes, n], without the tokens that are hidden, bool
+    [B, H, n]: those whose 16-bit pair is in the slots. The reference; block by block."""
+    length = logits.shape[-1]
+    if not length:
+        return partial_attention(logits, logits.new_empty((*logits.shape[:2], 0, d)))
+    logits = logits.masked_fill(hidden[:, :, None, None], -math.inf)
+    parts = []
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        values = low_bit_values(codes, value_params, layout, d, start, stop)
+        parts.append(partial_attention(logits[..., start:stop], values))
+    out, peak, total = merge(parts, None)
+    return Partial(logits, rotated(out) if layout.is_rotated else out, peak, total)
+
+
+def product(query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
+    """q·kᵀ of [B, H, G, lanes, d] and [B, H, n, d], in float32, capped."""
+    logits = (query.flatten(2, 3) @ keys.float().transpose(2, 3)).unflatten(2, query.shape[2:4])
+    return capped(logits, softcap)
+
+
+def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """out, peak and total over all parts, the sinks [H, G, 1, 1] among the totals: log-sum-exp, part by part."""
+    peak = torch.stack([part.peak for part in parts]).amax(0)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    base = peak.masked_fill(peak == -math.inf, 0.0)
+    shrinks = [(part.peak - base).exp() for part in parts]
+    total = sum((part.total * shrink for part, shrink in zip(parts, shrinks, strict=True)), torch.zeros_like(peak))
+    if sinks is not None:
+        total = total + (sinks - base).exp()
+    out = sum((part.out * shrink for part, shrink in zip(parts, shrinks, strict=True)), torch.zeros_like(parts[0].out))
+    return out, peak, total
+
+
+@dataclass(frozen=True)
+class Query:
+    """A decode step's lanes, in float32: query [B, H, G, lanes, d], scaled; bias [B|1, H|1, G|1, lanes|1, n + 1] and
+    sink [H, G, 1, 1], where there are. length: cached tokens; low_bit: of them in the low-bit tier; candidates: there
+    after this step (with R = 0 the new token is to be low-bit, but is not on the host yet)."""
+
+    query: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+    softcap: float | None
+    length: int
+    low_bit: int
+    candidates: int
+
+    @property
+    def low_bit_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias[..., : self.low_bit]
+
+    def logits(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        """Of the keys [B, H, n, d] of the tokens start..stop; one column of the mask may be all new tokens'."""
+        logits = product(self.query, keys, self.softcap)
+        return logits if self.bias is None else logits + self.bias[..., start:stop]
+
+    def new_logits(self, k: Tensor) -> Tensor:
+        """Of the new keys [B, H, lanes, d], causal between lanes."""
+        logits = self.logits(k, self.length, self.length + 1)
+        lanes = k.shape[2]
+        return logits.masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=k.device).triu(1), -math.inf)
+
+    def hide_unseen(self, scores: Tensor, lanes: slice) -> None:
+        """-1 for the candidates that the mask hides from every query head of a group; scores [B, H, lanes, C]."""
+        if self.bias is not None:
+            seen = (self.bias[..., : self.candidates] > SEEN).any(2)
+            seen = seen.expand(-1, -1, self.query.shape[3], -1)[:, :, lanes]
+            scores[..., : self.candidates].masked_fill_(~seen, -1.0)
+
+
+def query_of(
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, scale: float,
+    softcap: float | None,
+) -> Query:  # fmt: skip
+    length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    heads = k.shape[1]
+    return Query(
+        q.float().unflatten(1, (heads, -1)) * scale,
+        None if mask is None else grouped_bias(mask, heads, length + 1),
+        None if sinks is None else sinks.float().view(heads, -1, 1, 1),
+        softcap, length, low_bit, min(next_low_bit, length),
+    )  # fmt: skip
+
+
+def in_slots(slot_index: Tensor, low_bit: int) -> tuple[Tensor, Tensor]:
+    """Of the slots [B, H, k] which hold a pair of the low-bit tier, bool, and whose, int64."""
+    return (slot_index >= 0) & (slot_index < low_bit), slot_index.long().clamp(0, max(low_bit - 1, 0))
+
+
+def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
+    """Of the low-bit tier's tokens which are in the slots, bool [B, H, low_bit]."""
+    fetched, position = in_slots(slot_index, low_bit)
+    hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=slot_index.device)
+    if low_bit:
+        hidden.scatter_add_(2, position, fetched.int())
+    return hidden.bool()
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention over all tiers: the parts (low-bit, slots, recent, new); out, peak and total of all of them (`merge`);
+    and the token in each slot, int64 [B, H, k]."""
+
+    parts: list[Partial]
+    out: Tensor
+    peak: Tensor
+    total: Tensor
+    slot_tokens: Tensor
+
+    @property
+    def share(self) -> Tensor:
+        """1/total; 0 in a fully masked row."""
+        return self.total.reciprocal().masked_fill(self.total == 0, 0.0)
+
+    def output(self, dtype: torch.dtype) -> Tensor:
+        """[B, Hq, lanes, d]."""
+        return (self.out * self.share).flatten(1, 2).to(dtype).contiguous()
+
+    def last_lane(self, part: Partial) -> Tensor:
+        """The last lane's attention [B, H, n] to the tokens of a part, summed over the query group."""
+        base = self.peak.masked_fill(self.peak == -math.inf, 0.0)
+        return ((part.logits[..., -1, :] - base[..., -1, :]).exp_() * self.share[..., -1, :]).sum(2)
+
+
+def attend_over(
+    at: Query, k: Tensor, v: Tensor, logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor,
+    recent: Tensor, slots: Tensor, slot_index: Tensor, layout: Layout,
+) -> Attended:  # fmt: skip
+    """`Attended` from the low-bit tier's logits; hidden: as for `low_bit_mix`."""
+    fetched, position = in_slots(slot_index, at.low_bit)
+    packed = low_bit_mix(logits, hidden, codes, value_params, k.shape[-1], layout)
+    slot_logits = product(at.query, slots[:, :, :, 0], at.softcap)
+    if at.low_bit_bias is not None and at.low_bit:
+        where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
+        slot_logits = slot_logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
+    slot_logits = slot_logits.masked_fill(~fetched[:, :, None, None], -math.inf)
+    window = ring_tokens(recent, at.low_bit, at.length)
+    parts = [
+        packed,
+        # An empty place holds anything, and zero weight does not hide what is not finite.
+        partial_attention(slot_logits, slots[:, :, :, 1].masked_fill(~fetched.unsqueeze(-1), 0.0)),
+        partial_attention(at.logits(window[:, :, :, 0], at.low_bit, at.length), window[:, :, :, 1]),
+        partial_attention(at.new_logits(k), v),
+    ]
+    return Attended(parts, *merge(parts, at.sink), position)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    codes: Tensor,
+    key_params: Tensor,
+    value_params: Tensor,
+    center: Tensor,
+    recent: Tensor,
+    slots: Tensor,
+    slot_index: Tensor,
+    key_bits: int,
+    value_bits: int,
+    rotate: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
+
+    q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
+    additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, w] in the
+    `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], center
+    [B, H, 4, d] (`center.py`; without: [B, H, 0, d]), recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index
+    [B, H, k] (-1: empty).
+
+    Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
+    over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
+    everywhere where there are no slots to select for.
+    """
+    layout = Layout(key_bits, value_bits, rotate)
+    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
+    logits = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
+    hidden = hidden_by(slot_index, at.low_bit)
+    done = attend_over(at, k, v, logits, hidden, codes, value_params, recent, slots, slot_index, layout)
+    scores = torch.full(codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
+    if slots.shape[2]:
+        packed, exact, window = map(done.last_lane, done.parts[:3])
+        if at.low_bit:
+            scores[:, :, : at.low_bit] = packed.scatter_add_(-1, done.slot_tokens, exact)
+        scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
+        at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
+    return done.output(q.dtype), scores
+
+
+def score_low_bit(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    codes: Tensor,
+    key_params: Tensor,
+    center: Tensor,
+    recent: Tensor,
+    key_bits: int,
+    value_bits: int,
+    rotate: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first half of a corrected decode attention: what each lane asks for, before it is known what is in the slots.
+
+    Shapes as for `decode_attention`. Returns the low-bit tier's logits [B, Hq, lanes, C], beyond it anything, and their
+    base (`kept_logits.py`), here none; and each lane's attention over low-bit tier, window and new pairs, summed over
+    the query group, [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1
+    elsewhere.
+    """
+    layout = Layout(key_bits, value_bits, rotate)
+    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
+    packed = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
+    window = at.logits(ring_tokens(recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
+    peak, share = softmax_denominator([packed, window, at.new_logits(k)], at.sink)
+    scores = torch.full((q.shape[2], *codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
+    known = torch.cat([packed, window], -1)[..., : at.candidates]
+    by_lane = scores.permute(1, 2, 0, 3)
+    by_lane[..., : at.candidates] = ((known - peak).exp_() * share).sum(2)
+    at.hide_unseen(by_lane, slice(None))
+    logits, base = whole_logits(q, codes.shape[2])
+    logits[..., : at.low_bit] = packed.flatten(1, 2)
+    logits[..., at.low_bit :] = -math.inf
+    return logits, base, scores
+
+
+def attend_scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    logits: Tensor,
+    base: Tensor,
+    codes: Tensor,
+    value_params: Tensor,
+    recent: Tensor,
+    slots: Tensor,
+    slot_index: Tensor,
+    chosen: Tensor,
+    key_bits: int,
+    value_bits: int,
+    rotate: bool,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits. chosen int32
+    [B, H, k]: what `correct` returned, the tokens of slot_index in another order, known before their pairs are there.
+    """
+    layout = Layout(key_bits, value_bits, rotate)
+    at = query_of(q, k, mask, sinks, cursor, scale, softcap)
+    packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
+    hidden = hidden_by(chosen, at.low_bit)
+    done = attend_over(at, k, v, packed, hidden, codes, value_params, recent, slots, slot_index, layout)
+    return done.output(q.dtype)
+
+
+def extend_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    host: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Exact attention of T new tokens over the host tier, streamed in blocks, and over themselves.
+
+    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T, ≥ n + T], or one row for all T, of padding, beside which the
+    new tokens are causal, as they are without a mask; sinks [Hq]; host: all pairs (`segments.py`), exact or as e4m3
+    codes (uint8). Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
+    """
+    wait_for_offloads(cursor)
+    length = int(cursor[LENGTH])
+    heads, tokens = k.shape[1], k.shape[2]
+    query = q.float().unflatten(1, (heads, -1)) * scale
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
+
+    peak = query.new_full((*query.shape[:-1], 1), -math.inf) if sink is None else sink.expand(*query.shape[:-1], 1)
+    total = torch.zeros_like(peak) if sink is None else torch.ones_like(peak)
+    out = torch.zeros_like(query)
+    starts = range(0, length, BLOCK)
+    for start in [*starts, length]:
+        if start == length:
+            stop, keys, values = length + tokens, k, v
+        else:
+            stop = min(start + BLOCK, length)
+            keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(3)
+        logits = product(query, keys, softcap)
+        if bias is not None:
+            logits = logits + bias[..., start:stop]
+        if start == length and (bias is None or bias.shape[3] == 1):
+            logits = logits.masked_fill(
+                torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1), -math.inf
+            )
+        higher = torch.maximum(peak, logits.amax(-1, keepdim=True))
+        base = higher.masked_fill(higher == -math.inf, 0.0)
+        weights = (logits - base).exp()
+        shrink = (peak - base).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        out = out * shrink + (weights.flatten(2, 3) @ values.float()).unflatten(2, (-1, tokens))
+        peak = higher
+    out = out / total.masked_fill(total == 0, 1.0)
+    return out.flatten(1, 2).to(q.dtype).contiguous()

@@ -1,0 +1,54 @@
+"""Hit rate of the slots and the recent tier against the true attention; computed only when it is asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.movement.copy_queue import wait_for_offloads
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
+from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.stored_pairs import decoded
+
+from .definition import grouped_bias, product, softmax_denominator
+
+
+def measure(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    cursor: Tensor,
+    host: Tensor,
+    slot_index: Tensor,
+    tally: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Add lane 0's hit rate to `tally` float64 [3]: attention mass covered, share of its top-k covered, heads counted.
+
+    The true attention is computed from the whole host tier: costly, only for those who ask. "Covered" is slots,
+    recent and the new pair; top-k is over the tokens that are not in the recent tier. Shapes as in `decode_attention`.
+    """
+    length, low_bit = int(cursor[LENGTH]), int(cursor[LOW_BIT])
+    wait_for_offloads(cursor)
+    heads = k.shape[1]
+    query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
+    cached = decoded(tokens_of(host, 0, length)[:, :, :, 0], k.dtype, k.shape[-1])
+    logits = product(query, torch.cat([cached.to(k.device), k[:, :, :1]], dim=2), softcap)
+    if mask is not None:
+        logits = logits + grouped_bias(mask[:, :, :1], heads, length + 1)
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    peak, share = softmax_denominator([logits], sink)
+    attention = ((logits - peak).exp() * share).sum((2, 3))  # [B, H, n + 1]
+    present = torch.zeros_like(attention, dtype=torch.int32)
+    fetched = (slot_index >= 0) & (slot_index < low_bit)
+    present.scatter_add_(2, slot_index.long().clamp(0), fetched.int())
+    present = present > 0
+    best = attention[:, :, :low_bit].topk(min(slot_index.shape[-1], low_bit), dim=-1).indices
+    # A masked token among them (there may be fewer that are seen than k) is nothing that one could miss.
+    covered = present | (attention == 0)
+    recall = covered.gather(2, best).float().mean(-1) if best.shape[-1] else torch.ones_like(attention[:, :, 0])
+    present[:, :, low_bit:] = True
+    mass = (attention * present).sum(-1) / attention.sum(-1)
+    tally += torch.stack([mass.sum(), recall.sum(), mass.new_tensor(mass.numel())]).to(tally)

@@ -1,0 +1,145 @@
+"""Triton: exact attention of several new tokens over the host tier, block by block, and over themselves.
+
+The CUDA implementation of `attention.extend_attention`. The host tier comes in blocks through two staging buffers, the
+next one while this one is attended to; the running softmax's state stays on the device between blocks.
+FLOPs: 4·T·n·Hq·d; PCIe: the host tier, 4·n·H·d bytes, once a layer, whatever the number of new tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specache_compile.kernels.movement import copy_stream
+from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.stored_pairs import decoded
+
+from .triton_decode import MASK_STRIDES, mask_form
+from .triton_softmax import biased, capped, grown, shown
+
+# Tokens of a host block: 4 MB a row and head of 8 at d 128, large enough for full PCIe speed.
+HOST_BLOCK = 2048
+
+
+class Tile(NamedTuple):
+    """New tokens and pairs of one product, warps, and pairs' tiles under way at once (`num_stages`)."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the bytes of a padded row of channels: what 99 KiB of shared memory hold, all that a program of an A6000 or a 4090
+# can have (tools/compile_kernels.py checks it).
+TILES = {256: Tile(64, 32, 4, 3), 512: Tile(64, 32, 8, 2), 1024: Tile(32, 16, 8, 2), 2048: Tile(16, 16, 8, 1)}
+
+
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "count", "size", "first"])
+def attend_block(
+    # q [B, Hq, T, d]; keys and values [B, H, size, d], of q's dtype; mask [B, Hq, T, ≥ first + size] uint8 or additive.
+    q, keys, values, mask,
+    # The running softmax, read and written: out [B, Hq, T, d], peaks and totals [B, Hq, T], float32, contiguous.
+    out, peaks, totals,
+    # q_batch, q_head, q_token: strides of q [B, Hq, T, d], in elements, the channels side by side; k_batch, ... and
+    # v_batch, ...: of keys and values [B, H, size, d]; m_batch, ...: of the mask, 0 along what it is broadcast over.
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, m_batch, m_head, m_row, m_token,
+    scale, softcap,
+    # Hq, H, T new tokens, tokens in the block, and the block's first one's number.
+    query_heads, heads, count, size, first,
+    d: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CHANNELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS new tokens of one query head over `size` pairs, the first of which is token `first`.
+
+    CHANNELS: d, padded. Bytes: 4·size·d of pairs, which programs of one KV head share in the second-level cache,
+    2·ROWS·d of q, and 4·ROWS·(d + 2) of the state, read and written. FLOPs: 4·ROWS·size·d, half of them where CAUSAL.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    batch, query_head = number // query_heads, number % query_heads
+    head = query_head // (query_heads // heads)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, CHANNELS)
+    real, inside = row < count, channel < d
+    at = number * count + row
+    q_at = q + batch * q_batch + query_head * q_head + row.to(tl.int64) * q_token
+    query = tl.load(q_at[:, None] + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    peak = tl.load(peaks + at, real, float("-inf"))
+    total = tl.load(totals + at, real, 0.0)
+    summed = tl.load(out + at[:, None] * d + channel[None, :], real[:, None] & inside[None, :], 0.0)
+    mask_row = batch * m_batch + query_head * m_head + row.to(tl.int64) * m_row
+    stop = size
+    if CAUSAL:
+        stop = tl.minimum(size, (tl.program_id(1) + 1) * ROWS)
+    for start in range(0, stop, KEYS):
+        token = (start + tl.arange(0, KEYS)).to(tl.int64)
+        there = token < size
+        loaded = there[:, None] & inside[None, :]
+        key = tl.load(keys + batch * k_batch + head * k_head + token[:, None] * k_token + channel[None, :], loaded, 0.0)
+        value = tl.load(
+            values + batch * v_batch + head * v_head + token[:, None] * v_token + channel[None, :], loaded, 0.0
+        )
+        logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        logits = capped(logits, softcap, CAP)
+        seen = real[:, None] & shown(there, mask + batch * m_batch, (first + token) * m_token, MASK)[None, :]
+        if CAUSAL:
+            seen = seen & (token[None, :] <= row[:, None])
+        logits = biased(logits, mask, mask_row[:, None] + ((first + token) * m_token)[None, :], seen, MASK)
+        weights, shrink, peak, total = grown(logits, tl.max(logits, 1), peak, total)
+        summed = tl.dot(weights.to(value.dtype), value, summed * shrink[:, None], input_precision=PRECISION)
+    tl.store(peaks + at, peak, real)
+    tl.store(totals + at, total, real)
+    tl.store(out + at[:, None] * d + channel[None, :], summed, real[:, None] & inside[None, :])
+
+
+def extend_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """As `attention.extend_attention`. Takes the length from what the host knows of the cursor: an extend is no part of
+    a captured step."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    batch, query_heads, count, d = q.shape
+    length = length_of(cursor)
+    if mask is not None and mask.shape[-1] < length + count:
+        raise ValueError(
+            f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {length + count}"
+        )
+    causal = mask is None or mask.shape[2] == 1
+    channels, tile = tile_of(d, q.dtype)
+    kind, mask, mask_strides = mask_form(mask, batch, query_heads, count)
+    rows = (batch, query_heads, count)
+    out = torch.zeros(*rows, d, dtype=torch.float32, device=q.device)
+    peak = torch.full(rows, float("-inf"), dtype=torch.float32, device=q.device)
+    total = torch.zeros(rows, dtype=torch.float32, device=q.device)
+    if sinks is not None:
+        peak.copy_(sinks.float().view(1, -1, 1).expand(rows))
+        total.fill_(1.0)
+
+    def attend(keys: Tensor, values: Tensor, first: int, causal: bool) -> None:
+        attend_block[batch * query_heads, triton.cdiv(count, tile.rows)](
+            q, keys, values, q if mask is None else mask, out, peak, total,
+            q_batch=q.stride(0), q_head=q.stride(1), q_token=q.stride(2),
+            k_batch=keys.stride(0), k_head=keys.stride(1), k_token=keys.stride(2),
+            v_batch=values.stride(0), v_head=values.stride(1), v_token=values.stride(2), **mask_strides,
+            scale=scale, softcap=softcap or 1.0,
+            query_heads=query_heads, heads=k.shape[1], count=count, size=keys.shape[2], first=first,
+            d=d, CAUSAL=causal, MASK=kind, CAP=softcap is not None, ROWS=tile.rows, KEYS=tile.keys,
+            CHANNELS=channels, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    for first, block in copy_stream.host_blocks(host, length, HOST_BLOCK, q.device):
+        attend(*decoded(block, q.dtype, d).unbind(3), first, False)
+    attend(k, v, length, causal)
+    return (out / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(q.dtype)
+
+
+def tile_of(d: int, dtype: torch.dtype) -> tuple[int, Tile]:
+    """Channels, padded, and the tile that `attend_block` has for them."""
+    channels = max(16, triton.next_power_of_2(d))
+    return channels, TILES[max(min(TILES), channels * dtype.itemsize)]

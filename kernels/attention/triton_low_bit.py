@@ -1,0 +1,381 @@
+"""Triton: one split's share of the low-bit tier in decode attention, part of `triton_decode.attend_tiers`, whole or by
+halves: the keys', which ends in logits, and the values', which begins with them.
+
+What a stored number costs decides here, not its bytes: an H200 gives 3.5 instructions to each before 60 % of its
+bandwidth is out of reach (tools/compile_kernels.py counts them). Hence:
+- The products are K·qᵀ and Vᵀ·wᵀ: the few query rows are the side that a tensor core instruction has eight of, and the
+  unpacked codes the one that it takes from registers, so that only packed codes pass through shared memory.
+- One AND makes two numbers (`fields_of`, `numbers`). Scales are on q and on the weights, zero points a product apart.
+- One warp a program: several would unpack the same codes, or meet at a barrier for every tile's maximum.
+
+Codes come out of their words in an order of their own, which q and the sums follow, and times a power of two, which q's
+scales and the sums take back. Keys and values of other bits than one another have their own planes, widths and fields.
+Worked through for d = 16 channels at 2 bits both, groups of g = 4 tokens, gv = 8 channels:
+
+    planes = 4         codes in a byte: plane p of byte j is channel 4·p + j (`quantize.pack`)
+    plane_width = 4    bytes of a token's keys, and of its values behind them
+    halves = 2         bytes in an element, where they are loaded as int16; width = 2 elements of keys a token, and as
+                       many of values: stride = 4 from one token to the next
+    fields = 8         codes in an element, planes · halves: field f is plane f % 4 of byte f // 4
+
+    With a capacity of C = 8 tokens, head 3's tile 1 starts at token 3 · 8 + 1 · 4 = 28, so at element
+    28 · stride = 112 of the codes; its token i's keys are 4 · i elements on, the values 2 more. Its key scales are
+    those of group 3 · 8 / 4 + 1 = 7, so at number 7 · 2 · d = 224, its key zeros 16 more.
+
+    One token's keys, channel by channel, byte by byte, and as a word, element 1 above element 0:
+
+        codes              1   0   2   3   2   1   0   3   3   3   1   0   0   2   1   1
+        bytes           0x39 0xb4 0x52 0x4f
+        word            0x4f52b439
+
+    Of a word, one AND (and a shift from field 4 on) leaves one field of both elements, as field 1, channels 4 and 6:
+    0x4f52b439 & 0x000c000c = 0x00000008, so 2 · 4 in the lower half, channel 4, and 0 · 4 in the upper one, channel 6.
+    All fields make the 16 columns of a product's left side (`key_columns`), each number its code · 4**plane:
+
+        field              0   0   1   1   2   2   3   3   4   4   5   5   6   6   7   7
+        element            0   1   0   1   0   1   0   1   0   1   0   1   0   1   0   1
+        channel            0   2   4   6   8  10  12  14   1   3   5   7   9  11  13  15
+        number             1   2   8   0  48  16   0  64   0   3   4  12  48   0 128  64
+
+    A key is code · s + z, so a logit is Σ number · (q · s / 4**plane) + Σ q · z: two products, for which q's columns
+    have the same channels, and in the first (`lifted`) what undoes number's power of two.
+
+    Values are unpacked by parts that have one scale a token: SPAN = gcd(plane_width, gv) bytes of `shared` = 2 planes.
+    Their words hold two tokens' elements, and a part's fields are the rows of a product's left side (`value_rows`):
+
+        part               0   0   0   0   0   0   0   0   1   1   1   1   1   1   1   1
+        part's channel     0   2   4   6   1   3   5   7   8  10  12  14   9  11  13  15
+
+    A sum is Σ w · (code · s + z) = Σ number · (w · s) / 4**plane + Σ w · z: the first over a part's rows as they are,
+    divided when the last tile is in; the second once for each group of channels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_softmax import biased, capped, finite, grown, shown
+
+SLOT_BLOCK = tl.constexpr(64)
+
+
+@triton.jit
+def either(one, other):
+    return one | other
+
+
+@triton.jit
+def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
+    """bool [group]: which of the tokens from `first` on are in the slots.
+
+    Each slot sets its token's bit: comparing every token with every slot would cost as much as a whole product.
+    """
+    word, bit = tl.arange(0, group // 32), tl.arange(0, 32)
+    found = tl.zeros([group // 32], tl.int32)
+    if top_k > 0:  # else `slot_index` may be anything, of any type
+        for start in range(0, top_k, SLOT_BLOCK):
+            slot = start + tl.arange(0, SLOT_BLOCK)
+            place = tl.load(slot_index + slot, slot < top_k, -1) - first
+            here = (place >> 5)[:, None] == word[None, :]
+            found |= tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
+    return tl.reshape(((found[:, None] >> bit[None, :]) & 1) != 0, [group])
+
+
+@triton.jit
+def fields_of(packed, first: tl.constexpr, planes: tl.constexpr, bits: tl.constexpr):
+    """int32 [A, B / 2, F] of packed [A, B]: a code of one of two neighbours in each half. [A, B / 2] of int32 are pairs
+    already.
+
+    A field is a plane of a byte: the planes from `first` on of an element's low byte, then those of its high one, if it
+    has two. A code stays where it lies in its byte, so that a field costs one AND.
+    """
+    if packed.dtype == tl.int32:
+        fields: tl.constexpr = 2 * planes
+        half: tl.constexpr = packed.shape[1]
+        pairs = packed
+    else:
+        fields: tl.constexpr = packed.dtype.primitive_bitwidth // 8 * planes
+        half: tl.constexpr = packed.shape[1] // 2
+        even, odd = tl.split(tl.reshape(packed, [packed.shape[0], half, 2]))
+        pairs = (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+    found = ()
+    for field in tl.static_range(fields):
+        levels = 0x10001 * ((1 << bits) - 1) << (first + field % planes) * bits
+        found = found + ((pairs >> (field // planes * 8)) & levels,)
+    for step in tl.static_range(1, 5):
+        if fields >> step > 0:
+            joined = ()
+            for at in tl.static_range(fields >> step):
+                joined = joined + (tl.join(found[at], found[at + (fields >> step)]),)
+            found = joined
+    return tl.reshape(found[0], [packed.shape[0], half, fields])
+
+
+@triton.jit
+def numbers(pairs, kind: tl.constexpr):
+    """int32 [...] → [..., 2] in `kind`: each half, below 256, times the smallest number that a 16-bit kind has.
+
+    Nothing is converted: a float whose exponent bits are zero is its mantissa times that number, and tensor cores take
+    such subnormal numbers as they are. It holds with the exponent's lowest bit too, a bfloat16's eighth.
+    """
+    halves = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return halves.to(tl.float32) if kind == tl.float32 else halves.to(kind, bitcast=True)
+
+
+@triton.jit
+def key_columns(fields: tl.constexpr, planes: tl.constexpr, plane_width: tl.constexpr, WIDTH: tl.constexpr):
+    """int32 [fields · WIDTH], a column each of the unpacked keys: its channel, its plane, and its element of a token.
+
+    An element and its neighbour, then two fields lie innermost because a thread holds four neighbours of a product's
+    left side: none is unpacked by one thread for another.
+    """
+    order = tl.arange(0, fields * WIDTH)
+    field, element = tl.zeros_like(order), order
+    if fields > 1:
+        field = order // (2 * WIDTH) * 2 + order // 2 % 2
+        element = order // 4 % (WIDTH // 2) * 2 + order % 2
+    return field % planes * plane_width + element * (fields // planes) + field // planes, field % planes, element
+
+
+@triton.jit
+def unpacked_keys(packed, planes: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr):
+    """[group, fields · WIDTH] in `kind`: a tile's key codes in `key_columns`' order, times 2**(plane · bits)."""
+    found = fields_of(packed, 0, planes, bits)
+    group: tl.constexpr = found.shape[0]
+    half: tl.constexpr = found.shape[1]
+    fields: tl.constexpr = found.shape[2]
+    INNER: tl.constexpr = 2 if fields > 1 else 1
+    found = tl.permute(tl.reshape(found, [group, half, fields // INNER, INNER]), (0, 2, 1, 3))
+    return tl.reshape(numbers(found, kind), [group, 2 * half * fields])
+
+
+@triton.jit
+def unpacked_values(packed, first: tl.constexpr, shared: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr):
+    """[fields · PIECE, group] in `kind`: a part's value codes [PIECE, group] in `value_rows`' order, times
+    2**(plane · bits). The part's planes are `shared` from `first` on."""
+    found = tl.permute(fields_of(packed, first, shared, bits), (2, 0, 1))
+    return tl.reshape(numbers(found, kind), [found.shape[0] * found.shape[1], 2 * found.shape[2]])
+
+
+@triton.jit
+def value_rows(
+    part: tl.constexpr, shared: tl.constexpr, runs: tl.constexpr, halves: tl.constexpr, plane_width: tl.constexpr,
+    SPAN: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """int32 [shared · halves · PIECE], a row each of a part's unpacked values: its channel, its plane, its element of
+    the span."""
+    order = tl.arange(0, shared * halves * PIECE)
+    plane = part % runs * shared + order // PIECE % shared
+    element = order % PIECE
+    return plane * plane_width + part // runs * SPAN + element * halves + order // PIECE // shared, plane, element
+
+
+@triton.jit
+def load_keys(
+    tile_codes, group: tl.constexpr, width: tl.constexpr, stride: tl.constexpr, WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """A tile's key codes: [group, WIDTH] elements, or [group, WIDTH / 2] words of two, so that none needs joining."""
+    token = tl.arange(0, group)[:, None]
+    if WORDS:
+        words = tile_codes.to(tl.pointer_type(tl.int32), bitcast=True)
+        pair = tl.arange(0, WIDTH // 2)[None, :]
+        codes = tl.load(words + token * (stride // 2) + pair, pair < width // 2, 0)
+    else:
+        element = tl.arange(0, WIDTH)[None, :]
+        codes = tl.load(tile_codes + token * stride + element, element < width, 0)
+    return codes
+
+
+@triton.jit
+def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr):
+    """A tile's key scales and zeros, each [d] in `key_columns`' order, of params [2, d].
+
+    Loaded as they lie, 16 bytes a thread, which is what the compiler makes asynchronous copies of, and brought into
+    order in registers: loads of single channels wait for memory in every tile.
+    """
+    both = tl.load(params + tl.arange(0, 2)[:, None] * d + tl.arange(0, d)[None, :])
+    both = tl.reshape(both, [2, planes // 2, 2, d // planes // halves // 2, 2, halves])
+    return tl.split(tl.reshape(tl.permute(both, (5, 1, 3, 2, 4, 0)), [d, 2]))
+
+
+@triton.jit
+def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
+    """A tile's value scales, `groups` of [group], and behind them in the same tuple its zeros [group, groups], of
+    params [group, 2, groups]; loaded as `load_key_params` does."""
+    whole = tl.load(params + tl.arange(0, group * 2 * groups))
+    scales, zeros = tl.split(tl.permute(tl.reshape(whole, [group, 2, groups]), (0, 2, 1)))
+    columns = (scales,)
+    for step in tl.static_range(8):
+        if groups >> step > 1:  # column i of 2**step holds the numbers i, i + 2**step, ...: its halves are two of twice
+            evens, odds = (), ()
+            for at in tl.static_range(1 << step):
+                even, odd = tl.split(tl.reshape(columns[at], [group, groups >> step + 1, 2]))
+                evens, odds = evens + (even,), odds + (odd,)
+            columns = evens + odds
+    found = ()
+    for at in tl.static_range(groups):
+        found = found + (tl.reshape(columns[at], [group]),)
+    return found + (zeros,)
+
+
+@triton.jit
+def attend_low_bit(
+    # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits, their
+    # base, what the center adds to them and the sums of each lie; which are rows at all, and which keep their logits.
+    q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
+    # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
+    bh, low_bit, split, splits,
+    # As attend_tiers has them.
+    codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
+    d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
+    top_k: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr,
+    CAP: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
+
+    An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
+    have one scale in a plane, EXACT tokens' logits one base. Bytes and FLOPs: those of attend_tiers.
+    """
+    kind: tl.constexpr = q_row.dtype.element_ty
+    plain: tl.constexpr = key_bits == 16
+    # What a code's lowest bit is worth, see `numbers`. The lift keeps sums with bfloat16's in float32's normal range.
+    unit: tl.constexpr = 2.0**-133 if kind == tl.bfloat16 else (2.0**-24 if kind == tl.float16 else 1.0)
+    lift: tl.constexpr = 2.0**48 if kind == tl.bfloat16 else 1.0
+    undo: tl.constexpr = 1.0 if plain else 1.0 / (lift * unit)
+    halves: tl.constexpr = 1 if plain else codes.dtype.element_ty.primitive_bitwidth // 8
+    key_planes: tl.constexpr = 1 if plain else 8 // key_bits
+    key_plane_width: tl.constexpr = d // key_planes
+    key_width: tl.constexpr = key_plane_width // halves
+    # Elements are unpacked in pairs.
+    KEY_WIDTH: tl.constexpr = max(CHANNELS // (key_planes * halves), 2)
+    planes: tl.constexpr = 1 if plain else 8 // value_bits
+    plane_width: tl.constexpr = d // planes
+    width: tl.constexpr = plane_width // halves
+    stride: tl.constexpr = key_width + width
+    WORDS: tl.constexpr = not plain and halves == 2 and key_width % 2 == 0 and width % 2 == 0
+    groups: tl.constexpr = d // value_group
+    GROUPS: tl.constexpr = triton.next_power_of_2(groups)
+    # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
+    KEYS_AS_THEY_LIE: tl.constexpr = key_planes >= 2 and key_width == KEY_WIDTH
+    VALUES_AS_THEY_LIE: tl.constexpr = groups == GROUPS
+
+    if KEYS:
+        key_channel, key_plane, key_element = key_columns(
+            fields=key_planes * halves, planes=key_planes, plane_width=key_plane_width,
+            WIDTH=KEY_WIDTH,
+        )  # fmt: skip
+        inside = key_element < key_width
+        query = tl.load(q_row[:, None] + key_channel[None, :], real[:, None] & inside[None, :], 0.0)
+        powers = lift / (1 << key_plane * key_bits).to(tl.float32)
+        lifted = (query.to(tl.float32) * powers[None, :]).to(kind)
+
+    # Values in parts of one scale each: `shared` planes of a span.
+    span: tl.constexpr = SPAN // halves
+    PIECE: tl.constexpr = triton.next_power_of_2(span)
+    shared: tl.constexpr = value_group // plane_width if span == width else 1
+    runs: tl.constexpr = planes // shared
+    parts: tl.constexpr = width // span * runs if VALUES else 0
+    piece = tl.arange(0, PIECE)[None, :]
+    sums = ()
+    for _ in tl.static_range(parts):
+        sums = sums + (tl.zeros([shared * halves * PIECE, ROWS], tl.float32),)
+
+    within = tl.arange(0, group)
+    value_number = tl.arange(0, GROUPS)
+    constants = tl.zeros([GROUPS, ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    tiles = (low_bit // group).to(tl.int32)
+    share = tl.cdiv(tiles, splits)
+    for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
+        # The tile's own offset is 64 bits wide, what lies inside it 32.
+        first = bh * capacity + tile * group
+        tile_codes = codes + first * stride
+        tokens = tile * group + within
+        if KEYS:
+            key_codes = load_keys(tile_codes, group=group, width=key_width, stride=stride, WIDTH=KEY_WIDTH, WORDS=WORDS)
+            if plain:
+                logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
+            else:
+                params = key_params + (bh * (capacity // group) + tile) * (2 * d)
+                if KEYS_AS_THEY_LIE:
+                    key_scale, key_zero = load_key_params(params, d=d, planes=key_planes, halves=halves)
+                else:
+                    key_scale = tl.load(params + key_channel, inside, 0.0)
+                    key_zero = tl.load(params + d + key_channel, inside, 0.0)
+                keys = unpacked_keys(key_codes, planes=key_planes, bits=key_bits, kind=kind)
+                logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
+                zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
+                logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
+            logits = logits * scale
+            if CENTERED:
+                logits += tl.load(shares_row[None, :] + tokens[:, None], real[None, :], 0.0)
+            logits = tl.trans(capped(logits, softcap, CAP))
+
+        fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
+        if KEYS:
+            seen = real[:, None] & shown(~fetched, mask, tokens * m_token, MASK)[None, :]
+            logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+        else:
+            # Whole rows, for a mask of single tokens would make a load of each.
+            above = tl.load(logits_row[:, None] + tokens[None, :], real[:, None], 0.0).to(tl.float32)
+            base = tl.load(base_row + tile * (group // EXACT), real, 0.0)
+            logits = tl.where(real[:, None] & ~fetched[None, :], above + base[:, None], float("-inf"))
+        highest = tl.max(logits, 1)
+        if KEYS and stored > 0:
+            logits_at = logits_row[:, None] + tokens[None, :]
+            if VALUES:
+                tl.store(logits_at, logits, kept[:, None] & ~fetched[None, :])
+            else:
+                block = tile * (group // EXACT) + tl.arange(0, group // EXACT)
+                base = finite(highest)[:, None]
+                tl.store(base_row[:, None] + block[None, :], base, kept[:, None])
+                tl.store(logits_at, logits - base, kept[:, None])
+        weights, shrink, peak, total = grown(logits, highest, peak, total)
+
+        if VALUES:
+            if not plain:
+                params = value_params + first * (2 * groups)
+                if VALUES_AS_THEY_LIE:
+                    value_scales = load_value_params(params, group=group, groups=groups)
+                    value_zeros = tl.trans(value_scales[groups])
+                else:
+                    scales = params + within * (2 * groups)
+                    at = scales[None, :] + groups + value_number[:, None]
+                    value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
+                constants = constants * shrink[None, :]
+                constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
+            added = ()
+            for part in tl.static_range(parts):
+                at = tile_codes + (key_width + part // runs * span)
+                value_codes = tl.trans(tl.load(at + within[:, None] * stride + piece, piece < span, 0))
+                before = sums[part] * shrink[None, :]
+                if plain:
+                    values, scaled = value_codes, weights
+                else:
+                    values = unpacked_values(
+                        value_codes, first=part % runs * shared, shared=shared, bits=value_bits, kind=kind
+                    )
+                    if VALUES_AS_THEY_LIE:
+                        value_scale = value_scales[
+                            (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+                        ]
+                    else:
+                        number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+                        value_scale = tl.load(scales + number)
+                    scaled = weights * (value_scale.to(tl.float32) * lift)[None, :]
+                added = added + (tl.dot(values, tl.trans(scaled.to(kind)), before, input_precision=PRECISION),)
+            sums = added
+
+    for part in tl.static_range(parts):
+        channel, plane, element = value_rows(
+            part, shared=shared, runs=runs, halves=halves, plane_width=plane_width, SPAN=SPAN, PIECE=PIECE
+        )
+        number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
+        constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
+        result = sums[part] * (undo / (1 << plane * value_bits).to(tl.float32))[:, None] + constant[None, :]
+        tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (element < span)[:, None])
+    return peak, total

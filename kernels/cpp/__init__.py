@@ -1,0 +1,1 @@
+"""What all C++ kernels share: how they are compiled, tiles and vectors."""

@@ -1,0 +1,115 @@
+"""The C++ kernels, compiled on first use by Inductor's own toolchain and kept in Inductor's cache."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Sequence
+from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.codecache import CppCodeCache
+from torch._inductor.cpp_builder import is_gcc
+
+# Inductor turns these off for its own kernels, which it vectorises itself. Sums may be reordered; infinities count.
+FLAGS = (
+    *(("-ftree-loop-vectorize",) if is_gcc() else ()),
+    *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
+    "-ffp-contract=fast",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-math-errno",
+)
+# What tensors may be made of, and its name in C++; each library has a build for each.
+DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+
+# A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
+# shares: `center.share_of_center` of the low-bit tier. bias_strides: along [B, H, Hq/H, lanes, column]. row_width:
+# elements of a token's codes. rotation: channels that are rotated together, 0 where none are. scores: of
+# all lanes, or the last one's.
+POINTERS = {
+    "q": "float", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void", "key_params": "T",
+    "value_params": "T", "recent": "T", "slots": "T", "slot_index": "int32_t", "cursor": "int64_t", "shares": "float",
+}  # fmt: skip
+RESULTS = {"logits": "float", "scores": "float", "out": "float"}
+SIZES = (
+    "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
+    "top_k", "key_bits", "value_bits", "rotation",
+)  # fmt: skip
+STRIDES = 5
+
+
+class Step(Structure):
+    """The arguments of the C++ kernels; it does not keep tensors alive."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (*POINTERS, *RESULTS)),
+        *((name, c_int64) for name in SIZES),
+        ("bias_strides", c_int64 * STRIDES),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+def declaration() -> str:
+    """`Step` in C++."""
+    lines = [
+        "struct Step {",
+        *(f"  const {kind.replace('T', 'void')}* {name};" for name, kind in POINTERS.items()),
+        *(f"  {kind}* {name};" for name, kind in RESULTS.items()),
+        *(f"  int64_t {name};" for name in SIZES),
+        f"  int64_t bias_strides[{STRIDES}];",
+        "  float scale, softcap;",
+        "};",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def decode_library(dtype: torch.dtype) -> CDLL:
+    """cpp_decode.cpp, for pairs of this dtype."""
+    functions = {name: [POINTER(Step)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
+    return compiled(
+        ("cpp/cpp_tiles.h", "attention/cpp_attention.h", "attention/cpp_decode.cpp"), functions, dtype, declaration()
+    )
+
+
+@functools.cache
+def rows_library(dtype: torch.dtype) -> CDLL:
+    """cpp_rows.cpp, for float32 or bfloat16."""
+    return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p]}, dtype)
+
+
+@functools.cache
+def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
+    """cpp_tiers.cpp, for pairs of any dtype; to and from a host tier that is rounded, of this one."""
+    pointer, number = c_void_p, c_int64
+    return compiled(("movement/cpp_tiers.cpp",), {
+        "select_topk": [pointer, *[number] * 4, pointer],
+        "refill": [*[pointer] * 4, *[number] * 5, pointer],
+        "correct": [*[pointer] * 4, *[number] * 7, pointer, pointer],
+        "write_pairs": [*[pointer] * 3, *[number] * 6],
+        "round_pairs": [*[pointer] * 3, *[number] * 6],
+    }, dtype)  # fmt: skip
+
+
+def compiled(
+    names: Sequence[str], functions: dict[str, list[Any]], dtype: torch.dtype = torch.float32, before: str = ""
+) -> CDLL:
+    """The library of these C++ files of kernels/, one behind the other; needs a C++ compiler, as Inductor does."""
+    here = Path(__file__).parents[1]
+    files = [(here / name).read_text("utf-8") for name in ("cpp/cpp_vectors.h", *names)]
+    text = "".join((f"#define DTYPE {DTYPES[dtype]}\n", files[0], before, *files[1:]))
+    library: Any = CppCodeCache.load(text, extra_flags=FLAGS)
+    for function, arguments in functions.items():
+        getattr(library, function).argtypes = arguments
+        getattr(library, function).restype = None
+    return library  # type: ignore[no-any-return]
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

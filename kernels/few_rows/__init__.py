@@ -1,0 +1,1 @@
+"""A product of few rows with a weight."""

@@ -1,0 +1,1 @@
+"""Host memory: pinned, grown, and how much of it there may be."""

@@ -1,0 +1,304 @@
+"""The copy streams of a CUDA device: fetches and offloads beside compute; and corrections, beside less of it.
+
+    main stream    ... select_0 ─┐   layer 1, 2, ...        wait_0 ── attend_0 (next step) ...
+    copy stream                  └── gather_0, gather_1 ... ──┘
+
+    main stream    score_0 ── choose_0 ─┬─ low-bit values_0 ─┬─ slots_0, recent_0, new_0 ── merge_0 ...
+    corrections                         └─ gather_0 ─────────┘
+
+A correction has a stream of its own: the step waits for it, and it for no other layer's fetch.
+
+What the copy stream touches is state of a session, or staging that this module owns; never an Inductor temporary. A
+correction also reads what was chosen, which the attention behind it keeps.
+Nothing here blocks the host in a decode step. While a CUDA graph is being captured, the fork is part of the graph and
+`join` ends it: events from outside a capture cannot be waited for within. The last layers' fetches, which that would
+leave no time, are deferred to the next replay (`deferred.py`). The stream that steps are recorded on is not here but
+in `lowering/cuda_graphs.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.attention import measure as hit_rate
+from specache_compile.kernels.memory.host_memory import makes_fakes
+from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.segments import aligned, put, runs, span_of, tokens_of
+from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
+
+from . import deferred
+from . import definition as tiers
+
+# More new tokens than this are copied by the DMA engines, through staging; fewer are written through by a kernel.
+WRITE_THROUGH = 64
+
+# Segments that are rounded at a time: what that takes is of so many alone.
+ROUNDED_AT_ONCE = 4
+
+# The end of the last fetch into each layer's slots, by their address; and of a correction that is not waited for yet.
+_fetches: dict[int, torch.cuda.Event] = {}
+_corrections: dict[int, torch.cuda.Event] = {}
+
+
+@functools.cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The one copy stream of a device, of high priority: a gather's few programs need not wait until all of an
+    attention's have started."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@functools.cache
+def correction_stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device's corrections, of high priority as well."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def adopt(state: Mapping[str, Tensor]) -> None:
+    """Tell the allocator that both streams use these state tensors, so that their memory is not reused too soon."""
+    device = state["slots"].device
+    used = {
+        stream_of(device): ("wanted", "slots", "slot_index", "fetched"),
+        correction_stream_of(device): ("slots", "slot_index", "corrected"),
+    }
+    for stream, fields in used.items():
+        for field in fields:
+            state[field].record_stream(stream)
+    for ends in (_fetches, _corrections):
+        weakref.finalize(state["slots"], ends.pop, state["slots"].data_ptr(), None)
+
+
+def join(device: torch.device) -> None:
+    """Let the main stream wait for all copies handed in so far."""
+    torch.cuda.current_stream(device).wait_stream(stream_of(device))
+
+
+def join_capture(device: torch.device) -> None:
+    """Before a capture ends: bring those streams back into it that a fetch, or a correction in a step that failed, has
+    forked off.
+
+    A stream that took no part may not be waited for: its events come from outside of the capture.
+    """
+    for stream in (stream_of(device), correction_stream_of(device)):
+        with torch.cuda.stream(stream):
+            forked = torch.cuda.is_current_stream_capturing()
+        if forked:
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+    """As `tiers.prefetch`, on the copy stream, behind what the main stream has been given so far."""
+    from .triton_copy import gather
+
+    if deferred.is_made_first(slots):
+        return
+    if not host.is_pinned():  # the GPU cannot read it: the host copies, and everything waits
+        tiers.refill(wanted, host, slots, slot_index, fetched)
+        return
+    copy = stream_of(slots.device)
+    copy.wait_stream(torch.cuda.current_stream(slots.device))
+    with torch.cuda.stream(copy):
+        gather(wanted, host, slots, slot_index, fetched)
+    if not torch.cuda.is_current_stream_capturing():
+        _fetches[slots.data_ptr()] = copy.record_event()
+
+
+def wait(after: Tensor, cursor: Tensor, slots: Tensor, slot_index: Tensor, wanted: Tensor) -> None:
+    """As `tiers.wait`: what the main stream is given from here on runs behind the fetch; the host goes on."""
+    fetch = _fetches.pop(slots.data_ptr(), None)
+    if torch.cuda.is_current_stream_capturing():
+        fetch = deferred.end_of(slots)
+    if fetch is not None:
+        torch.cuda.current_stream(slots.device).wait_event(fetch)
+
+
+def correct(
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    corrected: Tensor,
+) -> Tensor:  # fmt: skip
+    """As `tiers.correct`: the choice on the main stream, the gather beside what that is given next, up to
+    `wait_for_correction`. The host decides nothing."""
+    from .triton_copy import gather
+    from .triton_select import select_topk
+
+    chosen = torch.empty_like(slot_index)
+    select_topk(scores[0], chosen, cursor)
+    if not host.is_pinned():
+        join(slots.device)
+        tiers.refill(chosen, host, slots, slot_index, corrected)
+        return chosen
+    corrections = correction_stream_of(slots.device)
+    corrections.wait_stream(torch.cuda.current_stream(slots.device))
+    with torch.cuda.stream(corrections):
+        gather(chosen, host, slots, slot_index, corrected, programs=slot_index.shape[0] * slot_index.shape[1])
+    _corrections[slots.data_ptr()] = corrections.record_event()
+    return chosen
+
+
+def wait_for_correction(slots: Tensor) -> None:
+    """What the main stream is given from here on runs behind the correction of these slots."""
+    correction = _corrections.pop(slots.data_ptr(), None)
+    if correction is not None:
+        torch.cuda.current_stream(slots.device).wait_event(correction)
+
+
+def copy_across(source: Tensor, target: Tensor) -> None:
+    """Copy pairs [B, H, n, 2, d] to the same shape across PCIe: in one piece where both are, as a whole segment is;
+    else by rows and heads, each of which is contiguous."""
+    if source.is_contiguous() and target.is_contiguous():
+        target.copy_(source, non_blocking=True)
+        return
+    for row in range(source.shape[0]):
+        for head in range(source.shape[1]):
+            target[row, head].copy_(source[row, head], non_blocking=True)
+
+
+class Staging:
+    """Two buffers on one device, through which the pairs of a long prefill go to the host, layer after layer.
+
+    At most two layers' 16-bit pairs are on the device beside the activations; a third waits for the first one's copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.copied: list[torch.cuda.Event | None] = [None, None]
+        self.next = 0
+
+    def send(self, k: Tensor, v: Tensor, start: int, host: Tensor) -> None:
+        """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on, staged as they will lie in
+        its segments."""
+        main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
+        number, self.next = self.next, 1 - self.next
+        copied = self.copied[number]
+        if copied is not None:
+            main.wait_event(copied)
+        size = 2 * k[..., 0].numel() * host.shape[-1] * host.itemsize
+        staged = stage(k, v, start, host, self.buffer(number, size).view(host.dtype))
+        copy.wait_stream(main)
+        with torch.cuda.stream(copy):
+            for pairs, (target, _, _) in zip(staged, runs(host, start, start + k.shape[2]), strict=True):
+                copy_across(pairs, target)
+        self.copied[number] = copy.record_event()
+
+    def buffer(self, number: int, size: int) -> Tensor:
+        if self.buffers[number].numel() < size:
+            self.buffers[number] = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.buffers[number].record_stream(stream_of(self.device))
+        return self.buffers[number][:size]
+
+
+def stage(k: Tensor, v: Tensor, start: int, host: Tensor, buffer: Tensor) -> list[Tensor]:
+    """Put the new pairs k, v [B, H, T, d], as the host tier stores them, into `buffer`, a contiguous piece for each of
+    the `runs` of its tokens from `start` on; returns the pieces [B, H, n, 2, d or w]. Whole segments are put there at
+    once."""
+    stop, staged, used = start + k.shape[2], list[Tensor](), 0
+    for begin, end in aligned(host, start, stop):
+        size = min(end - begin, span_of(host))
+        keys, values = (x[:, :, begin - start : end - start].unflatten(2, (-1, size)).movedim(2, 0) for x in (k, v))
+        shape = (*keys.shape[:4], 2, host.shape[-1])
+        pieces = buffer[used : used + math.prod(shape)].view(shape)
+        if host.dtype == ROUNDED:
+            for some in zip(*(x.split(ROUNDED_AT_ONCE) for x in (pieces, keys, values)), strict=True):
+                some[0].copy_(stored(torch.stack(some[1:], dim=4), host))
+        else:
+            torch.stack([keys, values], dim=4, out=pieces)
+        staged += pieces.unbind()
+        used += pieces.numel()
+    return staged
+
+
+@functools.cache
+def staging_of(device: torch.device) -> Staging:
+    return Staging(device)
+
+
+def release_staging() -> None:
+    """Give the staging back: the allocator takes it when its last copy has ended."""
+    staging_of.cache_clear()
+
+
+def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
+    """As `tiers.offload`: a few pairs are written through at once, many go through staging on the copy stream."""
+    from .triton_copy import write_through
+
+    if not host.is_pinned():
+        start = length_of(cursor)
+        put(host, start, stored(torch.stack([k, v], dim=3).to(host.device), host))
+    elif k.shape[2] <= WRITE_THROUGH:
+        write_through(k, v, cursor, host)
+    else:
+        staging_of(k.device).send(k, v, length_of(cursor), host)
+
+
+def host_blocks(host: Tensor, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """The host tier's first `length` pairs [B, H, ≤ size, 2, d] on `device`, with each block's first token.
+
+    From pinned memory the next block travels while the caller attends to this one.
+    """
+    starts = range(0, length, size)
+    if device.type != "cuda" or not host.is_pinned():
+        for first in starts:
+            yield first, tokens_of(host, first, min(first + size, length)).to(device)
+        return
+    main, copy = torch.cuda.current_stream(device), stream_of(device)
+    pair = tokens_of(host, 0, 1).numel()
+    buffers = [torch.empty(min(size, length) * pair, dtype=host.dtype, device=device) for _ in range(2)]
+    for buffer in buffers:
+        buffer.record_stream(copy)
+
+    def load(number: int) -> tuple[list[Tensor], Any]:
+        pieces, used = list[Tensor](), 0
+        copy.wait_stream(main)  # whoever attended to the buffer's last block has been launched
+        with torch.cuda.stream(copy):
+            for source, _, _ in runs(host, starts[number], min(starts[number] + size, length)):
+                pieces.append(buffers[number % 2][used : used + source.numel()].view(source.shape))
+                copy_across(source, pieces[-1])
+                used += source.numel()
+        return pieces, copy.record_event()
+
+    following = load(0) if len(starts) else None
+    for number, first in enumerate(starts):
+        assert following is not None
+        pieces, loaded = following
+        following = load(number + 1) if number + 1 < len(starts) else None
+        main.wait_event(loaded)
+        yield first, torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
+
+
+def measure(q: Tensor, *rest: Any) -> None:
+    """As `measure.measure`, behind all copies to the host, and the correction of the slots that it asks about."""
+    join(q.device)
+    torch.cuda.current_stream(q.device).wait_stream(correction_stream_of(q.device))
+    hit_rate.measure(q, *rest)
+
+
+class StreamCopies:
+    """What a session on a CUDA device has in place of a `CopyQueue`: its copies run on the device's copy stream."""
+
+    number = 0
+    # A copy on a stream cannot fail by itself; and how long the main stream stood still for one, the host cannot tell.
+    error: BaseException | None = None
+    waited: float | None = None
+    correcting: float | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def drain(self) -> None:
+        """Block until no copy is under way, and none that a launched step has yet to start."""
+        torch.cuda.synchronize(self.device)
+
+    settle = drain
+
+    def wait_for_offloads(self) -> None:
+        """What the main stream is given from here on runs behind every offload handed in so far; of fake tensors none
+        was."""
+        if not makes_fakes():
+            join(self.device)

@@ -1,0 +1,144 @@
+"""What moves pairs between the tiers of a decode step, in C++: `tiers.py`'s choice, fetches and writes of a few tokens.
+
+On a CPU both tiers lie in the same memory. What a step of one token moves there is done before a worker would have
+begun with it, and a worker would take the core that the copy is to hide behind: so it is done at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import CDLL
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.cpp.library import address, tiers_library
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
+from specache_compile.kernels.state.segments import places_of, span_of
+from specache_compile.kernels.state.stored_pairs import ROUNDED
+
+from . import definition as tiers
+from .copy_queue import queue_of
+
+# New tokens whose pairs are written at once; more are the worker's.
+WRITE_THROUGH = 16
+
+
+def library_of(*arguments: Any) -> CDLL:
+    """What a call with such arguments needs: the same for all, unless the host tier is rounded."""
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    rounded = [x for x in tensors if x.dtype == ROUNDED]
+    return library_for([x for x in tensors if x.is_floating_point()][-1], rounded[0]) if rounded else tiers_library()
+
+
+def library_for(pairs: Tensor, host: Tensor) -> CDLL:
+    """What moves pairs of this dtype to and from a host tier."""
+    return tiers_library(pairs.dtype) if host.dtype == ROUNDED else tiers_library()
+
+
+def channels_of(slots: Tensor, host: Tensor) -> int:
+    """d where the host tier is rounded, else 0."""
+    return slots.shape[-1] if host.dtype == ROUNDED else 0
+
+
+def select_topk_fused(scores: Tensor, wanted: Tensor) -> None:
+    """`tiers.select_topk`, in C++; the same arguments and results."""
+    scores = scores.contiguous()
+    heads, capacity, k = wanted.shape[0] * wanted.shape[1], scores.shape[-1], wanted.shape[-1]
+    tiers_library().select_topk(address(scores), heads, capacity, capacity, k, address(wanted))
+
+
+def prefetch_fused(
+    wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
+) -> None:
+    """`tiers.prefetch`, in C++ and at once; the same arguments and results."""
+    heads, k = wanted.shape[0] * wanted.shape[1], wanted.shape[-1]
+    sizes = (heads, span_of(host), k, pair_bytes(host), channels_of(slots, host))
+    places, library = [address(tensor) for tensor in (wanted, host, slots, slot_index)], library_for(slots, host)
+
+    def job() -> None:
+        library.refill(*places, *sizes, address(fetched))
+
+    queue = queue_of(cursor)
+    if queue is None:
+        job()
+    else:
+        queue.wait_for_offloads()
+        queue.waited += queue.run_now(job)
+
+
+def correct_fused(
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
+    corrected: Tensor,
+) -> Tensor:  # fmt: skip
+    """`tiers.correct`, in C++; the same arguments and results."""
+    chosen = torch.empty_like(slot_index)
+    scores, low_bit = scores.contiguous(), int(cursor[LOW_BIT])
+    stored, library = (pair_bytes(host), channels_of(slots, host)), library_for(slots, host)
+    sizes = (slots.shape[0] * slots.shape[1], scores.shape[-1], span_of(host), low_bit, slots.shape[2], *stored)
+    places = [address(tensor) for tensor in (scores, host, slots, slot_index)]
+
+    def job() -> None:
+        library.correct(*places, *sizes, address(chosen), address(corrected))
+
+    queue = queue_of(cursor)
+    if queue is None:
+        job()
+    else:
+        queue.wait_for_offloads()
+        queue.correcting += queue.run_now(job)
+    return chosen
+
+
+def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
+    """`tiers.offload`; a few tokens in C++ and at once. The same arguments and results."""
+    if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
+        tiers.offload(k, v, padding, cursor, host)
+        return
+    write = round_pairs if host.dtype == ROUNDED else write_pairs
+    job = write(k, v, host, int(cursor[LENGTH]))
+    queue = queue_of(cursor)
+    if queue is None:
+        job()
+    else:
+        queue.run_now(job)
+
+
+def append_fused(
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, *low_bit_tier: Any,
+) -> None:  # fmt: skip
+    """`tiers.append`; in C++ where nothing leaves the window. The same arguments and results."""
+    length, low_bit, next_low_bit, _ = cursor.tolist()
+    if next_low_bit > low_bit or not k.dtype == v.dtype == recent.dtype:
+        tiers.append(k, v, padding, cursor, recent, *low_bit_tier)
+    else:
+        write_pairs(k, v, recent, length)()
+
+
+def write_pairs(k: Tensor, v: Tensor, target: Tensor, first: int) -> Callable[[], None]:
+    """What puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from `first` on, at t mod its places."""
+    k, v = k.contiguous(), v.contiguous()
+    heads, count, half = k.shape[0] * k.shape[1], k.shape[2], k.shape[3] * k.element_size()
+    places, span, library = places_of(target), span_of(target), tiers_library()
+
+    def job() -> None:
+        library.write_pairs(address(k), address(v), address(target), heads, count, places, span, first, half)
+
+    return job
+
+
+def round_pairs(k: Tensor, v: Tensor, host: Tensor, first: int) -> Callable[[], None]:
+    """The same into a host tier that is rounded."""
+    k, v = k.contiguous(), v.contiguous()
+    heads, count, d = k.shape[0] * k.shape[1], k.shape[2], k.shape[3]
+    span, library = span_of(host), library_for(k, host)
+
+    def job() -> None:
+        library.round_pairs(address(k), address(v), address(host), heads, count, span, first, d, host.shape[-1])
+
+    return job
+
+
+def pair_bytes(pairs: Tensor) -> int:
+    return 2 * pairs.shape[-1] * pairs.element_size()

@@ -1,0 +1,323 @@
+"""Triton: the new pairs into the recent tier, and full groups from there into the low-bit tier.
+
+The CUDA implementation of `tiers.append`, bound by copy bandwidth. Lengths are read on the device, so that a decode
+step can be captured. Strides k_batch, k_head, k_token are those of k [B, H, T, d], in elements, v_batch, ... those of
+v; the channels lie side by side, and the tiers are contiguous. d channels, groups of g tokens or gv channels, C tokens'
+capacity, W tokens' window.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.triton_center import load_group_center, set_center
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
+from specache_compile.kernels.state.triton_pairs import load_pairs
+from specache_compile.kernels.state.triton_rotate import hadamard
+
+# Tokens of a ring write per program: 16 rows of K and V keep a warp's loads 16 bytes wide.
+RING_BLOCK = 16
+# Tokens of an unquantised group per program, and of those that are rotated; both divide every group size.
+COPY_BLOCK, ROTATED_BLOCK = 32, 16
+# Bytes that hold the rotated pairs of one launch, or one group of each head where that is more.
+SCRATCH = 32 << 20
+# As in `quantize.LARGEST`: q·s + z and every step towards it stays finite.
+LARGEST = tl.constexpr(2.0**126)
+# x + ROUND - ROUND rounds |x| < 2**22 to the nearest integer, ties to even, as `torch.round` does.
+ROUND = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def finite_range(x, seen, axis: tl.constexpr):
+    """Smallest and largest finite element along `axis`, 0 where there is none; both kept as a size of 1."""
+    finite = seen & (tl.abs(x) < float("inf"))  # false for NaN
+    low = tl.min(tl.where(finite, x, float("inf")), axis, keep_dims=True)
+    high = tl.max(tl.where(finite, x, float("-inf")), axis, keep_dims=True)
+    empty = low > high
+    low = tl.where(empty, 0.0, tl.minimum(tl.maximum(low, -LARGEST), LARGEST))
+    high = tl.where(empty, 0.0, tl.minimum(tl.maximum(high, -LARGEST), LARGEST))
+    return low, high
+
+
+@triton.jit
+def scale_and_zero(low, high, limit, bits: tl.constexpr, midpoint: tl.constexpr):
+    """Equations 2 to 4, clamped to what the model's dtype can hold."""
+    spread = high - low
+    if midpoint and bits == 1:
+        scale, zero = spread * 0.5, low + spread * 0.25
+    else:
+        scale, zero = tl.div_rn(spread, tl.zeros_like(spread) + ((1 << bits) - 1)), low
+    return tl.minimum(scale, limit), tl.minimum(tl.maximum(zero, -limit), limit)
+
+
+@triton.jit
+def encode(x, scale, zero, bits: tl.constexpr):
+    """Codes as int32, rounded against the stored scale and zero; NaN becomes the smallest level."""
+    levels = tl.div_rn(x - zero, tl.zeros_like(x) + scale)
+    levels = tl.where(levels == levels, levels, 0.0)
+    levels = tl.minimum(tl.maximum(levels, 0.0), (1 << bits) - 1)
+    return ((levels + ROUND) - ROUND).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["heads", "done"])
+def rotate_groups(
+    # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
+    # are not centered; written: turned [B, H, room, 2, d], a ring.
+    k, v, cursor, recent, center, turned,
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # H, and the tokens that leave the window before these.
+    heads, done,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
+    TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values; token t goes to
+    t mod room. TURNED: they are rotated. CENTERED: before, the center is taken off the keys.
+
+    Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    length = tl.load(cursor + AT_LENGTH)
+    start = tl.load(cursor + AT_LOW_BIT) + done + tl.program_id(1) * BLOCK
+    if start >= tl.load(cursor + AT_NEXT_LOW_BIT):
+        return
+    tokens = (start + tl.arange(0, BLOCK))[:, None]
+    channel = (tl.program_id(2) * block + tl.arange(0, block))[None, :]
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    place = turned + ((bh * room + tokens % room) * 2) * d + channel
+    key = load_pairs(
+        k, recent, tokens, channel, channel < d,
+        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
+    )  # fmt: skip
+    value = load_pairs(
+        v, recent, tokens, channel, channel < d,
+        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=False,
+    )  # fmt: skip
+    if CENTERED:
+        first = start // group * group  # a group is whole blocks
+        one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d)
+        angle = (tokens - first).to(tl.float32) * theta
+        key -= tl.cos(angle) * one + tl.sin(angle) * other
+    if TURNED:
+        key, value = hadamard(key), hadamard(value)
+    tl.store(place, key.to(turned.dtype.element_ty))
+    tl.store(place + d, value.to(turned.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["heads", "done"])
+def quantize_groups(
+    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor int64 [4]; recent [B, H, W, 2, d], or what
+    # `rotate_groups` made of all three.
+    k, v, padding, cursor, recent,
+    # Written: codes [B, H, C, w] uint8, a token's keys, then its values; key_params [B, H, C/g, 2, d], value_params
+    # [B, H, C, 2, d/gv].
+    codes, key_params, value_params,
+    # p_batch: from one row of the padding to the next.
+    k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
+    # The largest number of the model's dtype; H, C in tokens, and the tokens that leave the window before these.
+    limit, heads, capacity, done,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
+    value_bits: tl.constexpr, midpoint: tl.constexpr, PADDED: tl.constexpr, APART: tl.constexpr,
+    KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
+):  # fmt: skip
+    """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
+
+    PADDED: whether `padding` is one. APART: `recent` is what `rotate_groups` made. KEY_PLANE, VALUE_PLANE, VALUE_GROUP:
+    the bytes of a token's keys, of its values, and gv, padded. Bytes: 4·g·d read (the values again from the cache),
+    g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
+    start = low_bit + done + tl.program_id(1) * group
+    if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
+        return
+    tokens = start + tl.arange(0, group)
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    key_width: tl.constexpr = d * key_bits // 8
+    value_width: tl.constexpr = d * value_bits // 8
+    row = (bh * capacity + tokens) * (key_width + value_width)
+
+    present = tokens >= 0
+    if PADDED:
+        present = tl.load(padding + (bh // heads) * p_batch + tokens) != 0
+
+    # Keys: per channel over the group's tokens; plane p holds the channels p·width + byte.
+    byte = tl.arange(0, KEY_PLANE)
+    inside = byte < key_width
+    packed = tl.zeros([group, KEY_PLANE], tl.int32)
+    params = key_params + (bh * (capacity // group) + start // group) * 2 * d
+    for plane in tl.static_range(8 // key_bits):
+        channel = plane * key_width + byte
+        x = load_pairs(
+            k, recent, tokens[:, None], channel[None, :], inside[None, :],
+            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=APART,
+        )  # fmt: skip
+        low, high = finite_range(x, inside[None, :] & present[:, None], 0)
+        scale, zero = scale_and_zero(low, high, limit, key_bits, midpoint)
+        scale, zero = scale.to(key_params.dtype.element_ty), zero.to(key_params.dtype.element_ty)
+        tl.store(params + channel[None, :], scale, inside[None, :])
+        tl.store(params + d + channel[None, :], zero, inside[None, :])
+        packed |= encode(x, scale.to(tl.float32), zero.to(tl.float32), key_bits) << (plane * key_bits)
+    tl.store(codes + row[:, None] + byte[None, :], packed.to(tl.uint8), inside[None, :])
+
+    # Values: per token over groups of channels, which need not fall together with planes: scales first, then codes.
+    value_groups: tl.constexpr = d // value_group
+    scales = value_params + (bh * capacity + tokens) * 2 * value_groups
+    within = tl.arange(0, VALUE_GROUP)
+    real = within[None, :] < value_group
+    for part in tl.static_range(value_groups):
+        x = load_pairs(
+            v, recent, tokens[:, None], (part * value_group + within)[None, :], real,
+            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
+        )  # fmt: skip
+        low, high = finite_range(x, real, 1)
+        scale, zero = scale_and_zero(low, high, limit, value_bits, midpoint)
+        tl.store(scales[:, None] + part, scale.to(value_params.dtype.element_ty))
+        tl.store(scales[:, None] + value_groups + part, zero.to(value_params.dtype.element_ty))
+    tl.debug_barrier()  # the codes are rounded against the scales that were just stored
+    byte = tl.arange(0, VALUE_PLANE)
+    inside = byte < value_width
+    packed = tl.zeros([group, VALUE_PLANE], tl.int32)
+    for plane in tl.static_range(8 // value_bits):
+        channel = plane * value_width + byte
+        x = load_pairs(
+            v, recent, tokens[:, None], channel[None, :], inside[None, :],
+            bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
+        )  # fmt: skip
+        at = scales[:, None] + (channel // value_group)[None, :]
+        scale = tl.load(at, inside[None, :], 1.0).to(tl.float32)
+        zero = tl.load(at + value_groups, inside[None, :], 0.0).to(tl.float32)
+        packed |= encode(x, scale, zero, value_bits) << (plane * value_bits)
+    tl.store(codes + row[:, None] + key_width + byte[None, :], packed.to(tl.uint8), inside[None, :])
+
+
+@triton.jit(do_not_specialize=["heads"])
+def copy_groups(
+    # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; written: codes [B, H, C, 2·d] of recent's dtype.
+    k, v, cursor, recent, codes,
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # H, C in tokens.
+    heads, capacity,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_groups` for a low-bit tier of 16 bits: the group as it is.
+
+    CHANNELS: d, padded. Bytes: 4·g·d read, 4·g·d written. No FLOPs.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    length = tl.load(cursor + AT_LENGTH)
+    start = tl.load(cursor + AT_LOW_BIT) + tl.program_id(1) * group
+    if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
+        return
+    tokens, channel = (start + tl.arange(0, group))[:, None], tl.arange(0, CHANNELS)[None, :]
+    inside = channel < d
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    row = codes + (bh * capacity + tokens) * 2 * d + channel
+    key = load_pairs(
+        k, recent, tokens, channel, inside,
+        bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
+    )  # fmt: skip
+    value = load_pairs(
+        v, recent, tokens, channel, inside,
+        bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=False,
+    )  # fmt: skip
+    tl.store(row, key.to(codes.dtype.element_ty), inside)
+    tl.store(row + d, value.to(codes.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["heads", "count"])
+def write_recent(
+    # k and v [B, H, T, d]; cursor int64 [4]; written: recent [B, H, W, 2, d].
+    k, v, cursor, recent,
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # H, T new tokens.
+    heads, count,
+    d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK of the new tokens that stay in the window, to their places in the ring (token t at t mod W).
+
+    CHANNELS: d, padded. Bytes: 4·d a token read, 4·d written. No FLOPs.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    length = tl.load(cursor + AT_LENGTH)
+    first = tl.maximum(length, tl.load(cursor + AT_NEXT_LOW_BIT))
+    tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    channel = tl.arange(0, CHANNELS)[None, :]
+    inside = (channel < d) & (tokens < length + count)
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    v_base = (bh // heads) * v_batch + (bh % heads) * v_head
+    place = recent + ((bh * window + tokens % window) * 2) * d + channel
+    tl.store(place, tl.load(k + k_base + (tokens - length) * k_token + channel, inside), inside)
+    tl.store(place + d, tl.load(v + v_base + (tokens - length) * v_token + channel, inside), inside)
+
+
+def append(
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
+    value_params: Tensor, center: Tensor, key_bits: int, value_bits: int, rotate: bool, zero_point: str,
+    frequencies: Tensor | None = None,
+) -> None:  # fmt: skip
+    """As `tiers.append`, the lengths read on the device: at most T // g + 1 groups can leave the window at once."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    batch, heads, count, d = k.shape
+    capacity, window = codes.shape[2], recent.shape[2]
+    layout = Layout(key_bits, value_bits, rotate)
+    if zero_point not in ("midpoint", "minimum"):
+        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here knows two")
+    strides = {
+        "k_batch": k.stride(0), "k_head": k.stride(1), "k_token": k.stride(2),
+        "v_batch": v.stride(0), "v_head": v.stride(1), "v_token": v.stride(2),
+    }  # fmt: skip
+    channels = triton.next_power_of_2(d)
+    if not layout.is_quantised:
+        # Nothing is quantised, so any step that divides every group size will do.
+        copy_groups[batch * heads, triton.cdiv(count + window, COPY_BLOCK)](
+            k, v, cursor, recent, codes, **strides, heads=heads, capacity=capacity,
+            d=d, window=window, group=COPY_BLOCK, CHANNELS=channels,
+        )  # fmt: skip
+    else:
+        group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
+        key_width, value_width = layout.widths(d)
+        there = k if padding is None else padding.view(torch.uint8)
+        groups, pairs = count // group + 1, recent
+        step = groups
+        centered = center.shape[2] > 0
+        if centered and frequencies is not None:
+            set_center(k, padding, frequencies, cursor, recent, center)
+        apart = layout.is_rotated or centered
+        if apart:
+            step = rotated_groups(batch * heads * group * 2 * d * k.element_size(), groups)
+            pairs = k.new_empty((batch, heads, step * group, 2, d))
+        for first in range(0, groups, step):
+            if apart:
+                block = rotation_block(d)
+                rotate_groups[batch * heads, step * group // ROTATED_BLOCK, d // block](
+                    k, v, cursor, recent, center, pairs, **strides, heads=heads, done=first * group,
+                    d=d, window=window, group=group, room=step * group, block=block, TURNED=layout.is_rotated,
+                    CENTERED=centered, BLOCK=ROTATED_BLOCK, num_warps=4,
+                )  # fmt: skip
+            quantize_groups[batch * heads, step](
+                k, v, there, cursor, pairs, codes, key_params, value_params,
+                **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
+                done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
+                key_bits=key_bits, value_bits=value_bits, midpoint=zero_point == "midpoint", PADDED=padding is not None,
+                APART=apart, KEY_PLANE=triton.next_power_of_2(key_width),
+                VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
+                num_warps=8 if group * d >= 128 * 128 else 4,
+            )  # fmt: skip
+    blocks = triton.cdiv(min(count, window), RING_BLOCK)
+    write_recent[batch * heads, blocks](
+        k, v, cursor, recent, **strides, heads=heads, count=count,
+        d=d, window=window, BLOCK=RING_BLOCK, CHANNELS=channels,
+    )  # fmt: skip
+
+
+def rotated_groups(size: int, groups: int) -> int:
+    """Groups that one launch rotates, `size` bytes each: a power of two, so that kernels are made for a few alone."""
+    fit = max(1, SCRATCH // size)
+    return min(1 << fit.bit_length() - 1, triton.next_power_of_2(groups))

@@ -1,0 +1,177 @@
+"""Triton: pairs between the device and pinned host memory, read and written in place over PCIe.
+
+The CUDA implementations of `tiers.prefetch`'s copy and of `tiers.offload`'s for a decode step. The gather's indices
+never leave the device, so that the step can be captured. A host pair (K and V) is one contiguous read of 2·d elements
+(512 B at d 128), and a program has all k of a head's in flight: few programs saturate the link, and leave the other
+multiprocessors to the compute beside them. Where nothing runs beside it, each head has a program of its own, so that
+no head's read waits for another's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specache_compile.kernels.state import stored_pairs
+from specache_compile.kernels.state.segments import span_of
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH
+
+from .triton_append import ROUND
+
+LARGEST = tl.constexpr(stored_pairs.LARGEST)
+# Slots that are compared with all wanted tokens at once.
+CHUNK = 32
+# Programs of a gather beside compute: 16 of 64 pairs are five times the 200 that 50 GB/s have under way in the link's
+# 2 µs.
+PROGRAMS = 16
+# Elements of a gather tile: 64 rows of 2·128 channels, 64 registers of each of 256 threads.
+GATHER = 16384
+
+
+@triton.jit
+def fetch_missing(
+    # wanted [B, H, k] int32 (-1: none); host: a tier (`segments.py`), pinned. All contiguous.
+    wanted, host,
+    # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
+    slots, slot_index, traffic,
+    # KV heads of all rows, B·H; tokens of a head that are contiguous; k; and the bytes of a pair.
+    count, span, top_k, row_bytes,
+    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
+    free slot.
+
+    width: elements of a key where it lies, d, or the bytes of a ROUNDED one (`stored_pairs.py`), which is widened here.
+    WANTED: k, padded. CHUNK slots are compared at once, COLUMNS of a pair copied at once. Bytes: those of a stored pair
+    over PCIe and 4·d written for each missing one, 16·k for its indices. FLOPs: 2·d of a rounded one; 3·k² comparisons.
+    """
+    pair: tl.constexpr = 2 * d
+    number, within = tl.arange(0, WANTED), tl.arange(0, CHUNK)
+    moved = tl.zeros([], tl.int64)
+    for head in range(tl.program_id(0), count, tl.num_programs(0)):
+        bh = tl.zeros([], tl.int64) + head
+        want = tl.load(wanted + bh * top_k + number, number < top_k, -1)
+        present = tl.zeros([WANTED], tl.int32)
+        for start in range(0, top_k, CHUNK):
+            slot = start + within
+            index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
+            present |= tl.max((want[:, None] == index[None, :]).to(tl.int32), 1)
+        missing = (want >= 0) & (present == 0)
+        rank = tl.cumsum(missing.to(tl.int32), 0) - 1
+        place = tl.zeros([WANTED], tl.int32)
+        free_before = tl.zeros([], tl.int32)
+        for start in range(0, top_k, CHUNK):
+            slot = start + within
+            index = tl.load(slot_index + bh * top_k + slot, slot < top_k, -2)
+            stays = tl.max(((want[:, None] == index[None, :]) & (want[:, None] >= 0)).to(tl.int32), 0)
+            free = (slot < top_k) & (stays == 0)
+            order = free_before + tl.cumsum(free.to(tl.int32), 0) - 1
+            taken = missing[:, None] & free[None, :] & (order[None, :] == rank[:, None])
+            place += tl.sum(tl.where(taken, slot[None, :], 0), 1)
+            free_before += tl.sum(free.to(tl.int32), 0)
+            tl.debug_barrier()  # warps may hold the same indices: none overwrites what another has yet to read
+            tl.store(slot_index + bh * top_k + slot, -1, free)
+        tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
+        tl.store(slot_index + bh * top_k + place, want, missing)
+        run = ((want // span).to(tl.int64) * count + bh) * span + want % span
+        source = host + run * (2 * width)
+        target = slots + (bh * top_k + place) * pair
+        for start in range(0, pair, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            there = missing[:, None] & (column < pair)[None, :]
+            if ROUNDED:
+                part = column // d
+                codes = tl.load(source[:, None] + (part * width + column % d)[None, :], there, 0)
+                scales = source.to(tl.pointer_type(tl.float32), bitcast=True)
+                scale = tl.load(scales[:, None] + ((part + 1) * (width // 4) - 1)[None, :], there, 0.0)
+                row = (codes.to(tl.float32) * scale).to(slots.dtype.element_ty)
+            else:
+                row = tl.load(source[:, None] + column[None, :], there)
+            tl.store(target[:, None] + column[None, :], row, there)
+        moved += tl.sum(missing.to(tl.int64), 0)
+    tl.atomic_add(traffic, moved * row_bytes, sem="relaxed")  # read once the stream has come to its end
+
+
+@triton.jit
+def rounded(x):
+    """Codes int8 [BLOCK, CHANNELS] and scales float32 [BLOCK] of x, as `stored_pairs.stored` has them: to the nearest,
+    of two the even one. What is not finite makes its scale so."""
+    exact = x.to(tl.float32)
+    finite = tl.abs(exact) < float("inf")
+    largest = tl.where(tl.min(finite.to(tl.int32), 1) > 0, tl.max(tl.abs(exact), 1), float("nan"))
+    scale = tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
+    codes = tl.div_rn(exact, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], exact.shape))
+    codes = tl.where(scale[:, None] > 0, (codes + ROUND) - ROUND, 0.0)
+    return codes.to(tl.int8), scale
+
+
+@triton.jit(do_not_specialize=["count"])
+def write_host(
+    # k and v [B, H, T, d]; cursor int64 [4]; written: host, a tier (`segments.py`), pinned, contiguous.
+    k, v, cursor, host,
+    # k_batch, k_head, k_token: strides of k [B, H, T, d], in elements, the channels side by side; v_*: of v, the same.
+    k_batch, k_head, k_token, v_batch, v_head, v_token,
+    # B, H, T new tokens; tokens of a head that are contiguous.
+    rows, heads, count, span,
+    d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK new pairs of one head, to their tokens' places.
+
+    width, ROUNDED: as for `fetch_missing`. CHANNELS: d, padded. Bytes: 4·d a pair read, those of a stored one written
+    over PCIe. FLOPs: 6·d of a rounded one.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.arange(0, CHANNELS)
+    inside = (new < count)[:, None] & (channel < d)[None, :]
+    batch, head = bh // heads, bh % heads
+    key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside, 0.0)
+    value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside, 0.0)
+    token = tl.load(cursor + AT_LENGTH) + new
+    run = ((token // span) * rows * heads + bh) * span + token % span
+    place = host + run[:, None] * (2 * width) + channel[None, :]
+    if ROUNDED:
+        row = host + run * (2 * width)
+        scales = row.to(tl.pointer_type(tl.float32), bitcast=True) + width // 4 - 1
+        key, key_scale = rounded(key)
+        value, value_scale = rounded(value)
+        tl.store(scales, key_scale, new < count)
+        tl.store(scales + width // 4, value_scale, new < count)
+    tl.store(place, key, inside)
+    tl.store(place + width, value, inside)
+
+
+def gather(
+    wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS
+) -> None:
+    """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read. At most so many `programs`."""
+    batch, heads, top_k = wanted.shape
+    if top_k == 0:
+        return
+    d, width = slots.shape[-1], host.shape[-1]
+    pair = 2 * d
+    rows = triton.next_power_of_2(top_k)
+    columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
+    fetch_missing[(min(batch * heads, programs),)](
+        wanted, host, slots, slot_index, traffic,
+        count=batch * heads, span=span_of(host), top_k=top_k, row_bytes=2 * width * host.element_size(),
+        d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
+        WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
+    )  # fmt: skip
+
+
+def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
+    """The new pairs k, v [B, H, T, d] straight into the host tier, on the current stream."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    batch, heads, count, d = k.shape
+    block = min(16, triton.next_power_of_2(count))
+    write_host[batch * heads, triton.cdiv(count, block)](
+        k, v, cursor, host,
+        k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
+        v_batch=v.stride(0), v_head=v.stride(1), v_token=v.stride(2),
+        rows=batch, heads=heads, count=count, span=span_of(host),
+        d=d, width=host.shape[-1], ROUNDED=host.dtype == stored_pairs.ROUNDED, BLOCK=block,
+        CHANNELS=triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What the tiers hold: places, bits, groups, rotation; and the cursor that says how much."""

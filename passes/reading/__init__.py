@@ -1,0 +1,1 @@
+"""What a captured graph says: its attentions, masks, sizes, weights."""

@@ -1,0 +1,78 @@
+"""In-place writes of a captured graph: which there are, and how those to its inputs become values.
+
+A graph may write to tensors that live on after it: a rotary table that changes with the length, a recurrent state.
+Such a write must not run in a pre-decode, and of two lanes only lane 0's may.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+from specache_compile.passes.clean_up import writes
+
+from .nodes import value_of
+
+
+def unknown_write(graph_module: GraphModule) -> Node | None:
+    """A write to a graph input that `take_writes` cannot make a value of, or None: it knows `input.copy_(value)`."""
+    graph = graph_module.graph
+    inputs = {memory_of(node): node for node in graph.find_nodes(op="placeholder") if memory_of(node) is not None}
+    order = {node: number for number, node in enumerate(graph.nodes)}
+
+    def stays(view: Node, at: Node) -> bool:
+        return order[view] < order[at] and any(order[user] > order[at] for user in view.users)
+
+    for node in graph.nodes:
+        target, memory = written(node)
+        if memory is None or memory not in inputs:
+            continue
+        views = [view for view in graph.nodes if memory_of(view) == memory and view.op != "placeholder"]
+        if node.target != "copy_" or target is not inputs[memory] or any(stays(view, node) for view in views):
+            return node
+    return None
+
+
+def written(node: Node) -> tuple[Any, int | None]:
+    """What a call writes to in place, and its memory; None where it writes to nothing that is known."""
+    target = node.kwargs.get("out", node.args[0] if node.args else None) if writes(node) else None
+    return target, memory_of(target) if isinstance(target, Node) else None
+
+
+def memory_of(node: Node) -> int | None:
+    """What two nodes share where one is a view of the other."""
+    value = value_of(node)
+    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else None
+
+
+def take_writes(graph_module: GraphModule) -> dict[Node, Node]:
+    """Take the writes to inputs out of the graph: each written input, and the value that it would have at the end.
+
+    table.copy_(new)                   value = new_value(table, new)
+    out = mul(x, table)                out = mul(x, value)
+    """
+    graph = graph_module.graph
+    written: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "output":
+            break
+        target = node.args[0] if node.target == "copy_" else None
+        for before, value in written.items():
+            node.replace_input_with(before, value)
+        if not isinstance(target, Node) or target.op != "placeholder":
+            continue
+        with graph.inserting_before(node):
+            value = graph.call_function(new_value, (target, node.args[1]))
+        value.meta["example_value"] = value_of(target)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+        written[target] = value
+    return written
+
+
+def new_value(before: Tensor, source: Tensor) -> Tensor:
+    """What `before` holds after `before.copy_(source)`."""
+    return source.to(before).expand(before.shape).clone()

@@ -1,0 +1,194 @@
+"""What an attention mask says, read by evaluating the part of the graph that makes it at a few sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from specache_compile.kernels.attention.definition import SEEN
+
+from .in_place import memory_of, written
+from .nodes import value_of
+
+# Cached and new tokens that a symbolic size stands for when a mask is evaluated: few, and no two alike.
+PAST, NEW = 5, 3
+# Above every whole number in the subgraph, a window among them, and so many elements at most.
+MARGIN, MOST_ELEMENTS = 7, 1 << 26
+# What moves a window out of the numbers that stand in a subgraph: 16 blocks of 64 tokens, say.
+ARITHMETIC = ("mul", "div", "truediv", "true_divide", "floordiv", "floor_divide", "mod", "remainder", "pow", "lshift",
+              "rshift", "bitwise_left_shift", "bitwise_right_shift", "square")  # fmt: skip
+
+
+class Unreadable(Exception):
+    """A mask of more than positions, counted up and compared, and a [B, n] mask of padding; or one too large."""
+
+
+def read_mask(mask: Node) -> tuple[bool, Node | None]:
+    """Whether a mask [B|1, Hq|1, T, n] is causal, and the padding [B, n] (an input; 0: not there) that it also hides.
+
+        q = arange(T) + past; kv = arange(n)
+        mask = (kv[None, :] <= q[:, None]) & padding[:, None, None, kv]    →    (True, padding)
+
+    transformers 5.17 to 5.22 makes a causal mask in every graph, and every version does for a padded batch. A sliding
+    window is causal too until it is full: so the mask is also evaluated at sizes beyond every number in its subgraph.
+    """
+    try:
+        nodes = subgraph(mask)
+        check_readable(nodes)
+        padding = padding_of(nodes)
+        for sizes in scenes(mask, padding, nodes):
+            if not agrees(evaluate(mask, nodes, sizes, padding), sizes, mask, padding):
+                return False, None
+    except Unreadable:
+        return False, None
+    return True, padding
+
+
+def subgraph(mask: Node) -> list[Node]:
+    """The tensors that a mask is made of, in the graph's order; sizes are known without their nodes."""
+    found, todo = set(), [mask]
+    while todo:
+        node = todo.pop()
+        if node not in found and isinstance(value_of(node), Tensor):
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return [node for node in mask.graph.nodes if node in found]
+
+
+def check_readable(nodes: list[Node]) -> None:
+    """Nobody writes to the tensors in place, and no arithmetic on positions hides how wide a window is."""
+    memory = {memory_of(node) for node in nodes} - {None}
+    if any(written(node)[1] in memory for node in nodes[0].graph.nodes):
+        raise Unreadable
+    for node in nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name.strip("_") in ARITHMETIC and value_of(node).dtype != torch.bool:
+            raise Unreadable
+
+
+def padding_of(nodes: list[Node]) -> Node | None:
+    """The one input among them that is no size: a mask [B, n]."""
+    inputs = [node for node in nodes if node.op not in ("call_function", "call_method")]
+    if not inputs:
+        return None
+    if len(inputs) > 1 or inputs[0].op != "placeholder" or value_of(inputs[0]).dim() != 2:
+        raise Unreadable
+    return inputs[0]
+
+
+Sizes = dict[Any, int]
+
+
+def scenes(mask: Node, padding: Node | None, nodes: list[Node]) -> Iterator[Sizes]:
+    """Values for the symbols: small ones, and ones beyond the largest constant (a window) in the subgraph."""
+    constants = [abs(c) for node in nodes for c in whole_numbers(node)]
+    for beyond in (0, max(constants, default=0) + MARGIN):
+        sizes: Sizes = {}
+        rows, columns = value_of(mask).shape[2:]
+        for size, value in ((rows, NEW + beyond), (columns, PAST + beyond)):
+            for symbol in free(size):
+                sizes.setdefault(symbol, value)
+        # A batch that is a number, the mask's or that of the padding it looks up, is that of the other too.
+        batches = [value_of(node).shape[0] for node in (mask, padding) if node is not None]
+        batch = max((size for size in batches if isinstance(size, int) and size > 1), default=2)
+        for size in (*batches, *value_of(mask).shape):
+            for symbol in free(size):
+                sizes.setdefault(symbol, batch)
+        if padding is not None:
+            width = value_of(padding).shape[1]
+            for symbol in free(width):
+                sizes.setdefault(symbol, at(columns, sizes) + hint(width) - hint(columns))
+        elements = torch.Size(at(size, sizes) for size in value_of(mask).shape).numel()
+        if elements > MOST_ELEMENTS:
+            raise Unreadable
+        yield sizes
+
+
+def whole_numbers(node: Node) -> list[int]:
+    """Those among a call's arguments, and in the sizes that it is given."""
+    given = [value_of(argument) for argument in node.all_input_nodes]
+    found = [int(n) for size in given if isinstance(size, torch.SymInt) for n in size.node.expr.atoms(sympy.Integer)]
+
+    def look(value: Any) -> Any:
+        if type(value) is int:
+            found.append(value)
+        return value
+
+    map_aggregate((node.args, node.kwargs), look)
+    return found
+
+
+def free(size: Any) -> list[Any]:
+    """The symbols of a size, in a fixed order."""
+    return sorted(size.node.expr.free_symbols, key=str) if isinstance(size, torch.SymInt) else []
+
+
+def hint(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def at(size: Any, sizes: Sizes) -> int:
+    """A size with these values for its symbols."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    value = size.node.expr.subs(sizes)
+    if not value.is_Integer:
+        raise Unreadable
+    return int(value)
+
+
+def padding_at(padding: Node, sizes: Sizes) -> Tensor:
+    """Some padding [B, n]: a hole in every row, and all rows but the first padded left."""
+    batch, width = (at(size, sizes) for size in value_of(padding).shape)
+    made = torch.ones(batch, width, dtype=value_of(padding).dtype, device="cpu")
+    for row in range(batch):
+        made[row, : min(row, width - 1)] = 0
+    made[:, width // 2] = 0
+    return made
+
+
+def evaluate(mask: Node, nodes: list[Node], sizes: Sizes, padding: Node | None) -> Tensor:
+    """The mask at these sizes, on the CPU, wherever the model is."""
+    known: dict[Node, Any] = {}
+
+    def given(value: Any) -> Any:
+        if isinstance(value, Node):
+            return known[value] if value in known else at(value_of(value), sizes)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    for node in nodes:
+        if node is padding:
+            known[node] = padding_at(node, sizes)
+            continue
+        args, kwargs = map_aggregate(node.args, given), map_aggregate(node.kwargs, given)
+        try:
+            if node.op == "call_method":
+                known[node] = getattr(args[0], node.target)(*args[1:], **kwargs)  # type: ignore[index]
+            else:
+                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            raise Unreadable from error  # sizes that the graph was not captured for
+    return known[mask]
+
+
+def agrees(made: Tensor, sizes: Sizes, mask: Node, padding: Node | None) -> bool:
+    """Whether a mask shows each new token all tokens up to itself that are there, and no other."""
+    rows, columns = (at(size, sizes) for size in value_of(mask).shape[2:])
+    if made.shape[2:] != (rows, columns) or columns < rows:
+        return False
+    expected = torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril(columns - rows)
+    if padding is not None:
+        there = padding_at(padding, sizes)[:, :columns] != 0
+        if there.shape[1] != columns or len(there) not in (1, len(made)):
+            return False
+        expected = expected & there[:, None, None]
+    seen = made if made.dtype == torch.bool else made > SEEN
+    neutral = made.dtype == torch.bool or bool((made[seen] == 0).all())
+    expected = expected.expand(seen.shape) if expected.dim() == 2 else expected
+    return neutral and bool((seen == expected).all())

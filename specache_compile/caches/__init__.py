@@ -1,0 +1,1 @@
+"""A cache from outside and to the outside: held, saved, loaded, made plain."""

@@ -1,0 +1,134 @@
+"""`hold(cache, model)`: a plain cache that was filled elsewhere, as one that the compiled model goes on from."""
+
+from __future__ import annotations
+
+import copy
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from specache_compile.compile.compiled_options import required_options
+from specache_compile.errors import held_already, not_to_be_held, split_session
+from specache_compile.methods import METHODS
+from specache_compile.methods.field import LayerShape
+from specache_compile.options import MethodOptions
+from specache_compile.passes.phase import PREFILL
+from specache_compile.passes.reading.sites import PARTS
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.ranks import ranks_of
+from specache_compile.runtime.session import Session
+
+Pairs = tuple[Tensor, Tensor]
+# A projection that adds a bias to the keys, and RoPE's frequencies, by the names that models give them.
+KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
+FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
+
+
+def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | None = None) -> DynamicCache:
+    """A held cache with the tokens of `cache`, plain keys and values [B, H, n, d] that the same weights have made: by
+    the uncompiled model, in another process, of a prefix that many prompts share. `model`, compiled by this backend,
+    goes on from it as from a prompt whose keys and values were these.
+
+    attention_mask [B, n]: where rows are padded. `cache` stays as it is. SpecacheError where the backend has not
+    compiled the model, where a layer is not a DynamicLayer or another length or device than the rest, where the cache
+    is held already, where the method drops pairs while it reads a prompt, and for a model on several ranks.
+    """
+    options = required_options(model, "hold")
+    pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
+    sites = [number for number in range(len(pairs)) if number not in options.exact_layers]
+    if ranks_of(list(model.parameters())) is not None:
+        raise split_session()
+    reason = reason_not_to_hold(options) or reason_of_shapes(pairs, sites, attention_mask, model)
+    if reason is not None:
+        raise not_to_be_held(reason)
+    session = session_for(options, [pairs[number] for number in sites], attention_mask, model)
+    held = twin(cache)
+    for number in set(range(len(pairs))) - set(sites):
+        held.layers[number].keys, held.layers[number].values = (part.clone() for part in pairs[number])
+    for site, number in enumerate(sites):
+        held.layers[number].keys, held.layers[number].values = (session.held(site, part) for part in PARTS)
+    return held
+
+
+def twin(cache: Any) -> Any:
+    """A cache with layers of its own and the same tensors."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
+
+
+def pairs_of(number: int, layer: Any) -> Pairs:
+    """A layer's keys and values; SpecacheError where they are not plain, or not those of every token."""
+    if type(layer) is not DynamicLayer:
+        raise not_to_be_held(f"layer {number} of it is a {type(layer).__name__}, and must be a DynamicLayer")
+    keys, values = layer.keys, layer.values
+    if keys is None or values is None or not keys.numel():
+        raise not_to_be_held(f"layer {number} of it is empty")
+    if isinstance(keys, HeldTensor):
+        raise held_already()
+    return keys, values
+
+
+def reason_not_to_hold(options: MethodOptions) -> str | None:
+    """Why a method's prefill keeps something else than every pair that it has read."""
+    if PREFILL.name in METHODS[options.method].recipe(options, 0).attend:
+        return f"method {options.method!r} chooses what it keeps while it reads a prompt"
+    return None
+
+
+def reason_of_shapes(
+    pairs: Sequence[Pairs], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
+) -> str | None:
+    """What of a cache's tensors does not fit together, or fit the model."""
+    if not pairs:
+        return "it is empty"
+    if not sites:
+        return "option exact_layers names all of its layers"
+    first, _ = pairs[0]
+    devices = {weight.device for weight in model.parameters()}
+    for number, (keys, values) in enumerate(pairs):
+        if keys.shape != values.shape or keys.dtype != values.dtype:
+            return f"the keys of its layer {number} are {tuple(keys.shape)}, its values {tuple(values.shape)}"
+        if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
+            return f"its layer {number} has rows or tokens that its layer 0 has not"
+        if keys.device != first.device or devices != {first.device}:
+            where = ", ".join(sorted(map(str, devices)))
+            return f"its layer {number} is on {keys.device}, its layer 0 on {first.device}, and the model on {where}"
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != first.shape[0] or mask.shape[1] < first.shape[2]):
+        return f"attention_mask is {tuple(mask.shape)} for {first.shape[0]} rows of {first.shape[2]} tokens"
+    return None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def session_for(
+    options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module
+) -> Session:
+    """A session with every token's pairs in its tiers, put there by the ops that its method's prefill stores with."""
+    decoder: Any = getattr(model, "get_decoder", lambda: model)()  # beside a vision tower, say
+    frequencies = next((buffer for name, buffer in decoder.named_buffers() if FREQUENCIES.search(name)), None)
+    biased = frequencies is not None and any(KEY_BIAS.search(name) for name, _ in decoder.named_parameters())
+    layers = [
+        LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
+        for site, (keys, _) in enumerate(pairs)
+    ]
+    batch, _, tokens, _ = pairs[0][0].shape
+    session = Session(options, layers, batch, tokens)
+    session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.from_elsewhere = True
+    session.begin(tokens, attention_mask)
+    padding = session.padding if session.padded else None
+    for site, (keys, values) in enumerate(pairs):
+        state = session.state[site]
+        for call in METHODS[session.options.method].recipe(session.options, site).stores:
+            turned = [frequencies] if call.turned and state[call.turned].shape[2] else []
+            op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]
+            op(keys.contiguous(), values.contiguous(), padding, session.cursor, *tensors, *call.settings, *turned)
+    session.finish(tokens, PREFILL)
+    return session

@@ -1,0 +1,32 @@
+"""`materialize(cache)`: a held cache as a plain one, for whoever must read keys and values."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from transformers import DynamicCache
+
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.step import session_behind
+
+
+def materialize(cache: DynamicCache) -> DynamicCache:
+    """A DynamicCache with real keys and values [B, H, n, d]: those that were cached, bit for bit, or rounded once to 8
+    bits where the host tier is (option host_bits).
+
+    `cache` stays usable; SpecacheError where it is plain already.
+    """
+    session = session_behind(cache)
+    plain = DynamicCache()
+    plain.layers = []
+    held, layers = itertools.count(), list[Any](cache.layers)
+    for layer in layers:
+        twin = copy.copy(layer)
+        if isinstance(getattr(layer, "keys", None), HeldTensor):
+            number = next(held)
+            twin.keys, twin.values = session.plain(number, "keys"), session.plain(number, "values")
+            layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")
+        plain.layers.append(twin)
+    return plain

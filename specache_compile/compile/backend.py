@@ -1,0 +1,138 @@
+"""The torch.compile backend: a graph of Dynamo's in, a callable out.
+
+`captured.py` reads the graph, `rewritten.py` makes what runs in its place, `runtime/step.py` runs it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from specache_compile.compat import missing_for_drafts
+from specache_compile.errors import OptionError, SpecacheError, SpecacheWarning, no_assisted_decoding
+from specache_compile.lowering.lower import lower
+from specache_compile.methods import parse_options
+from specache_compile.options import MethodOptions
+from specache_compile.passes.phase import EXTEND, WIDENED, Phase
+from specache_compile.passes.pipeline import PASS_NAMES
+from specache_compile.passes.reading.local_shards import own_part
+from specache_compile.passes.reading.sites import LeftAlone
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.records import saw
+from specache_compile.runtime.session import options_at
+from specache_compile.runtime.state import bucket, predicted_bytes
+from specache_compile.runtime.step import CompiledGraph
+from specache_compile.runtime.variant import phases, variant_of
+
+from .captured import Captured, capture, drop_unread_held
+from .free_sizes import free_sizes
+from .rewritten import Rewrites
+
+
+def specache(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph that Dynamo captured. Registered as the backend "specache"; docs/options.md lists `options`."""
+    try:
+        parsed = parse_options(options)
+        for name in parsed.disable_passes:
+            if name not in PASS_NAMES:
+                names = ", ".join(PASS_NAMES)
+                raise OptionError(f"option disable_passes: unknown pass {name!r}; the passes are {names}")
+        if parsed.drafts and (missing := missing_for_drafts()) is not None:
+            raise no_assisted_decoding(missing)
+        return compile_graph(capture(graph_module, parsed, mode), example_inputs)
+    except SpecacheError as error:
+        return refusal(error)
+
+
+def refusal(error: SpecacheError) -> Callable[..., Any]:
+    """What Dynamo calls in place of a refused graph. Raised while it compiles, the error would come out as Dynamo's."""
+    kind, said = type(error), error.args  # not the error itself, whose traceback holds the graph
+
+    def refuse(*arguments: Any) -> NoReturn:
+        raise kind(*said)
+
+    return refuse
+
+
+def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
+    if captured.sites:
+        free_sizes(captured.placeholders, captured.fakes, example_inputs)
+    warn_left_alone(captured.left_alone, len(captured.sites))
+    if captured.sites:
+        return compile_sites(captured, example_inputs)
+    kept = drop_unread_held(captured)
+    why = reasons(captured.left_alone)
+
+    def taken(arguments: Sequence[Any]) -> list[Any]:
+        return [made_plain(own_part(arguments[i], captured.fakes[i]), why) for i in kept]
+
+    options, examples = captured.options, [*example_inputs]
+    for node, i in zip(captured.placeholders, kept, strict=True):
+        if isinstance(held := captured.fakes[i], HeldTensor):
+            examples[i] = node.meta["example_value"] = held.anchor.new_empty(held.shape)
+    lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
+    as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
+
+    def left_as_it_is(*arguments: Any) -> Any:
+        saw(arguments)
+        return lowered(*(arguments if as_they_are else taken(arguments)))
+
+    return left_as_it_is
+
+
+def made_plain(value: Any, why: str) -> Any:
+    """What a graph that could not be rewritten, and `why`, reads in place of held keys or values."""
+    if not isinstance(value, HeldTensor) or value.handle is None:
+        return value
+    handle = value.handle.now
+    return handle.session.give_up(handle, why)
+
+
+def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> CompiledGraph:
+    """Lower while Dynamo is still listening, for the state that the first call will have."""
+    rewrites = Rewrites(captured)
+    past, tokens = (captured.symbols.hint(size) for size in (captured.past, captured.tokens))
+    # Refuses heads that the asked options cannot keep, though the first tokens may be too few to move over to them.
+    predicted_bytes(captured.options, captured.layers, 1, past + tokens)
+    batch = captured.symbols.hint(captured.batch)
+    options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
+    unpadded = captured.unpadded(example_inputs)
+    for phase in first_phases(captured, options):
+        rewrites.get(variant_of(phase, options, unpadded, bucket(past + tokens)), ahead=True)
+    return CompiledGraph(captured, rewrites)
+
+
+def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...]:
+    """Those to lower at once. Under lookup several tokens are a draft, most of the time."""
+    if options.lookup and captured.phase is EXTEND and captured.is_causal:
+        return (WIDENED,)
+    return phases(captured.phase, options)
+
+
+def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:
+    """One warning that says how many attentions stay as Hugging Face wrote them, and why."""
+    if not left_alone:
+        return
+    told = reasons(left_alone)
+    message = f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {told}"
+    warnings.warn(message, SpecacheWarning, stacklevel=2)
+
+
+def reasons(left_alone: Sequence[LeftAlone]) -> str:
+    """Each reason once, with how many attentions it is of, and the first."""
+    nodes: dict[str, list[str]] = {}
+    for item in left_alone:
+        nodes.setdefault(item.reason, []).append(item.node)
+    told = (f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
+    return "; ".join(told)

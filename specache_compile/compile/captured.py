@@ -1,0 +1,178 @@
+"""One graph that Dynamo captured, read: its sites, its phase, and where its sizes stand when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+
+from specache_compile.errors import SpecacheError, unmatched_held
+from specache_compile.kernels.state.segments import SEGMENT
+from specache_compile.methods.field import Field, LayerShape
+from specache_compile.options import MethodOptions
+from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
+from specache_compile.passes.pipeline import ESSENTIAL
+from specache_compile.passes.reading.find_attention import find_attention
+from specache_compile.passes.reading.known_sizes import fill_in_sizes
+from specache_compile.passes.reading.local_shards import local_shards
+from specache_compile.passes.reading.nodes import value_of
+from specache_compile.passes.reading.plain_vmaps import plain_vmaps
+from specache_compile.passes.reading.sites import Found, LeftAlone, Site
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.state import bucket
+from specache_compile.runtime.symbols import SymbolReader, new_size
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph of Dynamo's, and what is known of it before anything is rewritten.
+
+    fakes: Dynamo's own, of each argument; the inputs that it passes to a backend are real.
+    held: positions of the arguments that are held tensors.
+    padding: position of the argument that says which tokens are there.
+    pasts: positions of each site's cached keys and values.
+    """
+
+    graph_module: GraphModule
+    options: MethodOptions
+    mode: str | None
+    phase: Phase
+    fakes: tuple[Any, ...]
+    held: tuple[int, ...]
+    found: Found
+    padding: int | None
+    pasts: tuple[tuple[int, int], ...]
+    symbols: SymbolReader
+    # What `free_capacity` has made, by its unit in tokens.
+    capacities: dict[int, torch.SymInt] = field(default_factory=dict)
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return list(self.graph_module.graph.find_nodes(op="placeholder"))
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return self.found.sites
+
+    @property
+    def left_alone(self) -> tuple[LeftAlone, ...]:
+        return self.found.left_alone
+
+    @property
+    def fake_mode(self) -> Any:
+        return next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        """The KV heads of each site."""
+        keys = [value_of(site.k) for site in self.sites]
+        return [
+            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys)
+            for site, k in zip(self.sites, keys, strict=True)
+        ]
+
+    @property
+    def batch(self) -> Any:
+        """The batch size, a symbol of Dynamo's or a number."""
+        return value_of(self.sites[0].k).shape[0]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether its masks hide nothing from a token but later ones, and padding."""
+        return all(site.mask is None for site in self.sites)
+
+    def free_capacity(self, fields: Sequence[Field]) -> torch.SymInt:
+        """Tokens that the state of any session of these fields has room for: a symbol of the graph's own, so that one
+        rewrite serves every capacity. It is the size of a tensor, alone, from which a lowered graph reads it."""
+        unit = SEGMENT if any(field.on_host for field in fields) else 1
+        if unit not in self.capacities:
+            hint = bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens)) // unit
+            self.capacities[unit] = new_size(self.fake_mode.shape_env, f"capacity in {unit}", hint)
+        return unit * self.capacities[unit]
+
+    def unpadded(self, arguments: Sequence[Any]) -> bool:
+        """Whether a prefill's padding mask, if it takes one, is all ones, as transformers before 5.18 gives it to every
+        prefill: the host waits for the answer, once a generation. A fake mask, as `explain` has it, is."""
+        if self.phase.has_past or self.padding is None:
+            return False
+        padding = arguments[self.padding]
+        return isinstance(padding, FakeTensor) or bool(padding.all())
+
+    @property
+    def tokens(self) -> Any:
+        """The number of new tokens, likewise."""
+        return value_of(self.sites[0].k).shape[2]
+
+    @property
+    def past(self) -> Any:
+        """The number of cached tokens, likewise."""
+        return self.fakes[self.held[0]].shape[2] if self.held else 0
+
+
+def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None) -> Captured:
+    """Read a graph: no past is a prefill, past and one token a decode, past and several an extend.
+
+    SpecacheError where it takes a held cache that nothing here could read.
+    """
+    fill_in_sizes(graph_module)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    reason = reason_to_leave_alone([value_of(node) for node in placeholders], options) or local_shards(graph_module)
+    fakes = tuple(value_of(node) for node in placeholders)
+    held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
+    if reason is None:
+        plain_vmaps(graph_module)
+        names = frozenset(placeholders[i].name for i in held)
+        found = find_attention(graph_module, names, frozenset(options.exact_layers))
+    else:
+        found = Found(left_alone=(LeftAlone("every site", reason),))
+    sites = found.sites
+    pasts = [node for site in sites for node in (site.past_k, site.past_v) if node is not None]
+    if pasts and len(pasts) != 2 * len(sites):
+        raise SpecacheError("some layers of this cache are filled and others empty: use one cache for one model")
+    if sites and len(pasts) != len(held):
+        raise unmatched_held(found.left_alone)
+    index = {node: i for i, node in enumerate(placeholders)}
+    return Captured(
+        graph_module, options, mode or options.mode, phase_of(sites), fakes, held, found,
+        padding=next((i for i, node in enumerate(placeholders) if node.name == found.padding), None),
+        pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
+        symbols=SymbolReader(fakes),
+    )  # fmt: skip
+
+
+def phase_of(sites: Sequence[Site]) -> Phase:
+    if not sites or sites[0].past_k is None:
+        return PREFILL
+    tokens = value_of(sites[0].q).shape[2]
+    return DECODE if isinstance(tokens, int) and tokens == 1 else EXTEND
+
+
+def reason_to_leave_alone(inputs: Sequence[Any], options: MethodOptions) -> str | None:
+    """Why no site of a graph may be rewritten, whatever it holds."""
+    disabled = [name for name in ESSENTIAL if name in options.disable_passes]
+    if disabled:
+        return f"pass {disabled[0]} is disabled"
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return "gradients are enabled: call the model under torch.no_grad() or torch.inference_mode()"
+    return None
+
+
+def drop_unread_held(captured: Captured) -> list[int]:
+    """Drop held inputs that a graph without sites takes only for their length (a graph break makes such graphs);
+    returns the inputs that remain. One that is read is an error, where another call would have been rewritten: the
+    cache stays as it is for that. Where none would, the cache is to become plain."""
+    graph, placeholders = captured.graph_module.graph, captured.placeholders
+    dropped = [i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)]
+    lasting = bool(captured.left_alone) and all(item.by_model for item in captured.left_alone)
+    if len(dropped) < len(captured.held) and not lasting:
+        raise unmatched_held(captured.left_alone)
+    for node in (placeholders[i] for i in dropped):
+        for dead in (*node.users, node):
+            graph.erase_node(dead)
+    captured.graph_module.recompile()
+    return [i for i in range(len(placeholders)) if i not in dropped]

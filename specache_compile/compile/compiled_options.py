@@ -1,0 +1,55 @@
+"""The options that a model's calls are compiled with, as Dynamo keeps them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+
+from specache_compile.errors import SpecacheWarning, not_compiled, unseen_options
+from specache_compile.methods import parse_options
+from specache_compile.options import MethodOptions
+
+
+def required_options(model: torch.nn.Module, what: str) -> MethodOptions:
+    """Those of a model that this backend must have compiled; SpecacheError, which says for what, where it has not."""
+    given = options_of(model)
+    if given is None:
+        raise not_compiled(what)
+    return parse_options(given)
+
+
+def options_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
+    """Those of a model that this backend compiles, by `torch.compile(model)` or `model.compile()`; None for another."""
+    if isinstance(model, OptimizedModule):
+        return options_given(model.dynamo_ctx)
+    called = compiled_options(model._compiled_call_impl)
+    return compiled_options(model.__dict__.get("forward")) if called is None else called
+
+
+def compiled_options(function: Any) -> Mapping[str, Any] | None:
+    """The options that a compiled function was compiled with; None where it is none, or not this backend's."""
+    if not hasattr(function, "get_compiler_config"):
+        return None
+    context = inspect.getclosurevars(function.get_compiler_config).nonlocals.get("self")
+    if context is None:
+        warnings.warn(unseen_options(torch.__version__), SpecacheWarning, stacklevel=4)
+    return options_given(context)
+
+
+def options_given(context: Any) -> Mapping[str, Any] | None:
+    """The options that a context of Dynamo's hands to the backend "specache"; None where its backend is another."""
+    from .backend import specache
+
+    compiler: Any = getattr(context, "callback", None)
+    while compiler is not None:
+        if getattr(compiler, "compiler_fn", None) is specache:
+            return compiler.kwargs.get("options", {})
+        if compiler is specache:
+            return {}
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
+    return None

@@ -1,0 +1,195 @@
+"""The rewritten forms of a captured graph: one for each phase and set of options, made when it is needed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule
+
+from specache_compile.errors import SpecacheWarning, one_lane, unchecked_sizes
+from specache_compile.kernels.state.cursor import new_cursor
+from specache_compile.lowering import cuda_graphs
+from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
+from specache_compile.lowering.lower import lower
+from specache_compile.lowering.progress import compiling, tell
+from specache_compile.methods import METHODS
+from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
+from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.reading.sites import Part
+from specache_compile.runtime.state import fields_of
+from specache_compile.runtime.variant import Variant, selects
+
+from .captured import Captured
+
+_graph_numbers = itertools.count()
+# Called with each graph that was rewritten, and for what: `entry.py` puts the dump here.
+observers: list[Callable[[Rewrites, Variant], object]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A rewritten graph and its callable. inputs: where each comes from at run time. held_outputs: output positions
+    that are to be held tensors → site and part. guesses: its last output is the next guess. capture: a CUDA graph is
+    to be made of it. one_lane: why it was not widened, though it was to be. assumes: of Dynamo's symbols, what its
+    guards do not say; each call is to be checked."""
+
+    variant: Variant
+    run: Callable[..., Any]
+    graph_module: GraphModule
+    inputs: tuple[Input, ...]
+    held_outputs: Mapping[int, tuple[int, Part]]
+    guesses: bool
+    lanes: int
+    capture: bool
+    trace: Trace
+    one_lane: str | None = None
+    assumes: tuple[sympy.Basic, ...] = ()
+
+    @property
+    def needs_guess(self) -> bool:
+        """Whether it takes the speculative token as an input."""
+        return Input("guess") in self.inputs
+
+
+class Rewrites:
+    """The rewritten forms that one captured graph has so far. guarded: the number of statements about its sizes that
+    Dynamo checks; None while it compiles."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.name = f"graph{next(_graph_numbers)}"
+        self.made: dict[Variant, Rewritten] = {}
+        self.guarded: int | None = None
+        self.told_one_lane = False
+
+    def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
+        """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
+        if self.guarded is not None and variant in self.made:
+            return self.made[variant]
+        with compile_lock:
+            if self.guarded is None and not ahead:
+                self.guarded = len(guards(self.captured.fake_mode))
+            if variant not in self.made:
+                self.make(variant, ahead)
+        return self.made[variant]
+
+    def make(self, variant: Variant, ahead: bool) -> None:
+        make = functools.partial(rewrite, self.captured, variant, self.name)
+        with compiling(f"{self.name}, {variant.phase}"):
+            self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
+        self.tell_one_lane(self.made[variant].one_lane)
+        for observe in observers:
+            observe(self, variant)
+
+    def tell_one_lane(self, reason: str | None) -> None:
+        """Say once that a decode runs without the speculative token, and why."""
+        if reason is not None and not self.told_one_lane:
+            self.told_one_lane = True
+            warnings.warn(one_lane(reason), SpecacheWarning, stacklevel=2)
+
+    def late(self, make: Callable[[], Rewritten]) -> Rewritten:
+        """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
+        rewritten = made_late(self.captured.fake_mode, make)
+        assumed = tuple(dict.fromkeys(guards(self.captured.fake_mode)[self.guarded :]))
+        for statement in assumed:
+            if not self.captured.symbols.can_read(statement):
+                raise unchecked_sizes(statement)
+        return replace(rewritten, assumes=assumed)
+
+    @property
+    def modules(self) -> dict[str, GraphModule]:
+        """The newest graph of each phase."""
+        return {variant.phase.name: made.graph_module for variant, made in self.made.items()}
+
+    @property
+    def traces(self) -> list[Trace]:
+        return [made.trace for made in self.made.values()]
+
+
+def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
+    """Run the passes over a copy of the captured graph, and lower the result; for any batch where Dynamo's is free."""
+    fakes = StateFakes(captured, variant)
+    graph_module = GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
+    plan = plan_of(captured, variant, fakes, graph_module.graph)
+    tell("passes")
+    passes = [p for p in PIPELINE if p.__name__ not in captured.options.disable_passes]
+    graph_module, trace = run_pipeline(graph_module, plan, passes, name)
+    patches = {**cuda_graphs.NO_TREES, **captured.options.inductor}
+    how = captured.options.lowering
+    once = variant.phase.once and not variant.options.drafts  # else it runs before each draft
+    how = "op by op" if how == "inductor" and once else how
+    run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
+    return Rewritten(
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes,
+        is_to_capture(captured.mode, graph_module, plan), trace, plan.one_lane,
+    )  # fmt: skip
+
+
+class StateFakes:
+    """Fakes of what a session will bind, in the fake mode of Dynamo's, with its batch symbol."""
+
+    def __init__(self, captured: Captured, variant: Variant) -> None:
+        batch, layers = captured.batch, captured.layers
+        device, options = layers[0].device, variant.options
+        capacity: Any = variant.capacity or captured.free_capacity(fields_of(options, layers[0]))
+        self.arguments = captured.fakes
+        with captured.fake_mode:
+            self.state = [
+                {
+                    field.name: torch.empty(
+                        field.shape(options, layer, batch, capacity),
+                        dtype=field.dtype(options, layer), device=field.device(layer),
+                    )
+                    for field in fields_of(options, layer)
+                }
+                for layer in layers
+            ]  # fmt: skip
+            self.cursor = new_cursor(device)
+            self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
+            self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
+
+    def of(self, source: Input) -> Any:
+        """The fake of one graph input."""
+        if source.source == "argument":
+            return self.arguments[source.argument]
+        if source.source == "state":
+            return self.state[source.site][source.field]
+        return getattr(self, source.source)
+
+
+def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Graph) -> Plan:
+    """What is to be made of `graph`, a copy of the captured one."""
+    options = variant.options
+    copies = dict(zip(captured.graph_module.graph.nodes, graph.nodes, strict=True))
+    sites = [site.moved(copies) for site in captured.sites]
+    return Plan(
+        phase=variant.phase,
+        sites=[replace(site, padding=None) for site in sites] if variant.unpadded else sites,
+        selects=selects(options),
+        speculate=options.two_lanes,
+        hit_rate=options.hit_rate,
+        recipe=functools.partial(METHODS[options.method].recipe, options),
+        state=fakes.state,
+        cursor=fakes.cursor,
+        padding=fakes.padding,
+        inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
+    )
+
+
+def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bool:
+    """With a mode that asks for CUDA graphs, whether this graph gets one; a warning where a decode step cannot."""
+    asked = mode in cuda_graphs.MODES and cuda_graphs.captures_on(plan.cursor.device)
+    if not (asked and plan.phase.one_token and plan.phase.stores):
+        return False
+    reason = cuda_graphs.reason_not_to_capture(graph_module, plan)
+    if reason is not None:
+        warnings.warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2)
+    return reason is None

@@ -1,0 +1,258 @@
+"""Eviction: each KV head keeps at most `budget` pairs on the device, and its policy says which of them go (RoCo's
+framework, arXiv 2402.06262).
+
+Written in PyTorch for every device: the kept set, not the speed, is what these methods are compared by.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.errors import OptionError
+from specache_compile.kernels.attention.definition import SEEN, grouped_bias, product
+from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
+from specache_compile.kernels.costs import rows as heads_of
+from specache_compile.kernels.movement.definition import EMPTY
+from specache_compile.kernels.op import Op, fake_of_query
+from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
+from specache_compile.methods.method import Method
+from specache_compile.options import MethodOptions, option, whole
+from specache_compile.passes.recipe import Call, Recipe
+
+from .policies import POLICIES
+from .policies.history import History
+
+# What `history` holds of a pair, in this order: see `History`.
+TOTAL, SQUARES, ABOVE, COUNT = range(4)
+HISTORY_SIZE = 4
+# A block: as many tokens as there are.
+WHOLE = 0
+# Queries whose attention is held at once: on a CPU it then stays in the caches.
+ROWS = 256
+
+
+def budget_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, kept: Tensor,
+    kept_token: Tensor, history: Tensor, policy: str, block: int, seed: int, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of T new tokens over the kept pairs and each other, which then join them; what is over b goes.
+
+    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, ≥ n + T] beside causality, column t is token t;
+    sinks [Hq]. Mutates kept [B, H, b, 2, d], kept_token int32 [B, H, b] (-1: empty) and history float32 [B, H, b, 4].
+    While there is room, nothing goes; then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
+    block-wise eviction; one by one in a decode step); block 0: all that are given, which is exact attention over what
+    was kept before them, and one eviction. Returns [B, Hq, T, d] in q's dtype.
+    """
+    length, tokens, budget = int(cursor[LENGTH]), k.shape[2], kept.shape[2]
+    heads, filled = k.shape[1], min(length, budget)
+    query = q.float().unflatten(1, (heads, -1)) * scale
+    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    pairs, token, past = kept[:, :, :filled], kept_token[:, :, :filled], history[:, :, :filled]
+    new = torch.stack([k, v], dim=3)
+    numbers = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
+    outputs, start = [], 0
+    while start < tokens:
+        stop = min(tokens, start + (budget - pairs.shape[2] or block or tokens))
+        pairs = torch.cat([pairs, new[:, :, start:stop]], 2)
+        token = torch.cat([token, numbers[:, :, start:stop]], 2)
+        past = torch.cat([past, past.new_zeros(*past.shape[:2], stop - start, HISTORY_SIZE)], 2)
+        for first in range(start, stop, ROWS):
+            rows = slice(first, min(stop, first + ROWS))
+            known = pairs.shape[2] - (stop - rows.stop)  # in the order of tokens: no row sees what lies behind
+            attention, seen = attention_over(query[:, :, :, rows], pairs[:, :, :known, 0], token[:, :, :known],
+                                             length + first, rows_of(bias, rows), sink, softcap)  # fmt: skip
+            outputs.append(attention.flatten(2, 3) @ pairs[:, :, :known, 1].float())
+            mean = attention.mean(2)  # over the query group (RoCo section 5.3)
+            past[:, :, :known] += received(mean, seen)
+        if pairs.shape[2] > budget:
+            random = torch.Generator().manual_seed(hash((seed, length + stop)) % 2**63)
+            stays = survivors(policy, token, past, mean[:, :, -1], seen[:, :, -1], budget, random)
+            pairs = pairs.gather(2, stays[..., None, None].expand(*stays.shape, *pairs.shape[3:]))
+            token, past = token.gather(2, stays), past.gather(2, stays[..., None].expand(*stays.shape, HISTORY_SIZE))
+        start = stop
+    count = pairs.shape[2]
+    kept[:, :, :count], kept_token[:, :, :count], history[:, :, :count] = pairs, token, past
+    out = torch.cat([part.unflatten(2, (query.shape[2], -1)) for part in outputs], 3)
+    return out.flatten(1, 2).to(q.dtype).contiguous()
+
+
+def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
+    """A bias [B, H, G, T, n] of some of its queries; one row is all queries'."""
+    return bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, rows]
+
+
+def attention_over(
+    query: Tensor, keys: Tensor, token: Tensor, first: int, bias: Tensor | None, sinks: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention [B, H, G, t, n] of the scaled query [B, H, G, t, d], whose first token is number `first`, over keys
+    [B, H, n, d] of the tokens `token` [B, H, n]; and which query of a KV head sees which pair, [B, H, t, n]."""
+    logits = product(query, keys, softcap)
+    number = torch.arange(first, first + query.shape[3], device=token.device)
+    seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
+    if bias is not None:
+        bias = bias.expand(*logits.shape[:2], *bias.shape[2:])
+        column = token.long().clamp(0)[:, :, None, None].expand(*bias.shape[:4], -1)
+        shown = bias.gather(-1, column)
+        logits += shown
+        seen = seen & (shown > SEEN).any(2)
+    logits.masked_fill_(~seen[:, :, None], -math.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:4], 1)], -1)
+    blind = logits.amax(-1, keepdim=True) == -math.inf  # softmax would make no numbers of such a row
+    return logits.softmax(-1).masked_fill_(blind, 0.0)[..., : keys.shape[2]], seen
+
+
+def received(attention: Tensor, seen: Tensor) -> Tensor:
+    """What pairs got from new queries, as `history` [B, H, n, 4]; attention and seen [B, H, t, n]."""
+    average = attention.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    parts = (attention, attention.square(), (attention > average) & seen, seen)
+    return torch.stack([part.float().sum(2) for part in parts], -1)
+
+
+def survivors(
+    policy: str, token: Tensor, past: Tensor, last: Tensor, seen: Tensor, budget: int, random: torch.Generator
+) -> Tensor:
+    """The places [B, H, b] of the pairs that stay, in the order of their tokens; what nobody sees goes first."""
+    history = History(token, last, past[..., TOTAL], past[..., SQUARES], past[..., ABOVE], past[..., COUNT])
+    importance = POLICIES[policy](history, budget, random).masked_fill(~seen, -math.inf)
+    order = importance.argsort(dim=-1, stable=True)
+    return order[..., token.shape[-1] - budget :].sort(dim=-1).values
+
+
+def drop_from(kept_token: Tensor, length: int, *along: Tensor) -> None:
+    """Drop the tokens from `length` on of kept_token [B, H, n], and what lies along it, [B, H, n, ...]; what had been
+    evicted before is gone for good."""
+    gone = kept_token >= length
+    order = (gone | (kept_token < 0)).to(torch.int8).argsort(dim=-1, stable=True)
+    kept_token.masked_fill_(gone, EMPTY)
+    for tensor in (kept_token, *along):
+        index = order.reshape(*order.shape, *(1,) * (tensor.dim() - 3)).expand(tensor.shape)
+        tensor.copy_(tensor.gather(2, index))
+
+
+def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """The kept pairs are read, and written again without the evicted ones, as is what is counted of them."""
+    q, pair = arguments["q"], pair_bytes(load.options, load.layers[site])
+    kept = min(load.options.budget_in_tokens(load.length), load.length)
+    moved = 2 * heads_of(load, site) * kept * (pair.exact + 4 * (HISTORY_SIZE + 1))
+    return Cost(4 * elements(q) * kept, moved + 2 * bytes_of(q))
+
+
+ATTENTION = Op(
+    "budget_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor(a!) kept, "
+    "Tensor(b!) kept_token, Tensor(c!) history, str policy, int block, int seed, float scale, float? softcap) "
+    "-> Tensor",
+    budget_attention, fake_of_query, f"{__name__}:budget_attention",
+    cost=cost, is_work=True, capturable=False,
+)  # fmt: skip
+
+# Between the random numbers of two sites' heads; any large odd number does.
+SITE_STRIDE = 1_000_003
+# An eviction block as long as what is read.
+PROMPT = "prompt"
+
+
+def check_budget(name: str, value: Any) -> None:
+    pairs, rate = type(value) is int and value >= 1, type(value) is float and 0 < value <= 1
+    if not (pairs or rate):
+        raise OptionError(f"option {name}={value!r}: give a number of pairs, or a rate above 0.0, at most 1.0")
+
+
+def check_block(name: str, value: Any) -> None:
+    if value != PROMPT and (type(value) is not int or value < 1):
+        raise OptionError(f"option {name}={value!r}: give a number of tokens, 1 or more, or {PROMPT!r}")
+
+
+def pairs_or_rate(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+def tokens_or_prompt(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+@dataclass(frozen=True)
+class BudgetOptions(MethodOptions):
+    """Those of a method that keeps some pairs alone."""
+
+    budget: int | float = option(
+        0.25, check_budget, "pairs that each KV head keeps, or a rate like 0.25 of the prompt's tokens",
+        type=pairs_or_rate, metavar="B",
+    )  # fmt: skip
+
+    def budget_in_tokens(self, tokens: int) -> int:
+        """Pairs that each KV head keeps of a prompt of `tokens`; a rate rounds up."""
+        if isinstance(self.budget, int):
+            return self.budget
+        return max(1, math.ceil(round(self.budget * tokens, 6)))  # 0.07 of 100 is 7.000000000000001 by itself
+
+    def for_prompt(self, tokens: int) -> BudgetOptions:
+        """A rate fixed to pairs: a cache keeps the budget that it started with."""
+        return replace(self, budget=self.budget_in_tokens(tokens))
+
+
+@dataclass(frozen=True)
+class EvictionOptions(BudgetOptions):
+    """Those of every policy."""
+
+    eviction_block: int | str = option(
+        1, check_block,
+        "tokens encoded before as many pairs go, where a prompt is past the budget; prompt: all of it is read exactly, "
+        "and evicted from once", type=tokens_or_prompt, metavar="TOKENS",
+    )  # fmt: skip
+    seed = 0
+
+
+@dataclass(frozen=True)
+class RandomOptions(EvictionOptions):
+    """`random` needs a seed besides."""
+
+    seed: int = whole(0, 0, "of the policy's random numbers", metavar="SEED")
+
+
+def rows(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (batch, layer.heads, min(options.budget_in_tokens(capacity), capacity))
+
+
+def kept_shape(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (*rows(options, layer, batch, capacity), 2, layer.head_dim)
+
+
+def history_shape(options: EvictionOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (*rows(options, layer, batch, capacity), HISTORY_SIZE)
+
+
+def forget(state: LayerState, cropped: Cropped) -> None:
+    """What a policy has evicted of the tokens that stay does not come back."""
+    drop_from(state["kept_token"], cropped.length, state["kept"], state["history"])
+
+
+# The kept pairs, their tokens, and what the policy has counted of them; nothing on the host.
+KEPT = Field("kept", "kept", kept_shape, on_crop=forget)
+KEPT_TOKEN = Field("kept_token", "kept", rows, always(torch.int32), empty=EMPTY)
+HISTORY = Field("history", "kept", history_shape, always(torch.float32))
+FIELDS = (KEPT, KEPT_TOKEN, HISTORY)
+
+
+def eviction(policy: str) -> Method:
+    """The method that evicts by one of POLICIES."""
+
+    def recipe(options: EvictionOptions, site: int) -> Recipe:
+        block = WHOLE if options.eviction_block == PROMPT else options.eviction_block
+        # Layers that draw nothing are given the same, so that they are alike, and one is compiled for all.
+        seed = options.seed + SITE_STRIDE * site if policy == "random" else 0
+        attend = Call("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
+        return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
+
+    return Method(policy, RandomOptions if policy == "random" else EvictionOptions, FIELDS, recipe, has_budget=True)
+
+
+METHODS = tuple(eviction(policy) for policy in POLICIES)

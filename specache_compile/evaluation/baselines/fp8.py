@@ -1,0 +1,62 @@
+"""The FP8 cache of serving engines: every pair on the device as e4m3 codes, half of 16 bits.
+
+The prompt is read exactly. The scale is 1, which engines take where nothing was calibrated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements
+from specache_compile.kernels.op import Op, fake_nothing
+from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.stored_pairs import FP8
+from specache_compile.methods.field import Field, always
+from specache_compile.methods.host_tier import whole_cache
+from specache_compile.methods.method import Method
+from specache_compile.options import MethodOptions
+from specache_compile.passes.recipe import Call, Recipe
+
+LARGEST = torch.finfo(FP8).max  # 448
+
+
+def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_codes: Tensor) -> None:
+    """Put the new pairs k, v [B, H, T, d] behind those of fp8_codes uint8 [B, H, C, 2, d], as e4m3 codes.
+
+    Each element becomes its nearest code, beyond ±448 that of ±448; NaN stays NaN. padding, which every store is given,
+    is not read.
+    """
+    start = int(cursor[LENGTH])
+    pairs = torch.stack([k, v], dim=3)
+    # Not every version of torch saturates by itself.
+    fp8_codes[:, :, start : start + k.shape[2]] = pairs.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
+
+
+def cost_of_keeping(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """The new pairs are read, and one byte an element is written."""
+    return Cost(hbm=2 * bytes_of(arguments["k"]) + 2 * elements(arguments["k"]))
+
+
+KEEP = Op(
+    "keep_fp8(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) fp8_codes) -> ()",
+    keep_fp8, fake_nothing, f"{__name__}:keep_fp8",
+    cost=cost_of_keeping, early=4, capturable=False,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fp8Options(MethodOptions):
+    method: str = "fp8"
+
+
+def recipe(options: MethodOptions, site: int) -> Recipe:
+    """As `full`'s, over the codes: a step's own pair is still exact in its attention, and rounded from the next on."""
+    over_codes = Call("extend_attention", ("fp8_codes",))
+    return Recipe({"extend": over_codes, "decode": over_codes}, (Call("keep_fp8", ("fp8_codes",)),))
+
+
+FP8_CODES = Field("fp8_codes", "cache", whole_cache, always(torch.uint8), has_all_pairs=True)
+METHOD = Method("fp8", Fp8Options, (FP8_CODES,), recipe)

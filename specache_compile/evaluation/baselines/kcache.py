@@ -1,0 +1,135 @@
+"""KCache (arXiv 2404.18057): keys stay on the device in 16 bits, values live on the host; each query head fetches the N
+values that it weighs most, in the step that needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.attention.definition import grouped_bias, product, softmax_denominator
+from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
+from specache_compile.kernels.movement.copy_queue import wait_for_offloads
+from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
+from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.segments import picked
+from specache_compile.methods import full
+from specache_compile.methods.drafting import DraftOptions
+from specache_compile.methods.field import Field, LayerShape
+from specache_compile.methods.host_tier import HOST
+from specache_compile.methods.method import Method
+from specache_compile.options import whole
+from specache_compile.passes.recipe import Call, Recipe
+
+
+def kcache_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, device_keys: Tensor,
+    host: Tensor, top_n: int, scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (equation 4).
+
+    q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys [B, H, C, d]; host: all pairs
+    (`segments.py`). The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. No guess: its fetch is
+    waited for.
+    """
+    wait_for_offloads(cursor)
+    length, heads = int(cursor[LENGTH]), k.shape[1]
+    query = q.float().unflatten(1, (heads, -1)) * scale
+    logits = product(query, torch.cat([device_keys[:, :, :length], k], 2), softcap)
+    if mask is not None:
+        logits = logits + grouped_bias(mask, heads, length + 1)
+    peak, share = softmax_denominator([logits], None if sinks is None else sinks.float().view(heads, -1, 1, 1))
+    weights = (logits - peak).exp() * share
+    best, index = weights[:, :, :, 0].topk(min(top_n, length + 1), dim=-1)  # [B, H, G, N]
+    fetched = values_of(host, index.clamp(max=max(length - 1, 0)), length).to(q.device)
+    fetched = torch.where((index == length).unsqueeze(-1), v[:, :, None], fetched)
+    return (best.unsqueeze(-2) @ fetched.float()).flatten(1, 2).to(q.dtype).contiguous()
+
+
+def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
+    """The values [B, H, G, N, d] of tokens `index` [B, H, G, N], where the host tier is."""
+    if not length:
+        return host.new_zeros(*index.shape, host.shape[-1])
+    batch, heads = index.shape[:2]
+    row = torch.arange(batch, device=host.device)[:, None, None, None]
+    head = torch.arange(heads, device=host.device)[None, :, None, None]
+    return picked(host, row, head, index, 1)
+
+
+def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Tensor) -> None:
+    """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]; v and padding, which every store is
+    given, are not read."""
+    start = int(cursor[LENGTH])
+    device_keys[:, :, start : start + k.shape[2]] = k
+
+
+def attention_behind_copies(q: Tensor, *rest: Any) -> Tensor:
+    """As `kcache_attention`, on a CUDA device: behind all copies to the host."""
+    from specache_compile.kernels.movement import copy_stream
+
+    copy_stream.join(q.device)
+    torch.cuda.current_stream(q.device).synchronize()  # the host itself picks the values
+    return kcache_attention(q, *rest)
+
+
+def cost_of_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """All keys from the device; the values that each query head picks cross PCIe."""
+    q, exact = arguments["q"], pair_bytes(load.options, load.layers[site]).exact
+    keys = rows(load, site) * load.length * exact / 2
+    picked = load.batch * load.query_heads[site] * min(load.options.top_n, load.length) * exact / 2
+    return Cost(2 * elements(q) * load.length, keys + picked + 2 * bytes_of(q), to_device=picked)
+
+
+def cost_of_keeping(arguments: Arguments, load: Workload, site: int) -> Cost:
+    return Cost(hbm=2 * bytes_of(arguments["k"]))
+
+
+OPS = (
+    Op(
+        "keep_keys(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) device_keys) -> ()",
+        keep_keys, fake_nothing, f"{__name__}:keep_keys",
+        cost=cost_of_keeping, early=4, capturable=False,
+    ),
+    Op(
+        "kcache_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
+        "Tensor device_keys, Tensor host, int top_n, float scale, float? softcap) -> Tensor",
+        kcache_attention, fake_of_query, f"{__name__}:attention_behind_copies",
+        cost=cost_of_attention, is_work=True, reads_host=True, capturable=False,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KCacheOptions(DraftOptions):
+    method: str = "kcache"
+    top_n: int = whole(128, 1, "N: values that each query head fetches in a step", metavar="N")
+    kept_layers: int = whole(1, 0, "first layers whose values stay on the device", metavar="LAYERS")
+
+
+def keys_shape(options: KCacheOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (batch, layer.heads, capacity, layer.head_dim)
+
+
+DEVICE_KEYS = Field("device_keys", "keys", keys_shape)
+
+
+def fields_at(options: KCacheOptions, layer: LayerShape) -> tuple[Field, ...]:
+    """Keys on the device and whole pairs on the host, where extends read them; a kept layer has its full cache."""
+    return (full.FULL_CACHE,) if layer.number < options.kept_layers else (HOST, DEVICE_KEYS)
+
+
+def recipe(options: KCacheOptions, site: int) -> Recipe:
+    if site < options.kept_layers:
+        return full.recipe(options, site)
+    return Recipe(
+        {
+            "extend": Call("extend_attention", ("host",)),
+            "decode": Call("kcache_attention", ("device_keys", "host"), (options.top_n,)),
+        },
+        (Call("keep_keys", ("device_keys",)), Call("offload", ("host",))),
+    )
+
+
+METHOD = Method("kcache", KCacheOptions, (HOST, DEVICE_KEYS, full.FULL_CACHE), recipe, fields_at)

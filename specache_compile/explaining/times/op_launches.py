@@ -1,0 +1,221 @@
+"""The launches that a tier op makes on a CUDA device, and the work of each.
+
+They follow the triton_*.py of kernels/ and kernels/movement/copy_stream.py, of which each has its launches in its
+docstring. Bytes and FLOPs are those of kernels/costs.py, shared out; times are made of them in `step_time.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specache_compile.kernels import costs
+from specache_compile.kernels.attention.kept_logits import bytes_of_logit
+from specache_compile.kernels.costs import Cost, Workload, size_of
+from specache_compile.runtime.state import bucket
+
+from .devices import Device
+
+MAIN, COPY, CORRECTION = "main", "copy", "correction"
+
+# Seconds, all of them estimates. By how much a launch begins behind the end of the one that it follows in a CUDA graph;
+# what the smallest kernel takes; by how much a large one's last programs run longer than their even share.
+GAP, SMALLEST, TAIL = 1.3e-6, 1.3e-6, 1.5e-6
+# In a gather: a program finds one head's missing pairs; a read over the link is answered.
+FIND, ROUND_TRIP = 4.2e-6, 2.0e-6
+# Elements of a tile of `triton_select`, of one of its warps, and its most warps; programs of a gather beside compute
+# (`triton_copy`). Those modules need Triton, which is not everywhere where something is explained.
+TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
+# Instructions that a scheduler issues in a cycle, an estimate; of a multiprocessor's four.
+ISSUED, SCHEDULERS = 0.65, 4
+# A warp's instructions for a stored number of the low-bit tier, with one lane and with two, of four query heads and 1
+# to 2 bits: the loops of the attention under Triton 3.6 (tools/compile_kernels.py counts those of the Triton at hand).
+INSTRUCTIONS = {"whole": (2.55, 2.93), "keys": (3.15, 3.13), "values": (2.71, 3.05)}
+# A warp's instructions, of sm_90 under Triton 3.7: of a program of `keep_best`, some 12 turns of 80 (sums of softmaxes
+# of normal logits) and 1,330 once; for a score of a token, KV head and lane; for a query head and lane that is merged.
+SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch. memory, to_device, to_host: bytes; flops: of products; instructions: a warp's. floor: seconds that
+    its work takes at least; tail, gap: seconds behind and before it that no resource shortens. waits: names of others,
+    on other streams, that have ended before it starts; on its stream each follows the one before."""
+
+    name: str
+    op: str = ""
+    layer: str = ""
+    stream: str = MAIN
+    memory: float = 0.0
+    flops: float = 0.0
+    instructions: float = 0.0
+    to_device: float = 0.0
+    to_host: float = 0.0
+    floor: float = 0.0
+    tail: float = 0.0
+    gap: float = GAP
+    waits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tier op's call: its arguments by name as they were traced, the load as it is asked about, the site's number.
+    overlapped: a correction's gather has a stream of its own, beside the low-bit share of `attend_scored`."""
+
+    arguments: Mapping[str, Any]
+    load: Workload
+    site: int
+    device: Device
+    overlapped: bool = True
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all rows."""
+        return self.load.batch * self.load.layers[self.site].heads
+
+    @property
+    def lanes(self) -> int:
+        return size_of(self.arguments["q"].shape[2])
+
+    @property
+    def low(self) -> int:
+        return self.load.options.low_bit_length(self.load.length)
+
+    def cost(self, of: costs.CostOf) -> Cost:
+        """A cost, which grows as the rows do, of the rows that are asked about."""
+        given = self.arguments.get("q", self.arguments.get("k"))
+        traced = self.load.batch if given is None else size_of(given.shape[0])
+        cost = of(self.arguments, replace(self.load, batch=traced), self.site)
+        return Cost(*(value * self.load.batch / traced for value in vars(cost).values()))
+
+
+def small(name: str) -> Kernel:
+    """A kernel of few programs."""
+    return Kernel(name, floor=SMALLEST)
+
+
+def instructions(call: Call, part: str) -> float:
+    """Of a pass over the low-bit tier, whole or a half; none where it is not quantised: products alone."""
+    layout = getattr(call.load.options, "layout", None)
+    if layout is None or not layout.is_quantised:
+        return 0.0
+    numbers = call.heads * call.low * call.load.layers[call.site].head_dim * (2 if part == "whole" else 1)
+    return numbers * INSTRUCTIONS[part][min(call.lanes, 2) - 1] / WARP
+
+
+def turned(call: Call) -> list[Kernel]:
+    """What is made of the query before the low-bit tier is read: rotated, and its products with the center."""
+    layout = getattr(call.load.options, "layout", None)
+    made = [small("rotate_rows")] if layout is not None and layout.is_rotated else []
+    if call.arguments["center"].shape[2]:
+        cost = call.cost(lambda arguments, load, site: costs.share_of_center(arguments, call.low))
+        fused = cost.flops / 2 / WARP
+        made += [small("write_angles"), Kernel("add_shares", memory=cost.hbm, instructions=fused, tail=TAIL)]
+    return made
+
+
+def logit_bytes(call: Call, lanes: int, each: float) -> float:
+    """A logit of `each` so many bytes a query head, lane and low-bit token."""
+    return each * call.low * lanes * call.load.batch * call.load.query_heads[call.site]
+
+
+def merge(call: Call) -> Kernel:
+    merged = MERGING * call.lanes * call.load.batch * call.load.query_heads[call.site]
+    return Kernel("merge_splits", instructions=merged, floor=SMALLEST)
+
+
+def score(call: Call, lanes: int, memory: float) -> Kernel:
+    return Kernel("score_tokens", memory=memory, instructions=SCORING * call.heads * call.low * lanes)
+
+
+def decode_attention(call: Call) -> list[Kernel]:
+    cost, selects = call.cost(costs.decode_attention), bool(call.load.options.top_k)
+    scores = 4 * call.heads * call.low if selects else 0
+    logits = logit_bytes(call, 1, 2) if selects else 0
+    attended = Kernel(
+        "attend_tiers", memory=cost.hbm - scores + logits, instructions=instructions(call, "whole"), tail=TAIL
+    )
+    made = [*turned(call), attended, merge(call)]
+    if selects:
+        return [*made, score(call, 1, logits + scores)]
+    return [*made, Kernel("fill", memory=4 * call.heads * call.low, floor=SMALLEST)]  # scores that nobody asks for
+
+
+def score_low_bit(call: Call) -> list[Kernel]:
+    cost = call.cost(costs.score_low_bit)
+    logits = logit_bytes(call, call.lanes, bytes_of_logit(call.arguments["q"].dtype))
+    scored = logits + 4 * call.low * call.lanes * call.heads
+    attended = Kernel("attend_tiers", memory=cost.hbm - scored, instructions=instructions(call, "keys"), tail=TAIL)
+    return [*turned(call), attended, small("merge_splits"), score(call, call.lanes, scored)]
+
+
+def attend_scored(call: Call) -> list[Kernel]:
+    """Overlapped, the pairs in 16 bits have a launch of their own, which waits for the gather."""
+    cost, load = call.cost(costs.attend_scored), call.load
+    exact = load.length - call.low + costs.fetched_pairs(load.options, load.length)
+    pairs = exact * call.heads * costs.pair_bytes(load.options, load.layers[call.site]).exact
+    low = Kernel("attend_tiers", memory=cost.hbm, instructions=instructions(call, "values"), tail=TAIL)
+    if not call.overlapped:
+        return [low, merge(call)]
+    waiting = Kernel("attend_exact", memory=pairs, floor=SMALLEST, tail=TAIL, waits=(CORRECTION,))
+    return [replace(low, memory=cost.hbm - pairs), waiting, merge(call)]
+
+
+def select(call: Call) -> list[Kernel]:
+    """`triton_select`: rounds of tiles, each of which keeps k, until one tile holds what is left. A program alone takes
+    as long as its warps' instructions, at least those of one on each scheduler."""
+    length, made, last = bucket(call.load.length + 1), list[Kernel](), False
+    while not last:
+        tiles = math.ceil(length / TILE)
+        warps = max(1, min(MOST_WARPS, math.ceil(length / OF_A_WARP)))
+        alone = SELECTING * max(1.0, warps / SCHEDULERS) / (ISSUED * call.device.ghz * 1e9)
+        made.append(Kernel("keep_best", instructions=call.heads * tiles * warps * SELECTING, floor=alone))
+        length, last = tiles * call.load.options.top_k, tiles == 1
+    return made
+
+
+def gather(call: Call, pairs_of: costs.CostOf, programs: int, stream: str) -> Kernel:
+    """`triton_copy.gather`: each program one head after another."""
+    cost, turns = call.cost(pairs_of), math.ceil(call.heads / min(call.heads, programs))
+    return Kernel(
+        "fetch_missing", stream=stream, memory=cost.to_device, to_device=cost.to_device,
+        floor=turns * (FIND + ROUND_TRIP) - ROUND_TRIP, tail=SMALLEST + ROUND_TRIP,
+    )  # fmt: skip
+
+
+def correct(call: Call) -> list[Kernel]:
+    stream = CORRECTION if call.overlapped else MAIN
+    return [*select(call), gather(call, costs.correct, call.heads, stream)]
+
+
+def prefetch(call: Call) -> list[Kernel]:
+    return [gather(call, costs.prefetch, PROGRAMS, COPY)]
+
+
+def offload(call: Call) -> list[Kernel]:
+    """A step's few pairs are written through, on the main stream."""
+    cost = call.cost(costs.offload)
+    return [Kernel("write_host", memory=cost.hbm, to_host=cost.to_host, floor=SMALLEST)]
+
+
+def append(call: Call) -> list[Kernel]:
+    layout = getattr(call.load.options, "layout", None)
+    if layout is None or not layout.is_quantised:
+        return [small("copy_groups"), small("write_recent")]
+    centered = call.arguments["center"].shape[2] > 0
+    names = ["set_center"] if centered and call.arguments.get("frequencies") is not None else []
+    names += ["rotate_groups"] if layout.is_rotated or centered else []
+    return [small(name) for name in (*names, "quantize_groups", "write_recent")]
+
+
+def wait(call: Call) -> list[Kernel]:
+    return [Kernel("wait", gap=0.0)]
+
+
+LAUNCHES: Mapping[str, Callable[[Call], list[Kernel]]] = {
+    made.__name__: made
+    for made in (decode_attention, score_low_bit, attend_scored, correct, prefetch, offload, append, wait)
+} | {"select_topk": select}

@@ -1,0 +1,101 @@
+"""What each node of a rewritten graph costs: FLOPs, bytes from device memory, bytes over PCIe. Computed, not measured.
+
+A node's time is the largest of what each of the three would take alone. Pointwise nodes count nothing: the compiler
+fuses them into their neighbours, whose reads and writes are counted. So every time is a floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from specache_compile.kernels.costs import Cost, Workload, bytes_of, elements, pair_bytes, size_of
+from specache_compile.kernels.op import op_of
+from specache_compile.methods import METHODS
+from specache_compile.passes.overlap import is_work
+from specache_compile.passes.plan import tag_of
+from specache_compile.passes.reading.nodes import value_of
+
+from .devices import Device
+
+
+def operator_name(node: Node) -> str:
+    """`mm` of aten.mm.default, `decode_attention` of specache.decode_attention.default, `linear` of F.linear."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return name.split(".")[0]
+
+
+def is_tier_op(node: Node) -> bool:
+    return op_of(node.target) is not None
+
+
+def is_launch(node: Node) -> bool:
+    """What a step launches and this model of it counts: tier ops, matrix products, attentions, embeddings."""
+    name = operator_name(node)
+    return node.op in ("call_function", "call_method") and (
+        is_tier_op(node) or is_work(node) or name == "embedding" or "grouped_mm" in name
+    )
+
+
+def launch_cost(node: Node, load: Workload) -> Cost:
+    """The cost of a launch under `load`: tier ops by their tiers' lengths, the rest by the graph's own shapes."""
+    op, tag = op_of(node.target), tag_of(node)
+    if op is not None:
+        if tag is None:
+            raise ValueError(f"{node.name} is at no site")
+        return op.cost(arguments_of(node, load), load, tag.site)
+    tensors = [value_of(argument) for argument in node.all_input_nodes]
+    result = value_of(node)
+    out = result if isinstance(result, Tensor) else next((r for r in result if isinstance(r, Tensor)), None)
+    name = operator_name(node)
+    if name == "embedding":
+        return Cost(hbm=2 * bytes_of(out))
+    moved = sum(map(bytes_of, tensors)) + bytes_of(out)
+    if name == "scaled_dot_product_attention":
+        q, keys = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
+        tokens, seen = size_of(q.shape[2]), size_of(keys.shape[2])
+        causal = 0.5 if tokens == seen and tokens > 1 else 1.0
+        return Cost(4 * causal * elements(q) * seen, moved)
+    factor = tensors[-1] if name == "addmm" else tensors[0]
+    if "grouped_mm" in name:  # each token meets only its own experts' weights
+        factor, weights = tensors[0], tensors[1]
+        rows = elements(factor) // size_of(factor.shape[-1])
+        unread = max(0, size_of(weights.shape[0]) - rows) * bytes_of(weights) // size_of(weights.shape[0])
+        return Cost(2 * elements(out) * size_of(factor.shape[-1]), moved - unread)
+    inner = size_of(value_of(node.args[1]).shape[-1] if name == "addmm" else factor.shape[-1])  # type: ignore[arg-type]
+    return Cost(2 * elements(out) * inner, moved)
+
+
+def arguments_of(node: Node, load: Workload) -> dict[str, Any]:
+    """A tier op's arguments by name, tensors as their fakes; and `on_host`: the pairs that it is given are there."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    values = [value_of(value) if isinstance(value, Node) else value for value in node.args]
+    given = {tag.field for value in node.args if (tag := tag_of(value)) is not None}
+    on_host = any(field.on_host and field.name in given for field in METHODS[load.options.method].fields)
+    return {**dict(zip(names, values, strict=False)), "on_host": on_host}
+
+
+def full_cache_cost(load: Workload, number: int) -> Cost:
+    """One token's exact attention over a full cache in device memory."""
+    layer, heads = load.layers[number], load.query_heads[number]
+    kept = load.batch * layer.heads * load.length * pair_bytes(load.options, layer).exact
+    return Cost(4 * load.batch * heads * layer.head_dim * load.length, kept)
+
+
+def step_costs(graph_module: GraphModule, load: Workload) -> dict[Node, Cost]:
+    """The cost of each launch of a graph."""
+    return {node: launch_cost(node, load) for node in graph_module.graph.nodes if is_launch(node)}
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    return sum(costs, Cost())
+
+
+def full_cache_step(one_lane: GraphModule, load: Workload, device: Device) -> float:
+    """Seconds of a decode step of the same model on a full cache: the one-lane graph's products, exact attention."""
+    products = [launch_cost(n, load) for n in one_lane.graph.nodes if is_launch(n) and not is_tier_op(n)]
+    attention = [full_cache_cost(load, number) for number in range(len(load.layers))]
+    return sum(cost.seconds(device) for cost in (*products, *attention))

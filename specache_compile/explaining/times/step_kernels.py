@@ -1,0 +1,185 @@
+"""A traced decode step as launches: those of its tier ops, its products, and what the compiler fuses between them.
+
+Pointwise nodes that no launch stands between are one launch, whose bytes are left out: they are in a cache nearer than
+memory. A graph of a few layers stands for one of many that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from specache_compile.explaining.layers import layers_of
+from specache_compile.explaining.plan import VIEWS
+from specache_compile.kernels.costs import Workload, bytes_of, elements, pair_bytes, size_of
+from specache_compile.kernels.movement.deferred import last_quarter
+from specache_compile.kernels.op import Op, op_of
+from specache_compile.passes.plan import tag_of
+from specache_compile.passes.reading.nodes import is_weight, value_of
+
+from .devices import Device
+from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Call, Kernel, small
+from .roofline import arguments_of, is_launch, launch_cost, operator_name
+
+# What the attention over a full cache reaches of what long reads reach, by its bytes an element. Estimates.
+ATTENDED = {2: 0.95, 1: 0.92}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A decode step's rewritten graph, as one rank runs it. load: of the trace. weights: the model's bytes. layers: the
+    model's, where the graph has fewer: all like its middle one. overlapped: see `op_launches.Call`."""
+
+    graph: GraphModule
+    load: Workload
+    weights: int
+    layers: int | None = None
+    overlapped: bool = True
+
+    def at(self, length: int, batch: int) -> Workload:
+        """The load of that many tokens and rows."""
+        return replace(self.load, length=length, batch=batch)
+
+
+def is_captured(graph_module: GraphModule) -> bool:
+    """Whether a CUDA graph may hold the step."""
+    return all(op.capturable for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None)
+
+
+TierOp = Callable[[Op, Call], list[Kernel]]
+
+
+def over_tiers(op: Op, call: Call) -> list[Kernel]:
+    """The launches of a tier op; one, of its cost, where `op_launches` does not know it."""
+    if op.name in LAUNCHES:
+        return LAUNCHES[op.name](call)
+    cost = call.cost(op.cost)
+    return [Kernel(op.name, memory=cost.hbm, flops=cost.flops, to_device=cost.to_device, to_host=cost.to_host)]
+
+
+def full_cache(itemsize: int) -> TierOp:
+    """In place of a site's tier ops an attention that reads a full cache of `itemsize` bytes an element once."""
+
+    def attention(op: Op, call: Call) -> list[Kernel]:
+        if not op.is_work or op.name == "attend_scored":
+            return []
+        layer = call.load.layers[call.site]
+        pair = pair_bytes(call.load.options, layer).exact * itemsize / layer.dtype.itemsize
+        read = call.heads * call.load.length * pair / ATTENDED[itemsize]
+        return [Kernel("attend", memory=read, tail=TAIL), small("merge")]
+
+    return attention
+
+
+def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: TierOp) -> list[Kernel]:
+    """The launches of a step of that many tokens and rows, in the order in which they are issued."""
+    load = traced.at(length, batch)
+    layers, fused = layers_of(traced.graph), last_of_fused(traced.graph)
+    newest = dict.fromkeys((MAIN, COPY, CORRECTION), "")
+    kernels = []
+    for node in traced.graph.graph.nodes:
+        if not is_launch(node):
+            op, made = "fused", [small("fused")] if node in fused else []
+        elif (tier_op := op_of(node.target)) is None:
+            op, made = operator_name(node), [product(node, traced.load, load)]
+        else:
+            tag = tag_of(node)
+            assert tag is not None, f"{node.name} is at no site"
+            call = Call(arguments_of(node, load), load, tag.site, device, traced.overlapped)
+            op, made = tier_op.name, tiers(tier_op, call)
+        for number, kernel in enumerate(made):
+            # Waits are named by their streams so far: the newest launch there. What is on another stream than the main
+            # one starts behind what was issued there before.
+            streams = kernel.waits if kernel.stream == MAIN else (MAIN,)
+            waits = tuple(newest[stream] for stream in streams if newest[stream])
+            name = f"{node.name}.{number}.{kernel.name}"
+            newest[kernel.stream] = name
+            kernels.append(replace(kernel, name=name, op=op, layer=layers[node], waits=waits))
+    return repeated(kernels, traced.layers)
+
+
+def product(node: Node, traced: Workload, load: Workload) -> Kernel:
+    """A matrix product, an exact attention or an embedding of the rows that are asked about: its weights are read once,
+    the rest grows as they do."""
+    cost, rows = launch_cost(node, traced), load.batch / traced.batch
+    name, inputs = operator_name(node), [value_of(argument) for argument in node.all_input_nodes]
+    weights = 0.0 if name == "embedding" else float(sum(map(weight_bytes, node.all_input_nodes)))
+    before = now = weights
+    if "grouped_mm" in name:  # a row reads its own experts'
+        tokens, experts = elements(inputs[0]) / size_of(inputs[0].shape[-1]), size_of(inputs[1].shape[0])
+        before, now = (weights * min(1.0, count / experts) for count in (tokens, tokens * rows))
+    if name == "scaled_dot_product_attention" and size_of(inputs[1].shape[2]) >= traced.length:
+        rows *= load.length / traced.length
+    return Kernel(name, memory=now + max(0.0, cost.hbm - before) * rows, flops=cost.flops * rows)
+
+
+def weight_bytes(node: Node) -> int:
+    """Bytes of a weight, or of its transpose; 0 for any other node."""
+    while len(node.all_input_nodes) == 1 and operator_name(node) in VIEWS:
+        node = node.all_input_nodes[0]
+    return bytes_of(value_of(node)) if is_weight(node) else 0
+
+
+def last_of_fused(graph_module: GraphModule) -> set[Node]:
+    """The last node of each group of pointwise nodes that is one launch: connected, and behind as many launches."""
+    depth: dict[Node, int] = {}
+    group: dict[Node, Node] = {}
+
+    def first(node: Node) -> Node:
+        while group[node] is not node:
+            node = group[node]
+        return node
+
+    for node in graph_module.graph.nodes:
+        inputs = node.all_input_nodes
+        depth[node] = max((depth[used] + is_launch(used) for used in inputs), default=0)
+        if node.op not in ("call_function", "call_method") or is_launch(node) or not isinstance(value_of(node), Tensor):
+            continue
+        beside = [used for used in inputs if used in group and depth[used] == depth[node]]
+        if operator_name(node) in VIEWS:
+            if beside:  # what it is a view of
+                group[node] = first(beside[0])
+            continue
+        group[node] = node
+        for used in beside:
+            group[first(used)] = node
+    last = {first(node): node for node in group if operator_name(node) not in VIEWS}
+    return set(last.values())
+
+
+def repeated(kernels: Sequence[Kernel], layers: int | None) -> list[Kernel]:
+    """The middle layer's launches as often as there are more `layers` than were traced."""
+    numbers = sorted({kernel.layer for kernel in kernels} - {"before", "after"}, key=int)
+    more = (layers or len(numbers)) - len(numbers)
+    if more <= 0:
+        return list(kernels)
+    middle = numbers[len(numbers) // 2]
+    own = [kernel for kernel in kernels if kernel.layer == middle]
+    names, place = {kernel.name for kernel in own}, kernels.index(own[-1]) + 1
+    copies = [
+        replace(
+            kernel, name=f"{kernel.name}+{number}", layer=f"{middle}+{number}",
+            waits=tuple(f"{name}+{number}" if name in names else name for name in kernel.waits),
+        )
+        for number in range(more)
+        for kernel in own
+    ]  # fmt: skip
+    return [*kernels[:place], *copies, *kernels[place:]]
+
+
+def captured(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The step as a CUDA graph replays it: the fetches of the last quarter of layers come first, and their layers wait
+    for them; the others' have ended with the step before."""
+    late = last_quarter([kernel for kernel in kernels if kernel.op == "prefetch"])
+    made_first = {kernel.layer: kernel.name for kernel in late}
+    rest = [
+        replace(kernel, waits=(made_first[kernel.layer],))
+        if kernel.op == "wait" and kernel.layer in made_first
+        else kernel
+        for kernel in kernels
+        if kernel.name not in made_first.values()
+    ]
+    return [*(replace(kernel, waits=()) for kernel in late), *rest]

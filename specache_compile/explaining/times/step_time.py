@@ -1,0 +1,257 @@
+"""The time of a decode step, computed: its launches over three streams, one memory and one link, by events.
+
+    main         ... score, select ─┐  low-bit values  ┌─ exact values, merge ... select ─┐ ...      │ join
+    correction                      └─ gather ─────────┘                                  │          │
+    copy         the last layers' gathers of the step before ...                          └─ gather ─┘
+
+Launches, streams, bytes and edges are those of the traced graph and of its ops (`step_kernels.py`). What a launch costs
+beside them is estimated (`op_launches.py`): take a step to be right to some 30 %. It is captured in a CUDA graph: it
+ends with its copies, and makes the fetches of the last quarter of the layers at its beginning (`deferred.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from specache_compile.explaining.plan import break_even, fits
+from specache_compile.kernels.costs import Workload
+from specache_compile.methods.field import LayerShape
+from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
+
+from .devices import Device
+from .op_launches import COPY, CORRECTION, ISSUED, MAIN, SCHEDULERS, Kernel
+from .step_kernels import Traced, captured, full_cache, kernels_of, over_tiers
+
+LENGTHS = (8_192, 32_768, 131_072)
+# Seconds between two replays of a step; bytes that a decode step and the driver need beside weights and tiers; how much
+# more than its tokens a full cache has room for. Estimates.
+BETWEEN, MARGIN, SPARE = 60e-6, 2.1e9, 1.07
+# Of the wanted pairs, those that travel ahead: with two lanes that are corrected (26 of 64 of SmolLM2 at 4,096 tokens,
+# as `costs.CORRECTED` is), and with no correction (an estimate).
+AHEAD, AHEAD_UNCORRECTED = 26 / 64, 0.5
+RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """One step, in seconds. ahead, corrected: the main stream stood still for fetches ahead, for corrections. bound:
+    what most of it is: memory, instructions, arithmetic, launches, or PCIe. launches: of a layer, on all streams."""
+
+    seconds: float
+    ahead: float
+    corrected: float
+    bound: str
+    launches: float
+
+    @property
+    def exposed(self) -> float:
+        return self.ahead + self.corrected
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A step of a cache: the method's, or a full one of 16 or 8 bits. limit: what sets the batch: "device" or "host"
+    memory; "" where it is given."""
+
+    cache: str
+    length: int
+    batch: int
+    limit: str
+    step: ComputedStep
+
+    @property
+    def tokens(self) -> float:
+        """A second, of all rows."""
+        return self.batch / self.step.seconds
+
+
+@dataclass
+class Running:
+    """A launch under way. needs: seconds of each resource alone; alone: of its work, with nothing beside it; gap, work,
+    tail: what is left of it, in seconds."""
+
+    kernel: Kernel
+    needs: dict[str, float]
+    alone: float
+    gap: float
+    work: float
+    tail: float
+
+    @property
+    def loads(self) -> dict[str, float]:
+        """The share of each resource that it takes now."""
+        working = self.gap <= 0 < self.work
+        return {name: seconds / self.alone for name, seconds in self.needs.items()} if working else {}
+
+    @property
+    def bound(self) -> str:
+        """What this moment of it is spent on."""
+        if self.gap > 0 or self.work <= 0 or max(self.needs.values()) < self.alone:
+            return "launches"
+        name = max(self.needs, key=self.needs.__getitem__)
+        return "PCIe" if name in ("to_device", "to_host") else name
+
+
+@dataclass
+class Spent:
+    """Where the main stream's seconds went."""
+
+    on: dict[str, float] = field(default_factory=dict)
+    ahead: float = 0.0
+    corrected: float = 0.0
+
+    @property
+    def bound(self) -> str:
+        every = {**self.on, "PCIe": self.on.get("PCIe", 0.0) + self.ahead + self.corrected}
+        return max(every, key=every.__getitem__)
+
+
+def rates_of(device: Device) -> dict[str, float]:
+    """Of each resource what it does in a second: bytes, FLOPs, instructions of a warp."""
+    link = device.pcie_gbps * 1e9
+    issued = device.sms * SCHEDULERS * device.ghz * 1e9 * ISSUED
+    reached = (device.hbm_gbps * 1e9 * device.hbm_share, device.tflops * 1e12 * device.tflops_share)
+    return dict(zip(RESOURCES, (*reached, issued, link, link), strict=True))
+
+
+def begun(kernel: Kernel, rates: dict[str, float]) -> Running:
+    amounts = (kernel.memory, kernel.flops, kernel.instructions, kernel.to_device, kernel.to_host)
+    needs = {name: amount / rates[name] for name, amount in zip(RESOURCES, amounts, strict=True) if amount}
+    alone = max(kernel.floor, *needs.values(), 0.0)
+    return Running(kernel, needs or {"memory": 0.0}, alone, kernel.gap, alone, kernel.tail)
+
+
+def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[float, Spent]:
+    """Seconds until all have ended, and what the main stream did meanwhile.
+
+    A stream's launches follow one another. Those of several streams share what they both need evenly: where together
+    they ask for more of a resource than there is, each that asks for it is slower by that much."""
+    rates, spent, now = rates_of(device), Spent(), 0.0
+    stream_of = {kernel.name: kernel.stream for kernel in kernels}
+    queues: dict[str, deque[Kernel]] = {stream: deque() for stream in (MAIN, CORRECTION, COPY)}
+    for kernel in kernels:
+        queues[kernel.stream].append(kernel)
+    running: dict[str, Running] = {}
+    ended: set[str] = set()
+    while running or any(queues.values()):
+        for stream, queue in queues.items():
+            if stream not in running and queue and ended.issuperset(queue[0].waits):
+                running[stream] = begun(queue.popleft(), rates)
+        speeds = speeds_of(running)
+        step = min(next_event(launch, speeds[stream]) for stream, launch in running.items())
+        tell(spent, step, running.get(MAIN), queues[MAIN], ended, stream_of)
+        now += step
+        for stream, launch in list(running.items()):
+            if advanced(launch, step, speeds[stream]):
+                ended.add(launch.kernel.name)
+                del running[stream]
+    return now, spent
+
+
+def speeds_of(running: dict[str, Running]) -> dict[str, float]:
+    """How fast each launch's work goes on, of what it does alone."""
+    loads = {stream: launch.loads for stream, launch in running.items()}
+    total = {name: sum(load.get(name, 0.0) for load in loads.values()) for name in RESOURCES}
+    return {stream: 1 / max([1.0, *(total[name] for name in load)]) for stream, load in loads.items()}
+
+
+def next_event(launch: Running, speed: float) -> float:
+    """Seconds until a launch's present part has ended."""
+    return launch.gap if launch.gap > 0 else launch.work / speed if launch.work > 0 else launch.tail
+
+
+def advanced(launch: Running, seconds: float, speed: float) -> bool:
+    """Let time pass for a launch; whether it has ended."""
+    part = "gap" if launch.gap > 0 else "work" if launch.work > 0 else "tail"
+    left = getattr(launch, part) - seconds * (speed if part == "work" else 1.0)
+    setattr(launch, part, left if left > 1e-12 else 0.0)
+    return launch.gap == launch.work == launch.tail == 0
+
+
+def tell(
+    spent: Spent, seconds: float, main: Running | None, queue: deque[Kernel], ended: set[str], stream_of: dict[str, str]
+) -> None:
+    """Note what the main stream does, or for which stream it waits; behind its last launch, for the copies' end."""
+    if main is not None and main.kernel.op == "correct" and main.kernel.to_device:
+        spent.corrected += seconds
+    elif main is not None:
+        spent.on[main.bound] = spent.on.get(main.bound, 0.0) + seconds
+    elif queue and any(stream_of[name] == CORRECTION for name in queue[0].waits if name not in ended):
+        spent.corrected += seconds
+    else:
+        spent.ahead += seconds
+
+
+def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
+    """The step that these launches make."""
+    seconds, spent = simulated(kernels, device)
+    within = [kernel.layer for kernel in kernels if kernel.layer not in ("before", "after") and kernel.op != "wait"]
+    launches = len(within) / max(1, len(set(within)))
+    return ComputedStep(seconds + BETWEEN, spent.ahead, spent.corrected, spent.bound, launches)
+
+
+def step_of(traced: Traced, device: Device, length: int, batch: int) -> ComputedStep:
+    """The method's own step."""
+    return computed(captured(kernels_of(traced, device, length, batch, over_tiers)), device)
+
+
+def full_step_of(one_lane: Traced, device: Device, length: int, batch: int, itemsize: int = 2) -> ComputedStep:
+    """The step of the same model on a full cache of `itemsize` bytes an element, read once: the products of a graph of
+    one lane, and a plain attention."""
+    return computed(kernels_of(one_lane, device, length, batch, full_cache(itemsize)), device)
+
+
+def assumed(load: Workload, lanes: int) -> Workload:
+    """A load with the shares of the wanted pairs that travel, where it has only the defaults of `explain`."""
+    corrects = load.options.correct != "never"
+    ahead = AHEAD_UNCORRECTED if not corrects else AHEAD if lanes > 1 else 0.0
+    return replace(load, reuse=load.reuse or 1 - ahead)
+
+
+def shapes_of(traced: Traced) -> list[LayerShape]:
+    """The layers of the whole model."""
+    found = list(traced.load.layers)
+    return found + [found[len(found) // 2]] * ((traced.layers or len(found)) - len(found))
+
+
+def largest_batch(traced: Traced, device: Device, length: int, host: float) -> tuple[int, str]:
+    """The rows that fit, and whether "device" or "host" memory, `host` bytes, sets them."""
+    row = predicted_bytes(traced.load.options, shapes_of(traced), 1, length + 1)
+    on_device = (fits(device) - traced.weights - MARGIN) / max(1, device_total(row))
+    on_host = host / row["host"] if row["host"] else on_device
+    return max(0, int(min(on_device, on_host))), "device" if on_device <= on_host else "host"
+
+
+def full_cache_batch(traced: Traced, device: Device, length: int, itemsize: int = 2) -> int:
+    """The rows that fit with a full cache of `itemsize` bytes an element."""
+    shapes = shapes_of(traced)
+    row = full_cache_bytes(shapes, 1, length) * SPARE * itemsize / max(x.dtype.itemsize for x in shapes)
+    return max(0, int((fits(device) - traced.weights - MARGIN) / row))
+
+
+def rows_of(traced: Traced, one_lane: Traced, device: Device, host: float) -> list[StepRow]:
+    """The method's steps and those of full caches, of one row and of the largest batch, where one fits."""
+    rows = []
+    for length in LENGTHS:
+        for batch, limit in dict.fromkeys([(1, ""), largest_batch(traced, device, length, host)]):
+            if batch:
+                step = step_of(traced, device, length, batch)
+                rows.append(StepRow(traced.load.options.method, length, batch, limit, step))
+        for cache, itemsize in (("16 bits", 2), ("fp8", 1)):
+            for batch, limit in ((1, ""), (full_cache_batch(one_lane, device, length, itemsize), "device")):
+                if batch:
+                    step = full_step_of(one_lane, device, length, batch, itemsize)
+                    rows.append(StepRow(cache, length, batch, limit, step))
+    return rows
+
+
+def break_even_context(traced: Traced, one_lane: Traced, device: Device, batch: int = 1) -> int | None:
+    """The shortest context, in tokens to 64 exact, from which a step takes no longer than on a 16-bit cache in device
+    memory; None: at none up to the longest of `LENGTHS`."""
+    return break_even(
+        lambda length: step_of(traced, device, length, batch).seconds,
+        lambda length: full_step_of(one_lane, device, length, batch).seconds,
+        most=LENGTHS[-1],
+    )

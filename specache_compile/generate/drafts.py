@@ -1,0 +1,172 @@
+"""Drafts of the model's own (option verify): what its decode phase says next, over the compressed cache."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from specache_compile.errors import SpecacheWarning, not_drafted, not_looked_up
+from specache_compile.options import MethodOptions
+from specache_compile.runtime.draft_length import DraftLength
+from specache_compile.runtime.ranks import everyones
+from specache_compile.runtime.records import find_record
+from specache_compile.runtime.session import Session, sessions_of
+
+# Criteria that do not go by what the last token is, and the one that Hugging Face's loop applies to each token.
+HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+
+
+class Drafts(CandidateGenerator):
+    """Candidates for the loop: the decode phase's tokens after those said so far, and what it would choose from."""
+
+    requires_model_outputs = True  # and with them, the model's arguments as they stand
+
+    def __init__(self, model: Any, processors: Any, criteria: Any, config: Any) -> None:
+        self.model, self.processors, self.config = model, processors, config
+        self.others = [c for c in criteria if not isinstance(c, HANDLED)]
+        # What the loop puts over the model's arguments.
+        self.model_kwargs_overrides: dict[str, Any] = {}
+        self.cache: DynamicCache | None = None
+        # Cached tokens that were said, of which an interruption leaves the cache with no more.
+        self.said = 0
+        # Of the round under way: its session, when it began, graphs compiled before it, and the tokens drafted.
+        self.session: Session | None = None
+        self.start, self.compiles, self.drafted = 0.0, 0, 0
+        self.told_of_parts = False
+
+    def get_candidates(self, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """input_ids [1, n], of which the cache lacks the last; returns [1, n + γ], and the drafted tokens' processed
+        logits [1, γ, V], None without a draft. γ may be 0."""
+        kwargs = given["model_kwargs"]
+        self.cache = kwargs["past_key_values"]
+        self.said = self.cache.get_seq_length()
+        self.start, self.compiles, self.drafted = time.perf_counter(), self.compiled(), 0
+        self.model_kwargs_overrides = {}
+        self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
+        if self.session is None or not self.serves(self.session.options) or self.is_parted():
+            self.session = None
+            return input_ids, None
+        room = self.config.max_length - input_ids.shape[1] - 1
+        ids, logits = self.draft(input_ids, kwargs, min(self.length(), room)) if room > 0 else (input_ids, None)
+        if self.is_parted():  # by the steps of the draft, which were exact
+            self.session = None
+            return input_ids, None
+        self.drafted = ids.shape[1] - input_ids.shape[1]
+        if self.drafted and "logits_to_keep" in kwargs:
+            self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number for each γ would be a graph for each
+        return ids, logits
+
+    def serves(self, options: MethodOptions) -> bool:
+        """Whether these are the drafts of a cache that was made under these options."""
+        return options.verify is not None
+
+    def is_parted(self) -> bool:
+        """Whether the cache is, or was, several sessions', of which a draft would mark one; told once."""
+        if not self.told_of_parts and sessions_of(self.cache) != [self.session]:
+            self.told_of_parts = True
+            assert self.session is not None
+            tell_not_drafted(
+                self.session.options,
+                "a graph break in the model leaves its cache in parts, each with a step of its own",
+            )
+        return self.told_of_parts
+
+    def length(self) -> int:
+        """γ of the next round."""
+        assert self.session is not None
+        asked = self.session.options.verify
+        assert asked is not None
+        self.session.draft_length = self.session.draft_length or DraftLength(asked)
+        return everyones(self.session.ranks, self.session.draft_length.next())[0]  # by the clock, each rank its own
+
+    def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
+        """ids [1, n] with at most so many tokens of the decode phase behind them, and their processed logits, as
+        `get_candidates` returns both; afterwards the cache is as it was."""
+        assert self.session is not None
+        kwargs, drafted = dict(kwargs), []
+        self.session.drafting = True
+        try:
+            for _ in range(tokens):
+                inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+                outputs = self.model(**inputs, return_dict=True)
+                kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
+                logits = self.processors(ids, outputs.logits[:, -1].to(ids.device, torch.float32, copy=True))
+                longer = torch.cat([ids, self.choose(logits)], 1)
+                stops = self.stops(longer)
+                # A greedy draft leaves what stops to the exact pass, whose last token the loop's criteria see. A
+                # sampled one may not choose what it drafts by what was drawn: it would no longer be the distribution.
+                if stops and not self.config.do_sample:
+                    break
+                ids = longer
+                drafted.append(logits)
+                if stops:
+                    break
+        finally:
+            self.session.drafting = False
+            self.take_back()
+        return ids, torch.stack(drafted, 1) if drafted else None
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token [1, 1] from processed logits [1, V], as `generate` chooses it."""
+        if self.config.do_sample:
+            return torch.multinomial(logits.softmax(-1), num_samples=1)
+        return logits.argmax(-1, keepdim=True)
+
+    def stops(self, ids: Tensor) -> bool:
+        """Whether the last token ends the generation, the number of tokens apart."""
+        ends = getattr(self.config, "_eos_token_tensor", None)
+        if ends is not None and bool(torch.isin(ids[0, -1], ends.to(ids.device))):
+            return True
+        return any(bool(criterion(ids, None).any()) for criterion in self.others)
+
+    @contextlib.contextmanager
+    def verification(self) -> Iterator[None]:
+        """What the model is called with inside verifies the tokens that were drafted last."""
+        if self.session is None:
+            yield
+            return
+        self.session.verifying = self.drafted > 0
+        try:
+            yield
+        finally:
+            self.session.verifying = False
+
+    def take_back(self) -> None:
+        """Crop the cache to the tokens that were said, where a round is under way."""
+        if self.session is None or self.cache is None:
+            return
+        more = self.cache.get_seq_length() - self.said
+        if more > 0:
+            self.cache.crop(-more)
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: Any) -> None:
+        """After a verification that confirmed `num_matches` of the drafted tokens."""
+        if self.session is not None:
+            self.note(self.session, min(int(num_matches), self.drafted), time.perf_counter() - self.start)
+
+    def note(self, session: Session, accepted: int, seconds: float) -> None:
+        """What a round has shown: it streamed the host tier once."""
+        held = session.host_bytes(self.said)
+        session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
+        if session.draft_length is not None:
+            compiled = self.compiled() != self.compiles
+            session.draft_length.note(self.drafted, accepted, None if compiled else seconds)
+
+    def compiled(self) -> int:
+        """Graphs of the model that were rewritten so far."""
+        record = find_record(self.model)
+        return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
+
+
+def tell_not_drafted(options: MethodOptions, reason: str) -> None:
+    """One warning, at the caller of `generate`'s loop."""
+    tell = not_looked_up if options.lookup else not_drafted
+    warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)

@@ -1,0 +1,109 @@
+"""Make `torch.compile(model, backend="specache").generate(...)` run the compiled model.
+
+`OptimizedModule` hands `.generate` to the module it wraps, whose forward is not compiled, so that the backend would
+never be called. For modules compiled with this backend, and only for them, `.generate` runs with the generating
+module's calls compiled, on the thread that asked for it; afterwards that module is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+from transformers.generation.utils import GenerationMixin
+
+from specache_compile.compile.compiled_options import options_given
+from specache_compile.runtime.ranks import check_heads
+
+# Held where a module's generations are counted, and by a process that forks: its child has this thread alone.
+_counting = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
+
+
+def is_ours(module: OptimizedModule) -> bool:
+    """Whether this module was compiled with the backend "specache"."""
+    return options_given(module.dynamo_ctx) is not None
+
+
+class ThreadsCalls:
+    """Stands for a module's `_compiled_call_impl` while some of its generations run compiled: a thread's calls run as
+    its own generation asked, and another thread's as they did before."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.before: Callable[..., Any] | None = module._compiled_call_impl
+        self.plain: Callable[..., Any] = module._call_impl
+        self.generations = 0
+        self.here = threading.local()
+
+    @torch._dynamo.decorators.skip  # a thread's value is not for a graph; what is called below is captured
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.current()(*args, **kwargs)
+
+    def current(self) -> Callable[..., Any]:
+        """What a call of the module on this thread runs."""
+        return getattr(self.here, "compiled", None) or self.before or self.plain
+
+    @property
+    def get_compiler_config(self) -> Any:
+        """Where `compiled_options.py` reads how a call was compiled; AttributeError where it was not."""
+        return self.current().get_compiler_config  # type: ignore[attr-defined]
+
+
+def generating(module: torch.nn.Module) -> torch.nn.Module:
+    """The module whose `generate` a wrapper such as PEFT's comes to, and which it calls for each step."""
+    return next((part for part in module.modules() if isinstance(part, GenerationMixin)), module)
+
+
+@contextlib.contextmanager
+def compiled_calls(module: OptimizedModule) -> Iterator[None]:
+    """Within it, this thread's calls of the generating module run compiled, as after `model.compile(...)`."""
+    wrapped = generating(module._orig_mod)
+    compiled = module.__dict__.get("_specache_call")
+    if compiled is None:
+        compiled = module.__dict__["_specache_call"] = module.dynamo_ctx(wrapped._call_impl)
+    with _counting:
+        calls = wrapped._compiled_call_impl
+        if not isinstance(calls, ThreadsCalls):
+            calls = wrapped._compiled_call_impl = ThreadsCalls(wrapped)
+        calls.generations += 1
+    outer = getattr(calls.here, "compiled", None)
+    calls.here.compiled = compiled
+    try:
+        yield
+    finally:
+        calls.here.compiled = outer
+        with _counting:
+            calls.generations -= 1
+            if not calls.generations and wrapped._compiled_call_impl is calls:
+                wrapped._compiled_call_impl = calls.before
+
+
+def route_generate() -> None:
+    """Extend `OptimizedModule.__getattr__` by the one name `generate`, once for the process."""
+    original = OptimizedModule.__getattr__
+    if getattr(original, "routes_generate", False):
+        return
+
+    @functools.wraps(original)
+    def getattr_with_generate(self: OptimizedModule, name: str) -> Any:
+        value = original(self, name)
+        if name != "generate" or not is_ours(self):
+            return value
+
+        @functools.wraps(value)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            check_heads(self._orig_mod)
+            with compiled_calls(self):
+                return value(*args, **kwargs)
+
+        return generate
+
+    getattr_with_generate.routes_generate = True  # type: ignore[attr-defined]
+    OptimizedModule.__getattr__ = getattr_with_generate  # type: ignore[method-assign]

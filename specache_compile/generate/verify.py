@@ -1,0 +1,139 @@
+"""Make `generate` draft with the compressed cache and verify with the exact pass (option verify).
+
+Where greedy and sampled generation begin, `GenerationMixin._sample`, a model that was compiled with the option goes to
+Hugging Face's own loop of assisted decoding instead. The candidates that the loop verifies come from the same model, on
+the same cache: the decode phase drafts them, and a crop takes them back. Whatever else a model compiled with the option
+computes is exact (`Session.phases`), so that what is not drafted is slow, and never wrong.
+
+Under lookup the candidates are looked up in the text so far (`look_up.py`), and what verifies them is a widened
+decode: nothing is more exact than a decode of one token, and what is not drafted is that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.utils import GenerationMixin
+
+from specache_compile.compat import WINDOWS_TAKE_DRAFTS, missing_for_drafts
+from specache_compile.compile.compiled_options import options_of
+from specache_compile.methods import parse_options
+from specache_compile.options import MethodOptions
+
+from .drafts import HANDLED, Drafts, tell_not_drafted
+from .look_up import LookedUp
+
+
+def route_verification() -> None:
+    """Extend `GenerationMixin._sample`, and have `_beam_search` tell that it drafts nothing, once for the process and
+    where transformers has all that is needed; where not, the backend refuses the option."""
+    original: Any = GenerationMixin._sample
+    if getattr(original, "routes_verification", False) or missing_for_drafts() is not None:
+        return
+
+    @functools.wraps(original)
+    def sample(
+        self: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kw: Any
+    ) -> Any:
+        given = (input_ids, logits_processor, stopping_criteria, generation_config)
+        options = drafting_options(self)
+        if options is None:
+            return original(self, *given, **kw)
+        reason = reason_not_to_draft(self, *given, kw)
+        if reason is None:
+            candidates = LookedUp if options.lookup else Drafts
+            return verified(candidates(self, logits_processor, stopping_criteria, generation_config), *given, **kw)
+        tell_not_drafted(options, reason)
+        return original(self, *given, **kw)
+
+    beam_search = GenerationMixin._beam_search
+
+    @functools.wraps(beam_search)
+    def search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = drafting_options(self)
+        if options is not None:
+            tell_not_drafted(options, "assisted decoding says one sequence, and a beam search several")
+        return beam_search(self, *args, **kwargs)
+
+    sample.routes_verification = True  # type: ignore[attr-defined]
+    GenerationMixin._sample = sample  # type: ignore[method-assign, assignment]
+    GenerationMixin._beam_search = search  # type: ignore[method-assign, assignment]
+
+
+def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
+    """The options that the model's calls are compiled with; None where they draft nothing, or another backend compiles
+    them."""
+    given = options_of(model)
+    options = parse_options(given) if given else None
+    return options if options is not None and options.drafts else None
+
+
+def reason_not_to_draft(
+    model: Any, input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: Mapping[str, Any]
+) -> str | None:
+    """Why a generation goes on without drafts, each step exact; None where it is drafted."""
+    others = [type(c).__name__ for c in criteria if not isinstance(c, HANDLED)]
+    cache = kwargs.get("past_key_values")
+    if input_ids.shape[0] > 1:
+        return f"assisted decoding takes a batch of one, and this is {input_ids.shape[0]}"
+    if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):
+        return "it has no DynamicCache"
+    kept = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
+    forgetful = next((type(layer).__name__ for layer in cache.layers if type(layer) not in kept), None)
+    if forgetful is not None or model._is_stateful:
+        return f"a {forgetful or type(model).__name__} of this transformers cannot take back what was drafted"
+    if config.is_assistant:
+        return "it drafts for another model itself"
+    if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
+        return "guidance_scale runs the model on a cache of its own, in the order of the tokens"
+    if config.do_sample and others:
+        return f"beside sampling, {others[0]} could only stop it a token late"
+    return None
+
+
+def verified(
+    drafts: Drafts, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, **kwargs: Any
+) -> Any:
+    """Hugging Face's loop of assisted decoding, with these drafts. Interrupted, it leaves the cache with the pairs of
+    tokens that were said."""
+    itself = Verifier(drafts.model, drafts)
+    try:
+        return type(drafts.model)._assisted_decoding(
+            itself, input_ids, logits_processor, stopping_criteria, config, **kwargs
+        )
+    except BaseException:
+        drafts.take_back()
+        raise
+
+
+class Verifier:
+    """Stands for the model in the loop: its prefill is that of `generate`, which goes on from a filled cache and takes
+    a long prompt in chunks, and its candidates are its own drafts."""
+
+    def __init__(self, model: Any, drafts: Drafts) -> None:
+        self.model, self.drafts = model, drafts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def _get_candidate_generator(self, **given: Any) -> Drafts:
+        return self.drafts
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, is_first_iteration: bool = False, **kwargs: Any) -> Any:
+        if is_first_iteration:
+            kwargs.pop("next_sequence_length", None)  # the prefill finds it itself
+            return {"to_prefill": (input_ids, kwargs)}
+        return self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=False, **kwargs)
+
+    def __call__(self, **inputs: Any) -> Any:
+        if "to_prefill" in inputs:
+            input_ids, kwargs = inputs["to_prefill"]
+            return self.model._prefill(input_ids, self.drafts.config, kwargs, is_first_iteration=True)
+        with self.drafts.verification():
+            return self.model(**inputs, return_dict=True)  # as drafts are called, whose graph serves a lone token

@@ -1,0 +1,293 @@
+"""Sessions on disk: bit for bit what was saved, in another process too; and what is refused, in words."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import DynamicCache, LlamaForCausalLM
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+import specache_compile as sc
+from conftest import compile_copy, compiled_with, prompt, tiny_llama
+from families import FAMILIES
+from held_tiers import in_order
+from specache_compile.caches import saving
+from specache_compile.caches.saving import as_called_now
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.session import session_of
+
+pytestmark = pytest.mark.one_process
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "best": {"bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32},
+    "two lanes": {"bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32, "speculate": True},
+    "still in 16 bits": {"bits": 1, "min_context": 4096},
+    "eviction": {"method": "h2o", "budget": 0.5},
+}
+
+
+@torch.no_grad()
+def step(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, DynamicCache]:
+    out = model(ids, past_key_values=cache, use_cache=True)
+    return out.logits, out.past_key_values
+
+
+def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
+    """Logits of an extend and of decode steps, far enough that pairs leave the window."""
+    rows = next(layer.keys.shape[0] for layer in cache.layers)
+    logits = [step(model, prompt(5, rows), cache)[0][:, -1]]
+    for _ in range(steps):
+        logits.append(step(model, logits[-1].argmax(-1, keepdim=True), cache)[0][:, -1])
+    return torch.stack(logits)
+
+
+@pytest.mark.quick_for("best")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: Path, name: str) -> None:
+    """From the middle of a generation, slots chosen and a guess made; two rows; loaded under inference mode."""
+    model = compiled_with(llama, {**SETTINGS[name], "lowering": "eager"})
+    logits, cache = step(model, prompt(150, 2))
+    for _ in range(3):
+        logits, cache = step(model, logits[:, -1:].argmax(-1), cache)
+    sc.save(cache, tmp_path / "session")
+    with torch.inference_mode():
+        again = sc.load(tmp_path / "session", model)
+    token = logits[:, -1:].argmax(-1)
+    counted = [state[n] for state in session_of(again).state for n in ("fetched", "corrected") if n in state]
+    assert not any(map(torch.any, counted))
+    (expected, cache), (got, again) = step(model, token, cache), step(model, token, again)
+    assert torch.equal(got, expected)
+    assert torch.equal(go_on(model, again), go_on(model, cache))
+
+
+def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
+    llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """Its header does not name host_bits, says that two lanes ran, and names an option that is gone."""
+    settings = {**SETTINGS["best"], "lowering": "eager"}
+    model = compiled_with(llama, {**settings, "host_bits": 16})
+    _, cache = step(model, prompt(150, 2))
+    sc.save(cache, tmp_path)
+    header = json.loads((tmp_path / "session.json").read_text())
+    for name in ("asked", "options"):
+        del header["options"][name]["host_bits"]
+        header["options"][name] |= {"speculate": True, "unbiased": False}
+    (tmp_path / "session.json").write_text(json.dumps(header))
+    again = sc.load(tmp_path, compiled_with(llama, settings))
+    assert session_of(again).state[0]["host"].is_floating_point()
+    assert torch.equal(go_on(compiled_with(llama, settings), again), go_on(model, cache))
+
+
+def test_options_of_earlier_versions_are_read_by_their_names_of_today() -> None:
+    assert as_called_now({"verify": "tiers", "unbiased": False}) == {"verify": None, "lookup": True}
+    with pytest.raises(sc.OptionError, match="option unbiased, which the session was saved with, is gone: correct="):
+        as_called_now({"unbiased": True})
+
+
+def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(tmp_path: Path) -> None:
+    sizes, bfloat16 = {}, tiny_llama().bfloat16()
+    for host_bits in (16, 8):
+        model = compiled_with(bfloat16, {**SETTINGS["best"], "lowering": "eager", "host_bits": host_bits})
+        sc.save(step(model, prompt(300))[1], tmp_path / str(host_bits))
+        files = (tmp_path / str(host_bits)).glob("tensors-*/layer-*")
+        sizes[host_bits] = sum(safe_open(file, "pt").get_tensor("host").nbytes for file in files)
+    head_dim = 16
+    assert sizes[8] == sizes[16] * (head_dim + 4) / (2 * head_dim)
+
+
+def test_centered_keys_are_centered_when_they_are_loaded(tmp_path: Path) -> None:
+    """A model that adds a bias to its keys has them centered by default."""
+    model = compiled_with(tiny_llama(attention_bias=True), {"lowering": "eager"})
+    _, cache = step(model, prompt(150))
+    assert session_of(cache).state[0]["center"].any()
+    sc.save(cache, tmp_path)
+    assert torch.equal(go_on(model, sc.load(tmp_path, model), 3), go_on(model, cache, 3))
+
+
+def test_a_cropped_cache_is_saved_as_it_is_seen(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    _, cache = step(compiled, prompt(200))
+    cache.crop(-60)
+    sc.save(cache, tmp_path)
+    again = sc.load(tmp_path, compiled)
+    assert again.get_seq_length() == 140
+    assert torch.equal(go_on(compiled, again, 3), go_on(compiled, cache, 3))
+
+
+@torch.no_grad()
+def test_layers_that_stay_plain_are_saved_beside_the_held_ones(tmp_path: Path) -> None:
+    """gemma2: every other layer has a window, and stays as Hugging Face wrote it."""
+    model = copy.deepcopy(next(family for family in FAMILIES if family.name == "gemma2").model())
+    model.compile(backend="specache", options={"lowering": "eager", "bits": 1})
+    cache = DynamicCache(config=model.config)
+    step(model, prompt(60), cache)
+    sc.save(cache, tmp_path)
+    again = sc.load(tmp_path, model)
+    assert [type(layer) for layer in again.layers] == [type(layer) for layer in cache.layers]
+    assert any(not isinstance(layer.keys, HeldTensor) for layer in again.layers)
+    assert torch.equal(go_on(model, again, 8), go_on(model, cache, 8))
+
+
+@pytest.mark.parametrize("cycles", [100])
+def test_bits_survive_a_hundred_saves_and_loads(compiled: LlamaForCausalLM, tmp_path: Path, cycles: int) -> None:
+    _, cache = step(compiled, prompt(100))
+    session_of(cache).drain()
+    first = [{name: x.clone() for name, x in state.items()} for state in session_of(cache).state]
+    for _ in range(cycles):
+        sc.save(cache, tmp_path)
+        cache = sc.load(tmp_path, compiled)
+    for before, after in zip(first, session_of(cache).state, strict=True):
+        before["host"], after["host"] = (in_order(x["host"])[:, :, :100] for x in (before, after))
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert len(list(tmp_path.glob("tensors-*"))) == 1
+
+
+PROCESS = """
+import sys, torch
+sys.path[:0] = sys.argv[3:]
+import specache_compile as sc
+from conftest import prompt, tiny_llama
+torch.manual_seed(0)
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+model = tiny_llama()
+model.compile(backend="specache", options={"bits": 1, "top_k": 16, "lowering": "eager"})
+folder, tokens = sys.argv[1], int(sys.argv[2])
+cache = None if tokens == 0 else sc.load(folder, model)
+out = model(prompt(150) if cache is None else prompt(1, seed=tokens), past_key_values=cache, use_cache=True)
+sc.save(out.past_key_values, folder)
+print(out.logits[0, -1].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_session_outlives_its_process(tmp_path: Path) -> None:
+    """Each step in a process of its own, beside the same steps in this one."""
+    said = []
+    for tokens in range(2):
+        command = [sys.executable, "-c", PROCESS, str(tmp_path), str(tokens), str(Path(__file__).parents[1])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append(torch.tensor(json.loads(done.stdout.splitlines()[-1])))
+    model = compiled_with(tiny_llama(), {"bits": 1, "top_k": 16, "lowering": "eager"})
+    logits, cache = step(model, prompt(150))
+    for tokens in range(2):
+        assert torch.equal(logits[0, -1], said[tokens])
+        logits, cache = step(model, prompt(1, seed=tokens + 1), cache)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), [(saving, "save_file"), (os, "replace")])
+def test_an_interrupted_save_leaves_a_whole_session(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
+) -> None:
+    """The one before, until the header is replaced; and what is left over, and no other folder, goes with the next."""
+    _, cache = step(compiled, prompt(100))
+    sc.save(cache, tmp_path)
+    (tmp_path / "tensors-of-mine").mkdir()
+    step(compiled, prompt(1), cache)
+    original = getattr(owner, name)
+
+    def interrupted(*given: Any) -> None:
+        if when == "after":
+            original(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sc.save(cache, tmp_path)
+    monkeypatch.undo()
+    again = sc.load(tmp_path, compiled)
+    assert again.get_seq_length() == (101 if (name, when) == ("replace", "after") else 100)
+    sc.save(again, tmp_path)
+    sc.load(tmp_path, compiled)
+    assert len(list(tmp_path.glob("tensors-*"))) == 2
+    assert (tmp_path / "tensors-of-mine").exists()
+
+
+def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    _, cache = step(compiled, prompt(100))
+    for state in session_of(cache).state:
+        state["host"][:, :, :, 100:] = 7.0  # of one segment
+    sc.save(cache, tmp_path)
+    for state in session_of(sc.load(tmp_path, compiled)).state:
+        assert not in_order(state["host"])[:, :, 100:].any()
+
+
+class TestRefusals:
+    @pytest.fixture
+    def folder(self, compiled: LlamaForCausalLM, tmp_path: Path) -> Path:
+        sc.save(step(compiled, prompt(70))[1], tmp_path / "session")
+        return tmp_path / "session"
+
+    def test_a_folder_without_a_session(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match="no session was saved in"):
+            sc.load(tmp_path / "nowhere", compiled)
+
+    def test_a_file_cut_short(self, compiled: LlamaForCausalLM, folder: Path) -> None:
+        file = next(folder.glob("tensors-*/layer-001*"))
+        os.truncate(file, file.stat().st_size - 10)
+        with pytest.raises(sc.SpecacheError, match=r"layer-001.safetensors of a saved session cannot be read: it has"):
+            sc.load(folder, compiled)
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99}', '{"format": 1}'])
+    def test_a_header_that_is_none(self, compiled: LlamaForCausalLM, folder: Path, text: str) -> None:
+        (folder / "session.json").write_text(text)
+        with pytest.raises(sc.SpecacheError, match=r"session\.json of a saved session cannot be read"):
+            sc.load(folder, compiled)
+
+    def test_a_header_that_leads_elsewhere(self, compiled: LlamaForCausalLM, folder: Path) -> None:
+        header = json.loads((folder / "session.json").read_text())
+        (folder / "session.json").write_text(json.dumps({**header, "folder": f"../session/{header['folder']}"}))
+        with pytest.raises(sc.SpecacheError, match="is none that save makes"):
+            sc.load(folder, compiled)
+
+    def test_layers_with_more_than_keys_and_values(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+        _, cache = step(compiled, prompt(70))
+        hybrid = LinearAttentionAndFullAttentionLayer()
+        hybrid.lazy_initialization(cache.layers[0].keys, cache.layers[0].values)
+        hybrid.keys, hybrid.values = cache.layers[0].keys, cache.layers[0].values
+        for layers in ([hybrid, *cache.layers[1:]], [*cache.layers, LinearAttentionLayer()]):
+            cache.layers = layers
+            with pytest.raises(sc.SpecacheError, match=r"a LinearAttention.* is not keys and values alone"):
+                sc.save(cache, tmp_path)
+            assert sc.materialize(cache).get_seq_length() == 70
+
+    def test_a_model_on_several_devices(self, folder: Path) -> None:
+        other = compile_copy(tiny_llama())
+        other.lm_head.to("meta")
+        with pytest.raises(sc.SpecacheError, match=r"on several devices \(cpu, meta\)"):
+            sc.load(folder, other)
+
+    def test_another_models_session(self, folder: Path) -> None:
+        other = compile_copy(tiny_llama(seed=1))
+        with pytest.raises(sc.SpecacheError, match="made with another model"):
+            sc.load(folder, other)
+
+    @pytest.mark.parametrize(
+        ("option", "told"), [({"bits": 2}, r"bits 1 \(the model's: 2\)"), ({"exact_layers": [0]}, r"exact_layers \(\)")]
+    )
+    def test_another_option(self, llama: LlamaForCausalLM, folder: Path, option: Any, told: str) -> None:
+        other = compile_copy(llama, **option)
+        with pytest.raises(sc.SpecacheError, match=f"made with other options: {told}"):
+            sc.load(folder, other)
+
+    def test_an_uncompiled_model(self, llama: LlamaForCausalLM, folder: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match="not compiled by the backend"):
+            sc.load(folder, llama)
+
+    def test_a_plain_cache(self, llama: LlamaForCausalLM, tmp_path: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match="plain tensors already"):
+            sc.save(step(llama, prompt(10))[1], tmp_path)
+
+    def test_a_host_tier_over_the_budget_that_the_model_has_here(self, llama: LlamaForCausalLM, folder: Path) -> None:
+        with pytest.raises(sc.SpecacheError, match=r"host tier would need .* for 70 tokens"):
+            sc.load(folder, compile_copy(llama, host_memory=10))

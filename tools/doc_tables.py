@@ -1,0 +1,417 @@
+"""The tables of README.md and docs/*.md: each stands between two markers and is made here from the code, or from the
+results in benchmarks/results.
+
+    <!-- table: NAME -->
+    ...
+    <!-- end: NAME -->
+
+python tools/doc_tables.py --check     exit status 1 if one of them is another
+python tools/doc_tables.py --write     put them there, and draw the demo's picture
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from pydantic import TypeAdapter
+
+import tests_path  # noqa: F401
+from families import FAMILIES
+from specache_compile.bench.table import answers_table, steps_table
+from specache_compile.demo.rows import Row as DemoRow
+from specache_compile.demo.show import draw as draw_demo
+from specache_compile.demo.show import table as demo_table
+from specache_compile.errors import OptionError
+from specache_compile.evaluation.baselines.policies import POLICIES
+from specache_compile.evaluation.cell_tables import table as results_table
+from specache_compile.evaluation.diagnostics import DIAGNOSTICS
+from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.tasks import TASKS
+from specache_compile.explaining.times.devices import DEVICES
+from specache_compile.kernels.op import registered
+from specache_compile.methods import declared_fields, declared_options, defaults_of, every_method, parse_options
+from specache_compile.methods.field import LayerShape
+from specache_compile.passes.pipeline import PIPELINE
+from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n(?P<text>.*?)<!-- end: (?P=name) -->", re.DOTALL)
+MARKER = re.compile(r"<!-- (?:table|end): \S+ -->")
+# What the device's share of the cache is computed for: 32,768 tokens of a Llama-3-8B's shape, in 16 bits.
+SHAPE = [LayerShape(8, 128, torch.bfloat16, torch.device("meta"), number) for number in range(32)]
+TOKENS = 32_768
+# Of a diagnostic's curves, and of their x, those that its table shows; the others are in its CSV.
+CURVES = {"coverage": ("all layers",), "deviation": ("all layers",)}
+MOST_COLUMNS = 10
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
+    """A Markdown table; its last `right` columns are numbers. Nothing is padded, so that a change is one line."""
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    rule = ["---"] * (len(headers) - right) + ["--:"] * right
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (list(headers), rule, *cells))
+
+
+def fenced(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def load(path: str) -> Any:
+    return json.loads((RESULTS / path).read_text())
+
+
+def told(thing: Any) -> str:
+    """The first paragraph of a docstring, as one line without its full stop."""
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).removesuffix(".")
+
+
+def named(methods: Sequence[str]) -> str:
+    """Methods in words: all of them, or their names, the eviction policies under one."""
+    if len(methods) == len(every_method()):
+        return "all"
+    policies = set(POLICIES) <= set(methods)
+    names = [f"`{name}`" for name in methods if not (policies and name in POLICIES)]
+    return ", ".join([*names, *(["the eviction policies"] if policies else [])])
+
+
+def families() -> str:
+    """What a family's tiny test model has rewritten and exact, its lanes in decode, remarks."""
+    headers = ("family", "attentions rewritten", "lanes", "")
+    return markdown(headers, [
+        (
+            family.name, f"{family.rewritten} of {family.rewritten + family.exact}",
+            {2: "two", 1: "one"}[family.lanes] if family.rewritten else "–", family.note,
+        )
+        for family in FAMILIES
+    ])  # fmt: skip
+
+
+def versions() -> str:
+    """The versions that the tests run on, as they are pinned."""
+
+    def pinned(name: str) -> dict[str, str]:
+        lines = (ROOT / name).read_text().splitlines()
+        requirements = [Requirement(line) for line in lines if re.match(r"\w", line)]
+        return {one.name: str(one.specifier).removeprefix("==") for one in requirements}
+
+    kinds = ("", "-oldest", "-newest")
+    pins = [pinned(f"constraints{kind}.txt") for kind in kinds]
+    rows = [(n, *(one.get(n, "–") for one in pins)) for n in ("torch", "transformers", "triton")]
+    return markdown(("", *(f"`make test{kind}`" for kind in kinds)), rows)
+
+
+def accepted(name: str, declared: Any) -> str:
+    """What an option accepts, in the words of the error that refuses other values."""
+    for refused in (-1, "?"):
+        try:
+            declared.metadata["check"](name, refused)
+        except OptionError as error:
+            return str(error).split(": ", 1)[1].removeprefix("accepted are ").removeprefix("give ")
+    return ""
+
+
+def options() -> str:
+    """Each option: its default (and that of methods with another), what it accepts, who takes it, its help."""
+    rows = [("`method`", "`'specache'`", ", ".join(map(repr, every_method())), "all", "what is kept where: methods.md")]
+    for name, takers in declared_options().items():
+        usual, exceptions = defaults_of(takers)
+        by_default: dict[str, list[str]] = {}
+        for method, value in exceptions.items():
+            by_default.setdefault(repr(value), []).append(method)
+        others = [f"{named(methods)}: `{value}`" for value, methods in by_default.items()]
+        declared = next(iter(takers.values()))
+        rows.append(
+            (
+                f"`{name}`", "; ".join([f"`{usual!r}`", *others]), accepted(name, declared), named(list(takers)),
+                declared.metadata["help"],
+            )
+        )  # fmt: skip
+    return markdown(("option", "default", "accepted", "taken by", ""), rows)
+
+
+def methods() -> str:
+    """Each method: its tiers on the device and on the host, the device's share of the cache as computed, and what its
+    file says of it."""
+    rows = []
+    for name, method in every_method().items():
+        tiers = predicted_bytes(parse_options({"method": name}), SHAPE, 1, TOKENS)
+        used = [tier for tier, size in tiers.items() if size]
+        device = [tier for tier in used if tier != "host"]
+        share = sum(tiers[tier] for tier in device) / full_cache_bytes(SHAPE, 1, TOKENS)
+        source = POLICIES.get(name, method.options)
+        rows.append(
+            (
+                f"`{name}`", told(sys.modules[source.__module__]), ", ".join(device) or "–",
+                "host" if "host" in used else "–", f"{share:.3f}",
+            )
+        )  # fmt: skip
+    return markdown(("method", "", "tiers on the device", "on the host", "device KV"), rows, right=1)
+
+
+def demo_rows() -> list[DemoRow]:
+    return TypeAdapter(list[DemoRow]).validate_python(load("demo.json")["rows"])
+
+
+def summary() -> str:
+    """The demo's rows, as the README shows them: quality, bytes, time."""
+    rows = demo_rows()
+    context = list(rows[0].step_ms)[-1]
+    return markdown(
+        ("", "keys found", "KV bytes on the device, of the full cache's", f"a decode step at {context:,} tokens"),
+        [
+            (
+                row.method,
+                f"{sum(row.keys.values()):.0f} of {len(row.keys)}",
+                f"{row.kv_ratio:.3f}",
+                f"{row.step_ms[context]:.0f} ms",
+            )
+            for row in rows
+        ],
+        right=3,
+    )
+
+
+def demo() -> str:
+    """What `make demo` prints."""
+    return fenced(demo_table(demo_rows()))
+
+
+def bench(dtype: str) -> str:
+    """What `make bench` prints of a dtype."""
+    rows = load(f"bench_{dtype}.json")["rows"]
+    steps, answers = ([row for row in rows if row["part"] == part] for part in ("step", "answer"))
+    return fenced(f"{steps_table(steps)}\n\n{answers_table(answers)}")
+
+
+def cold_start() -> str:
+    """What benchmarks/cold_start.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from cold_start import table
+
+    return fenced(table(load("cold_start.json")["rows"]))
+
+
+def verification() -> str:
+    """What benchmarks/verify.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from verify import table
+
+    return fenced(table(load("verify.json")["rows"]))
+
+
+def verify_families() -> str:
+    """What benchmarks/verify_families.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from verify_families import table
+
+    return fenced(table(load("verify_families.json")["rows"]))
+
+
+def look_ups() -> str:
+    """What `benchmarks/verify.py --edits` prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from verify import edits_table
+
+    return fenced(edits_table(load("verify_edits.json")["rows"]))
+
+
+def figures(name: str) -> str:
+    """The figures of a benchmark that has one row."""
+    rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
+    return markdown(("", "measured"), rows, right=1)
+
+
+def gpu() -> str:
+    """What one day with a GPU has measured; a smoke run, or one on a simulated device, measures nothing."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu_table import tables, why_no_figures
+
+    if not (RESULTS / "gpu_decode.json").exists() or why_no_figures(load("gpu_decode.json")) is not None:
+        return "Nothing has been measured on a GPU yet."
+    return tables(load("gpu_decode.json"))
+
+
+COMPUTED_ON = ("H100", "A100", "RTX 4090")
+
+
+def computed_steps() -> str:
+    """Steps of an 8B model on three of the devices that `explain` knows; computed."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from computed_steps import HEADERS, table_of
+
+    report = load("computed_steps.json")
+    parts = []
+    for device in COMPUTED_ON:
+        contexts = report["break-even"][device]
+        parts += [
+            f"{device}, {report['settings']['host GiB']:g} GiB of host memory; the default gains on 16 bits from "
+            f"{contexts['default']:,} tokens of one row on:",
+            markdown(HEADERS, table_of(report["rows"], device), right=len(HEADERS) - 1),
+        ]
+    return "\n\n".join(parts)
+
+
+def quality(folder: str, task: str) -> str:
+    """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
+    rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
+    return fenced(results_table([row for row in rows if row.task == task]))
+
+
+def diagnostic(name: str) -> str:
+    """The points of a diagnostic: a line a curve, a column an x."""
+    found = load(f"diagnostics/{name}.json")
+    at = {(point["curve"], point["x"]): point["y"] for point in found["points"]}
+    curves = [curve for curve in dict.fromkeys(curve for curve, _ in at) if curve in CURVES.get(name, (curve,))]
+    every = sorted({x for curve, x in at if curve in curves})
+    columns = every if len(every) <= MOST_COLUMNS else [x for x in every if x in {2**i for i in range(MOST_COLUMNS)}]
+    rows = [(curve, *(f"{at[curve, x]:.2f}" if (curve, x) in at else "" for x in columns)) for curve in curves]
+    return markdown((DIAGNOSTICS[name].x, *(f"{x:g}" for x in columns)), rows, right=len(columns))
+
+
+def diagnostics() -> str:
+    """The diagnostics that there are."""
+    return markdown(
+        ("diagnostic", "", "runs of the model"),
+        [(f"`{name}`", one.what, str(one.runs)) for name, one in DIAGNOSTICS.items()],
+        right=1,
+    )
+
+
+def tasks() -> str:
+    """The tasks of `specache eval`, as their files say."""
+    return markdown(("task", ""), [(f"`{name}`", told(sys.modules[cells.__module__])) for name, cells in TASKS.items()])
+
+
+def devices() -> str:
+    """The devices that `explain` knows, from their data sheets."""
+    headers = ("device", "memory, GB/s", "PCIe one way, GB/s", "dense 16-bit TFLOP/s", "VRAM, GiB")
+    rows = [
+        (d.name, f"{d.hbm_gbps:g}", f"{d.pcie_gbps:g}", f"{d.tflops:g}", f"{d.vram_gib:g}") for d in DEVICES.values()
+    ]
+    return markdown(headers, rows, right=4)
+
+
+def passes() -> str:
+    """The pipeline in its order."""
+    return markdown(("pass", ""), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
+
+
+def ops() -> str:
+    """The ops, with what the passes and the lowering go by."""
+    marks = {"copies": "copy stream", "is_work": "work", "is_wait": "wait", "reads_host": "reads the host tier"}
+    return markdown(
+        ("op", "", "marks"),
+        [
+            (
+                f"`{op.name}`", told(op.run),
+                ", ".join(
+                    [
+                        *(word for mark, word in marks.items() if getattr(op, mark)),
+                        *([] if op.capturable else ["not in a CUDA graph"]),
+                        *([] if op.cuda else ["CPU only"]),
+                    ]
+                ),
+            )
+            for op in registered()
+        ],
+    )  # fmt: skip
+
+
+def fields() -> str:
+    """The state tensors of a layer."""
+    rows = [
+        (
+            f"`{name}`", field.tier, "host" if field.on_host else "device",
+            named([method for method, declared in every_method().items() if field in declared.fields]),
+        )
+        for name, field in declared_fields().items()
+    ]  # fmt: skip
+    return markdown(("state tensor", "tier", "lives on", "methods"), rows)
+
+
+QUALITY = (
+    ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
+    ("closeness", "closeness"), ("host", "closeness"), ("evictions", "closeness"), ("paper", "closeness"),
+    ("needles_smollm2", "needle"),
+    ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
+)  # fmt: skip
+GENERATORS: dict[str, Callable[[], str]] = {
+    **{
+        made.__name__: made
+        for made in (
+            families, versions, options, methods, summary, demo, cold_start, verification, verify_families, look_ups,
+            gpu, computed_steps, diagnostics, tasks, devices, passes, ops, fields,
+        )
+    },
+    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
+    **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
+    **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},
+    **{f"diagnostic-{name}": partial(diagnostic, name) for name in DIAGNOSTICS},
+}  # fmt: skip
+
+
+def renewed(text: str) -> str:
+    """A page with each of its tables made anew; ValueError for a marker that is alone, or of a table that nobody
+    makes."""
+    found = list(TABLE.finditer(text))
+    markers = [f"<!-- {side}: {table['name']} -->" for table in found for side in ("table", "end")]
+    if MARKER.findall(text) != markers:
+        raise ValueError("a marker is alone, or within another table")
+    for table in found:
+        if table["name"] not in GENERATORS:
+            raise ValueError(f"nobody makes table {table['name']!r}; there are {', '.join(sorted(GENERATORS))}")
+    return TABLE.sub(lambda table: between(table["name"], GENERATORS[table["name"]]()), text)
+
+
+def between(name: str, table: str) -> str:
+    return f"<!-- table: {name} -->\n{table}\n<!-- end: {name} -->"
+
+
+def differing(old: str, new: str) -> list[str]:
+    """The names of the tables that differ between two versions of a page."""
+    return [a["name"] for a, b in zip(TABLE.finditer(old), TABLE.finditer(new), strict=True) if a["text"] != b["text"]]
+
+
+def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true")
+    action.add_argument("--write", action="store_true")
+    args = parser.parse_args(arguments)
+    status, used = 0, set()
+    for page in pages:
+        text = page.read_text()
+        try:
+            wanted = renewed(text)
+        except ValueError as error:
+            print(f"{page.name}: {error}", file=sys.stderr)
+            return 2
+        used |= {table["name"] for table in TABLE.finditer(text)}
+        if args.write and wanted != text:
+            page.write_text(wanted)
+        elif wanted != text:
+            names = ", ".join(differing(text, wanted))
+            print(f"{page.name}: out of date: {names}: python tools/doc_tables.py --write", file=sys.stderr)
+            status = 1
+    if args.write and tuple(pages) == PAGES:
+        draw_demo(demo_rows(), ROOT / "docs" / "demo.png")
+    if args.check and (idle := sorted(set(GENERATORS) - used)) and tuple(pages) == PAGES:
+        print(f"no page has table {', '.join(idle)}", file=sys.stderr)
+        status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

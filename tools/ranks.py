@@ -1,0 +1,212 @@
+"""Families split over ranks, compiled, against one process; started by torchrun on CPUs.
+
+    torchrun --nproc-per-node 4 tools/ranks.py [FOLDER [CASE ...] [--faults]]
+
+A case is family:setting; without one, all. Each rank writes what it saw to FOLDER/RANK.json, as
+`tests/runtime/test_ranks.py` reads it, and prints it. Exits with 1 where tokens or bytes are not as they should be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.distributed import DistributedConfig
+
+import specache_compile as sc
+import tests_path  # noqa: F401
+from conftest import LOSSLESS, tiny_llama  # which also tells Dynamo the sizes that differ
+from families import FAMILIES, Family
+from specache_compile.methods import parse_options
+from specache_compile.methods.field import LayerShape
+from specache_compile.passes.reading import lane_rules
+from specache_compile.runtime import session as sessions
+from specache_compile.runtime.ranks import check_same, ranks_of
+from specache_compile.runtime.records import find_record
+from specache_compile.runtime.state import device_total, predicted_bytes
+
+SETTINGS = {
+    "lossless": LOSSLESS,
+    "lossy": {
+        "lowering": "eager",
+        "bits": 2,
+        "group_size": 32,
+        "residual_length": 32,
+        "top_k": 8,
+        "speculate": True,
+    },
+}
+SPLIT = ("llama 3", "qwen2", "qwen3", "gemma2", "mixtral")
+# So many that two and four ranks have whole ones.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+PROMPT = torch.randint(0, 128, (1, 70), generator=torch.Generator().manual_seed(1))
+NEW = 16
+
+
+def family(name: str) -> Family:
+    found = next(one for one in FAMILIES if one.name == name)
+    return replace(found, settings={**found.settings, **HEADS})
+
+
+def split(folder: Path, whole: Any) -> Any:
+    """This rank's part of a model, by way of a checkpoint."""
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).eval()
+
+
+def tokens_of(model: Any, prompt: torch.Tensor = PROMPT, **settings: Any) -> list[int]:
+    return model.generate(prompt, max_new_tokens=NEW, do_sample=False, **settings)[0, prompt.shape[1] :].tolist()
+
+
+def compiled(model: Any, options: dict[str, Any]) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="specache", options=options)
+
+
+def collectives(graph_module: Any) -> list[str]:
+    """The names of what a graph's ranks call together, in its order."""
+    names = map(lane_rules.collective_name, graph_module.graph.nodes)
+    return [name for name in names if name not in (None, "wait_tensor")]
+
+
+def compare(folder: Path, name: str, setting: str) -> tuple[dict[str, Any], Any]:
+    """One family under one setting, split and whole: what this rank said and held, and what one process does; and the
+    compiled model."""
+    whole, options = family(name).model(), SETTINGS[setting]
+    expected = None
+    if dist.get_rank() == 0:
+        expected = tokens_of(whole if setting == "lossless" else compiled(whole, options))
+    model = compiled(split(folder / name.replace(" ", "-"), whole), options)
+    tokens = tokens_of(model)
+    stats = sc.stats(model)
+    decode = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
+    layers = [replace(layer, heads=HEADS["num_key_value_heads"]) for layer in decode.captured.layers]
+    one = predicted_bytes(parse_options(options), layers, 1, PROMPT.shape[1] + NEW)
+    return {
+        "case": f"{name}:{setting}",
+        "expected": expected,
+        "tokens": tokens,
+        "lanes": stats.lanes,
+        "ranks": stats.ranks,
+        "shares": [stats.device_bytes / device_total(one), stats.host_bytes / one["host"]],
+        "collectives": collectives(decode.rewrites.modules["decode"]),
+        "plain": collectives(decode.captured.graph_module),
+    }, model
+
+
+def problems(seen: dict[str, Any]) -> list[str]:
+    """What is not as it should be."""
+    expected = broadcast(seen["expected"])
+    right = {
+        "tokens": seen["tokens"] == expected,
+        "lanes": seen["lanes"] == 2,
+        "ranks": seen["ranks"] == dist.get_world_size(),
+        "shares": all(share <= 1 / dist.get_world_size() + 0.01 for share in seen["shares"]),
+        "collectives": seen["collectives"] == seen["plain"] != [],
+    }
+    return [name for name, holds in right.items() if not holds]
+
+
+def broadcast(value: Any) -> Any:
+    """What the first rank has here."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def error_of(call: Callable[[], Any]) -> str | None:
+    """What a SpecacheError says; None where there is none."""
+    try:
+        call()
+    except sc.SpecacheError as error:
+        return str(error)
+    return None
+
+
+def without_lane_rules(folder: Path) -> list[int]:
+    """A planted fault: the tokens where vmap does with collectives what it does by itself."""
+    part = split(folder / "faulty", family("llama 3").model())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane_rules, "collective_name", lambda node: None)
+        return tokens_of(compiled(part, SETTINGS["lossy"]))
+
+
+def refusals(folder: Path, model: Any) -> dict[str, str | None]:
+    """What each rank is told where the ranks differ, or cannot share a model."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    told = {"prompt": error_of(lambda: tokens_of(model, PROMPT[:, : 60 + rank]))}
+    group = ranks_of(list(model.parameters()))
+    told["options"] = error_of(lambda: check_same(group, parse_options({"top_k": 8 + rank}), {}))
+    layers = [LayerShape(2, 8, torch.float32, torch.device("cpu"))]
+    session = sessions.Session(parse_options(SETTINGS["lossy"]), layers, 1, 70, group)
+    session.capacity_for(70)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "allowance", lambda held, asked, ranks: 10 if rank == last else 1 << 30)
+        told["host memory"] = error_of(session.reserve)
+    assert not session.state
+    cache = model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    told["save"] = error_of(lambda: sc.save(cache, folder / "session"))
+    lone = split(folder / "lone", tiny_llama(num_key_value_heads=1))
+    told["heads"] = error_of(lambda: tokens_of(torch.compile(lone, backend="specache")))
+    return told
+
+
+class Die(LogitsProcessor):
+    """Kill the last rank in the middle of a generation."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == 5 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return scores
+
+
+def main(folder: Path, cases: list[str], faults: bool) -> int:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    folder = Path(broadcast(str(folder)))
+    path = folder / f"{dist.get_rank()}.json"
+    told: dict[str, Any] = {"cases": []}
+    if faults:
+        told["faulty"] = without_lane_rules(folder)
+    for case in cases:
+        seen, model = compare(folder, *case.split(":"))
+        seen["problems"] = problems(seen)
+        told["cases"].append(seen)
+        if dist.get_rank() == 0:
+            print(f"{case}: {', '.join(seen['problems']) or 'as one process'}", flush=True)
+    if faults:
+        told["refusals"] = refusals(folder, model)
+    path.write_text(json.dumps(told))
+    dist.barrier()
+    if faults:
+        tokens_of(model, logits_processor=LogitsProcessorList([Die()]))
+    dist.barrier()  # the folder may be the first rank's own
+    dist.destroy_process_group()
+    return int(any(seen["problems"] for seen in told["cases"]))
+
+
+if __name__ == "__main__":
+    *given, faults = (*sys.argv[1:], False) if "--faults" not in sys.argv else (*sys.argv[1:-1], True)
+    everything = [f"{name}:{setting}" for name in SPLIT for setting in SETTINGS]
+    with tempfile.TemporaryDirectory() as scratch:
+        sys.exit(main(Path(given[0] if given else scratch), given[1:] or everything, faults))
