@@ -198,17 +198,16 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
     torch.manual_seed(0)
     cache = model(token.repeat(1, 2), use_cache=True).past_key_values
     session: Session = cache.layers[0].keys.handle.session
-    session.capacity_for(context + STEPS)
-    session.reserve()
+    session.make_room(context + STEPS - session.length)
     for layer in session.state:
         for field, tensor in layer.items():
             if tensor.dtype == torch.uint8:
                 tensor.random_(0, 256)
             elif field == "host":  # what is fetched must be numbers; of these there are too many to draw
-                tensor[: session.room // SEGMENT].fill_(0.5)
+                tensor[: session.tiers.room // SEGMENT].fill_(0.5)
             elif field in ("codes", "key_params", "value_params", "recent"):
                 tensor.normal_()
-    session.length = context
+    session.progress.length = context
     session.version += 1
     for number, layer in enumerate(cache.layers):
         layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")

@@ -14,7 +14,7 @@ from soak_state import Difference, Soak, settle, some_text
 
 import specache_compile as sc
 from specache_compile.kernels.movement.copy_queue import CopyQueue
-from specache_compile.runtime.step import CompiledGraph
+from specache_compile.runtime.step import Step
 
 
 class Interruption(KeyboardInterrupt):
@@ -22,7 +22,7 @@ class Interruption(KeyboardInterrupt):
 
 
 PLACES = (
-    (CompiledGraph, "run"), (CopyQueue, "submit_offload"), (CopyQueue, "submit_prefetch"), (CopyQueue, "wait_for"),
+    (Step, "launch"), (CopyQueue, "submit_offload"), (CopyQueue, "submit_prefetch"), (CopyQueue, "wait_for"),
 )  # fmt: skip
 
 

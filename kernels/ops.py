@@ -18,19 +18,24 @@ from .movement import definition as tiers
 from .op import Op, fake_nothing, fake_of_query, register
 
 
-def fake_decode_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    codes = rest[5]
+def fake_decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, cursor: Tensor, codes: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(codes.shape[:3], dtype=torch.float32)
 
 
-def fake_score_low_bit(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, capacity = rest[4].shape[:3]
+def fake_score_low_bit(
+    q: Tensor, k: Tensor, mask: Any, sinks: Any, cursor: Tensor, codes: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, capacity = codes.shape[:3]
     room = whole_logits if q.device.type == "cpu" else based_logits
     return *room(q, capacity), q.new_empty((q.shape[2], batch, heads, capacity), dtype=torch.float32)
 
 
-def fake_correct(*arguments: Any) -> Tensor:
-    return torch.empty_like(arguments[4])
+def fake_correct(
+    scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, corrected: Tensor
+) -> Tensor:
+    return torch.empty_like(slot_index)
 
 
 LAYOUT = "int key_bits, int value_bits, bool rotate"

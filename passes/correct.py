@@ -7,7 +7,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan, call_op, state_input, tag_of
+from .plan import PassReport, Plan, call_by_name, state_input, tag_of
+from .reading.nodes import arguments_of
 from .reading.sites import Site
 
 
@@ -37,25 +38,21 @@ def split_attention(graph_module: GraphModule, plan: Plan, site: Site) -> None:
     """`decode_attention` of one site becomes `score_low_bit`, `correct` and `attend_scored`."""
     graph = graph_module.graph
     call: Node = site.attention.args[0]  # type: ignore[assignment]
-    q, k, v, mask, sinks, cursor, codes, key_params, value_params, center, recent, *rest = call.args
-    slots, slot_index, *settings = rest
-    host, corrected = (state_input(graph_module, plan, site.number, field) for field in ("host", "corrected"))
+    state = {name: state_input(graph_module, plan, site.number, name) for name in ("host", "corrected")}
+    given = {**arguments_of(call), **state}
     # The hit rate, where it is measured, is of what is attended to.
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
     with graph.inserting_before(first):
-        given = (q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
-        asked = call_op(graph_module, site, "score_low_bit", given)
+        asked = call_by_name(graph_module, site, "score_low_bit", given)
         logits, base, scores = (graph.call_function(operator.getitem, (asked, part)) for part in range(3))
         chooser = scores
         if not plan.phase.one_token:
             chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (scores, [0], True))
-        asking = (chooser, cursor, host, slots, slot_index, corrected)
-        chosen = call_op(graph_module, site, "correct", asking)
+        chosen = call_by_name(graph_module, site, "correct", {**given, "scores": chooser})
     with graph.inserting_before(call):
-        tiers = (codes, value_params, recent, slots, slot_index, chosen)
-        given = (q, k, v, mask, sinks, cursor, logits, base, *tiers, *settings)
-        out = call_op(graph_module, site, "attend_scored", given)
+        found = {"logits": logits, "base": base, "chosen": chosen}
+        out = call_by_name(graph_module, site, "attend_scored", {**given, **found})
         last = graph.call_function(torch.ops.aten.select.int, (scores, 0, -1))
     out.meta.update({key: value for key, value in site.attention.meta.items() if key != "specache"})
     for part in list(call.users):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,6 +83,13 @@ def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any
     node = graph_module.graph.call_function(getattr(torch.ops.specache, op).default, arguments)
     node.meta["specache"] = Tag(site.number, op=op)
     return node
+
+
+def call_by_name(graph_module: GraphModule, site: Site, op: str, given: Mapping[str, Any]) -> Node:
+    """`call_op` with those of `given` that the op's schema names; every one that has no default must be there."""
+    schema = getattr(torch.ops.specache, op).default._schema.arguments
+    named = [argument.name for argument in schema if argument.name in given or not argument.has_default_value()]
+    return call_op(graph_module, site, op, tuple(given[name] for name in named))
 
 
 def add_input(graph_module: GraphModule, plan: Plan, name: str, source: Input, value: Any) -> Node:

@@ -18,7 +18,7 @@ from .plan import Input, PassReport, Plan, Tag, tag_of
 from .reading.in_place import take_writes
 from .reading.lane_rules import own_rules
 from .reading.local_shards import whole_shape
-from .reading.nodes import output_node, value_of
+from .reading.nodes import arguments_of, output_node, value_of
 
 aten = torch.ops.aten
 LANES = 2
@@ -220,6 +220,7 @@ def follow_sites(graph_module: GraphModule, plan: Plan) -> None:
     """Point the sites at the new graph's nodes: the same attentions in the same order."""
     calls = graph_module.graph.find_nodes(op="call_function", target=torch.ops.specache.decode_attention.default)
     for site, call in zip(plan.sites, calls, strict=True):
-        site.q, site.k, site.v, site.mask, site.sinks = call.args[:5]
+        given = arguments_of(call)
+        site.q, site.k, site.v, site.mask, site.sinks = (given[name] for name in ("q", "k", "v", "mask", "sinks"))
         site.attention = next(user for user in call.users if user.args[1] == 0)
         call.meta["specache"] = Tag(site.number, op="decode_attention")

@@ -138,3 +138,15 @@ class MethodOptions:
 def own_options(options: type[MethodOptions]) -> dict[str, Any]:
     """The declarations of a class of options, by name, but for the method's own name, and what a person cannot give."""
     return {declared.name: declared for declared in fields(options) if declared.metadata}
+
+
+def differences(made_under: MethodOptions, compiled_with: MethodOptions) -> str:
+    """The options of a cache that a model has otherwise; empty where there are none. How a model is lowered is its own,
+    whichever cache comes to it."""
+    special = (name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))
+    names = ["method", "exact_layers", *special]
+    return ", ".join(
+        f"{name} {getattr(made_under, name)!r} (the model's: {getattr(compiled_with, name)!r})"
+        for name in names
+        if hasattr(compiled_with, name) and getattr(made_under, name) != getattr(compiled_with, name)
+    )

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import greedy
-from specache_compile.compile.backend import CompiledGraph
 from specache_compile.runtime.session import session_of
+from specache_compile.runtime.step import Step
 
 
 def in_order(host: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def differences(some: Any, others: Any) -> list[tuple[int, str]]:
 def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor, tokens: int) -> None:
     """A generation that stops behind such a step leaves a cache with the exact pairs of tokens said, and goes on with
     it to the uncompiled model's tokens."""
-    expected, run = greedy(plain, ids, tokens), CompiledGraph.run
+    expected, run = greedy(plain, ids, tokens), Step.launch
     for step in steps:
         calls = itertools.count()
 
@@ -79,7 +79,7 @@ def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor,
 
         cache = DynamicCache()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CompiledGraph, "run", failing)
+            patch.setattr(Step, "launch", failing)
             with pytest.raises(KeyboardInterrupt):
                 greedy(twin, ids, tokens, past_key_values=cache)
         length = cache.get_seq_length()

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,17 +35,10 @@ def name_of(path: Path) -> str:
 
 
 def imported(name: str, path: Path, known: set[str]) -> Iterator[str]:
-    """The modules that one imports, wherever in it; but for what only its types need."""
+    """The modules that one imports, wherever in it: late, or for types alone."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    tree = ast.parse(path.read_text())
-    types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or node in types:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
             continue
         above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
         source = ".".join(filter(None, (above, node.module)))
@@ -59,6 +53,24 @@ def test_there_is_no_circle_of_imports() -> None:
     graph = nx.DiGraph((name, other) for name, path in found.items() for other in imported(name, path, set(found)))
     assert graph.number_of_edges() > 200
     assert list(nx.simple_cycles(graph)) == []
+
+
+def test_a_folder_has_sixteen_files_at_most_and_the_package_eight_loose_modules() -> None:
+    inside: dict[Path, list[str]] = {}
+    for part in ("specache_compile", *PARTS):
+        for file in (ROOT / part).rglob("*"):
+            if file.suffix in (".py", ".cpp", ".h", ".jinja"):
+                inside.setdefault(file.parent, []).append(file.name)
+    assert len(inside) > 15
+    assert {str(folder.relative_to(ROOT)): names for folder, names in inside.items() if len(names) > 16} == {}
+    loose = [name for name in inside[ROOT / "specache_compile"] if name != "__init__.py"]
+    assert len(loose) <= 8, loose
+
+
+def test_what_is_installed_is_every_folder() -> None:
+    """pyproject.toml lists them one by one."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(told) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
 
 
 def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
@@ -96,6 +108,8 @@ def test_compiling_imports_no_explaining_and_takes_little_time() -> None:
         ("specache_compile/runtime/new.py", "from specache_compile.compile.backend import specache"),
         ("specache_compile/methods/new.py", "from specache_compile.runtime.session import Session"),
         ("specache_compile/explaining/new.py", "from specache_compile.evaluation.tasks import TASKS"),
+        ("specache_compile/runtime/new.py", "from specache_compile.caches.saving import save"),
+        ("specache_compile/compile/new.py", "from specache_compile.explaining.explain import explain"),
         ("specache_compile/new.py", "from .serving.command import run_serve"),
         ("specache_compile/serving/new.py", "from specache_compile.evaluation.tasks import TASKS"),
         ("specache_compile/evaluation/new.py", "from specache_compile.cli import main"),

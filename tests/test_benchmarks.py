@@ -26,6 +26,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
+from specache_compile.runtime.tiers import Tiers
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -396,8 +397,8 @@ def test_the_operations_of_a_soak_are_those_of_its_seed(soak: Any, monkeypatch: 
 
 
 def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    select = Session.select
-    monkeypatch.setattr(Session, "select", lambda self, indices: select(self, indices.flip(0)))
+    select = Tiers.select
+    monkeypatch.setattr(Tiers, "select", lambda self, rows: select(self, rows.flip(0)))
 
 
 def kept_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,10 @@ from families import FAMILIES, Family
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.passes.reading import lane_rules
-from specache_compile.runtime import session as sessions
+from specache_compile.runtime import tiers
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import find_record
+from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import device_total, predicted_bytes
 
 SETTINGS = {
@@ -154,11 +155,10 @@ def refusals(folder: Path, model: Any) -> dict[str, str | None]:
     group = ranks_of(list(model.parameters()))
     told["options"] = error_of(lambda: check_same(group, parse_options({"top_k": 8 + rank}), {}))
     layers = [LayerShape(2, 8, torch.float32, torch.device("cpu"))]
-    session = sessions.Session(parse_options(SETTINGS["lossy"]), layers, 1, 70, group)
-    session.capacity_for(70)
+    session = Session(parse_options(SETTINGS["lossy"]), layers, 1, 70, group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions, "allowance", lambda held, asked, ranks: 10 if rank == last else 1 << 30)
-        told["host memory"] = error_of(session.reserve)
+        patch.setattr(tiers, "allowance", lambda held, asked, ranks: 10 if rank == last else 1 << 30)
+        told["host memory"] = error_of(lambda: session.make_room(70))
     assert not session.state
     cache = model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     told["save"] = error_of(lambda: sc.save(cache, folder / "session"))

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specache_compile.errors import no_lanes_for
+from specache_compile.errors import SpecacheError
 
 from .attention_forms import argument
 from .nodes import value_of
@@ -242,3 +242,10 @@ def wait(tensor: Tensor) -> Tensor:
 
 def first_lane(tensor: Tensor) -> Tensor:
     return FirstLane.apply(tensor)
+
+
+def no_lanes_for(collective: str) -> SpecacheError:
+    return SpecacheError(
+        f"{collective}, which the ranks of this model call together, is not known for two tokens at once: compile with "
+        'options={"speculate": False}'
+    )

@@ -31,5 +31,11 @@ def weight_layer(node: Node) -> int | None:
     return model_layer(node.name) if is_weight(node) else None
 
 
+def arguments_of(node: Node) -> dict[str, Any]:
+    """An op's arguments by the names of its schema; those that are left to their defaults are not there."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+
+
 def output_node(graph_module: GraphModule) -> Node:
     return next(iter(graph_module.graph.find_nodes(op="output")))

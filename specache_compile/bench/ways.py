@@ -170,7 +170,7 @@ def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, token: Tensor, r
             twin(ids, past_key_values=held, use_cache=True, logits_to_keep=1)
     session = session_of(held)
     if session is not None:
-        session.capacity_for(length + room)  # no bucket ends, and no graph is compiled, among the timed steps
+        session.make_room(room)  # no bucket ends, and no graph is compiled, among the timed steps
     return Decoding(twin, held, token, length)
 
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
-from specache_compile.errors import held_already, not_to_be_held, split_session
+from specache_compile.errors import SpecacheError, split_session
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
@@ -23,6 +23,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.session import Session
+from specache_compile.runtime.step import opened
 
 Pairs = tuple[Tensor, Tensor]
 # A projection that adds a bias to the keys, and RoPE's frequencies, by the names that models give them.
@@ -122,13 +123,14 @@ def session_for(
     session = Session(options, layers, batch, tokens)
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
-    session.begin(tokens, attention_mask)
-    padding = session.padding if session.padded else None
-    for site, (keys, values) in enumerate(pairs):
-        state = session.state[site]
-        for call in METHODS[session.options.method].recipe(session.options, site).stores:
-            turned = [frequencies] if call.turned and state[call.turned].shape[2] else []
-            op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]
-            op(keys.contiguous(), values.contiguous(), padding, session.cursor, *tensors, *call.settings, *turned)
-    session.finish(tokens, PREFILL)
+    with opened(session, tokens, attention_mask) as step:
+        step.fill(pairs, frequencies)
     return session
+
+
+def not_to_be_held(why: str) -> SpecacheError:
+    return SpecacheError(f"hold: this cache cannot be taken over: {why}. Let the compiled model read the prompt itself")
+
+
+def held_already() -> SpecacheError:
+    return SpecacheError("hold: the specache backend holds this cache already; copy.deepcopy makes a second one")

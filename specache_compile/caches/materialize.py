@@ -9,7 +9,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.step import session_behind
+from specache_compile.runtime.regroup import session_behind
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:

@@ -34,27 +34,16 @@ from tqdm import tqdm
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from specache_compile.compile.compiled_options import required_options
-from specache_compile.errors import (
-    OptionError,
-    cannot_be_saved,
-    model_is_gone,
-    no_saved_session,
-    other_layers,
-    other_model,
-    other_options,
-    several_devices,
-    split_session,
-    unreadable_session,
-)
+from specache_compile.errors import OptionError, SpecacheError, split_session
 from specache_compile.kernels.state import segments
 from specache_compile.methods import GONE, METHODS
 from specache_compile.methods.field import LayerShape, LayerState
-from specache_compile.options import MethodOptions, own_options
+from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
+from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
-from specache_compile.runtime.step import differences, session_behind
 
 FORMAT = 1
 HEADER = "session.json"
@@ -62,10 +51,6 @@ STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")
 # Values of each weight that a model is known again by.
 SAMPLED = 256
-# What the next step of a session starts from, beside its tiers.
-NUMBERS = ("batch", "length", "capacity", "slots_ready", "padded")
-TENSORS = ("guess", "padding")
-OPTIONS = ("asked", "options", "pending_options")
 # The model's own, whichever cache comes to it: how its graphs are lowered and run, and what this machine may spend.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
 # What a session that was saved without an option holds.
@@ -94,15 +79,26 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     """
     layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
     session = session_behind(cache)
-    if session.ranks is not None:
+    tiers, progress = session.tiers, session.progress
+    if tiers.ranks is not None:
         raise split_session()
     session.drain()
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
         "weights": sorted({weight_hash(weight) for weight in weights_of(session)}),
-        "options": {name: described_options(getattr(session, name)) for name in OPTIONS},
-        "numbers": {name: getattr(session, name) for name in NUMBERS},
+        "options": {
+            "asked": described_options(session.asked),
+            "options": described_options(tiers.options),
+            "pending_options": described_options(tiers.pending),
+        },
+        "numbers": {
+            "batch": tiers.batch,
+            "length": progress.length,
+            "capacity": tiers.capacity,
+            "slots_ready": progress.slots_ready,
+            "padded": progress.padded,
+        },
         "shapes": [described_shape(shape) for shape in session.layers],
         "layers": layers,
     }
@@ -115,7 +111,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
             site = layers[number]["site"]
             held = {"keys": layer.keys, "values": layer.values} if site is None else whole(session, site)
             write(held, tensors / layer_file(number))
-        write({name: x for name in TENSORS if (x := getattr(session, name)) is not None}, tensors / STEP)
+        starts_from = {"guess": progress.guess, "padding": progress.padding}
+        write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
         header["folder"] = tensors.name
         header["files"] = {path.name: path.stat().st_size for path in sorted(tensors.iterdir())}
         sync(tensors)
@@ -143,7 +140,8 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     header = read_header(root)
     compiled_with = required_options(model, "load")
     asked, options, pending = (
-        restored_options(header["options"][name], compiled_with, of_the_model=name == "asked") for name in OPTIONS
+        restored_options(header["options"][name], compiled_with, of_the_model=name == "asked")
+        for name in ("asked", "options", "pending_options")
     )
     assert asked is not None
     assert options is not None
@@ -157,12 +155,14 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     shapes = [restored_shape(told, device) for told in header["shapes"]]
     numbers = header["numbers"]
     session = Session(asked, shapes, numbers["batch"], numbers["length"])
-    session.options, session.pending_options = options, pending
-    for name in NUMBERS:
-        setattr(session, name, numbers[name])
-    session.room = room(session.length)
-    session.check_host_memory(session.length)
-    session.allocated = (session.capacity, session.room)
+    tiers, progress = session.tiers, session.progress
+    tiers.options, tiers.pending = options, pending
+    progress.length, progress.slots_ready, progress.padded = (
+        numbers[name] for name in ("length", "slots_ready", "padded")
+    )
+    tiers.capacity, tiers.room = numbers["capacity"], room(progress.length)
+    tiers.check_host_memory(progress.length)
+    tiers.allocated = (tiers.capacity, tiers.room)
     return filled(session, model, header, files)
 
 
@@ -181,10 +181,9 @@ def filled(
             plain[number] = {name: tensor.to(device, copy=True) for name, tensor in read(path).items()}
         else:
             states[site] = placed(session, site, path)
-    session.state = [states[site] for site in range(len(session.layers))]
-    step = read(files[STEP])
-    for name in set(step) & set(TENSORS):
-        setattr(session, name, step[name].to(device, copy=True))
+    session.tiers.state = [states[site] for site in range(len(session.layers))]
+    starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
+    session.progress.guess, session.progress.padding = starts_from.get("guess"), starts_from.get("padding")
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
     session.note_memory()
@@ -237,15 +236,16 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
     shape = session.layers[site]
     found, state = read(path), {}
     for field in fields_of(session.options, shape):
-        wanted = torch.Size(field.shape(session.options, shape, session.batch, session.capacity))
+        wanted = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
         tensor = found.get(field.name)
         if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
             raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
         if field.on_host and shape.device.type == "cpu":
             state[field.name] = tensor
             continue
-        new = state[field.name] = empty(field, tuple(wanted), tensor.dtype, shape, session.room)
-        with_memory(field, new, session.room).copy_(with_memory(field, tensor, session.room))
+        room_here = session.tiers.room
+        new = state[field.name] = empty(field, tuple(wanted), tensor.dtype, shape, room_here)
+        with_memory(field, new, room_here).copy_(with_memory(field, tensor, room_here))
         if field.tier == MEASURE:
             new.zero_()
     adopt(state, shape)
@@ -383,3 +383,50 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cannot_be_saved(number: int, kind: str) -> SpecacheError:
+    return SpecacheError(
+        f"layer {number} of this cache, a {kind}, is not keys and values alone: such a cache cannot be saved"
+    )
+
+
+def model_is_gone() -> SpecacheError:
+    return SpecacheError(
+        "the model that filled this cache is gone, and its weights are what a saved session is known by: save it while "
+        "the model is there"
+    )
+
+
+def several_devices(devices: Sequence[str]) -> SpecacheError:
+    return SpecacheError(
+        f"load: this model is on several devices ({', '.join(devices)}), and a saved session goes to one: move the "
+        "model to one device, or prefill again"
+    )
+
+
+def no_saved_session(folder: Path) -> SpecacheError:
+    return SpecacheError(f"no session was saved in {folder}: specache_compile.save(cache, folder) makes one")
+
+
+def unreadable_session(path: Path, why: str) -> SpecacheError:
+    return SpecacheError(f"{path} of a saved session cannot be read: {why}. Prefill again, and save anew")
+
+
+def other_model(folder: Path, different: int, weights: int) -> SpecacheError:
+    return SpecacheError(
+        f"the session in {folder} was made with another model: of its {weights} weights {different} are not this one's "
+        "(values, shapes or dtype)"
+    )
+
+
+def other_layers(kinds: Sequence[str]) -> SpecacheError:
+    return SpecacheError(
+        f"this transformers gives the model no cache with the layers that were saved: {', '.join(kinds)}"
+    )
+
+
+def other_options(folder: Path, told: str) -> SpecacheError:
+    return SpecacheError(
+        f"the session in {folder} was made with other options: {told}. Compile the model with those, or prefill again"
+    )

@@ -1,6 +1,6 @@
 """The torch.compile backend: a graph of Dynamo's in, a callable out.
 
-`captured.py` reads the graph, `rewritten.py` makes what runs in its place, `runtime/step.py` runs it.
+`captured.py` reads the graph, `rewritten.py` makes what runs in its place, `compiled_graph.py` runs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from specache_compile.compat import missing_for_drafts
-from specache_compile.errors import OptionError, SpecacheError, SpecacheWarning, no_assisted_decoding
+from specache_compile.errors import OptionError, SpecacheError, SpecacheWarning
 from specache_compile.lowering.lower import lower
 from specache_compile.methods import parse_options
 from specache_compile.options import MethodOptions
@@ -23,12 +23,12 @@ from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import saw
-from specache_compile.runtime.session import options_at
 from specache_compile.runtime.state import bucket, predicted_bytes
-from specache_compile.runtime.step import CompiledGraph
+from specache_compile.runtime.tiers import options_at
 from specache_compile.runtime.variant import phases, variant_of
 
 from .captured import Captured, capture, drop_unread_held
+from .compiled_graph import CompiledGraph
 from .free_sizes import free_sizes
 from .rewritten import Rewrites
 
@@ -136,3 +136,9 @@ def reasons(left_alone: Sequence[LeftAlone]) -> str:
         nodes.setdefault(item.reason, []).append(item.node)
     told = (f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
     return "; ".join(told)
+
+
+def no_assisted_decoding(missing: str) -> SpecacheError:
+    return SpecacheError(
+        f"option verify: there is no {missing}, which drafts need: install one of 5.17 to 5.23, or leave the option out"
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.errors import SpecacheError, unmatched_held
+from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.segments import SEGMENT
 from specache_compile.methods.field import Field, LayerShape
 from specache_compile.options import MethodOptions
@@ -176,3 +176,12 @@ def drop_unread_held(captured: Captured) -> list[int]:
             graph.erase_node(dead)
     captured.graph_module.recompile()
     return [i for i in range(len(placeholders)) if i not in dropped]
+
+
+def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
+    reasons = "; ".join(sorted({item.reason for item in left_alone})) or "no attention was found in this graph"
+    return SpecacheError(
+        f"this cache is held by the specache backend, but the graph that now uses it could not be rewritten: "
+        f"{reasons}. Go on the way the cache was filled, or give a plain copy: "
+        "specache_compile.materialize(past_key_values)."
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
-from specache_compile.errors import SpecacheWarning, not_compiled, unseen_options
+from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.methods import parse_options
 from specache_compile.options import MethodOptions
 
@@ -53,3 +53,17 @@ def options_given(context: Any) -> Mapping[str, Any] | None:
             return {}
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return None
+
+
+def not_compiled(what: str) -> SpecacheError:
+    return SpecacheError(
+        f"{what}: this model is not compiled by the backend, which alone can go on from a held cache: "
+        "model.compile(backend='specache', options=...) first"
+    )
+
+
+def unseen_options(version: str) -> str:
+    return (
+        f"torch {version} does not show a compiled function's options where the option verify looks for them: nothing "
+        "is drafted. With the option every step is exact all the same, and streams the host tier"
+    )

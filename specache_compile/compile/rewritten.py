@@ -6,15 +6,14 @@ import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Graph, GraphModule
 
-from specache_compile.errors import SpecacheWarning, one_lane, unchecked_sizes
+from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.kernels.state.cursor import new_cursor
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
@@ -23,7 +22,7 @@ from specache_compile.lowering.progress import compiling, tell
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 from specache_compile.passes.plan import Input, Plan
-from specache_compile.passes.reading.sites import Part
+from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.state import fields_of
 from specache_compile.runtime.variant import Variant, selects
 
@@ -32,31 +31,6 @@ from .captured import Captured
 _graph_numbers = itertools.count()
 # Called with each graph that was rewritten, and for what: `entry.py` puts the dump here.
 observers: list[Callable[[Rewrites, Variant], object]] = []
-
-
-@dataclass(frozen=True, eq=False)
-class Rewritten:
-    """A rewritten graph and its callable. inputs: where each comes from at run time. held_outputs: output positions
-    that are to be held tensors → site and part. guesses: its last output is the next guess. capture: a CUDA graph is
-    to be made of it. one_lane: why it was not widened, though it was to be. assumes: of Dynamo's symbols, what its
-    guards do not say; each call is to be checked."""
-
-    variant: Variant
-    run: Callable[..., Any]
-    graph_module: GraphModule
-    inputs: tuple[Input, ...]
-    held_outputs: Mapping[int, tuple[int, Part]]
-    guesses: bool
-    lanes: int
-    capture: bool
-    trace: Trace
-    one_lane: str | None = None
-    assumes: tuple[sympy.Basic, ...] = ()
-
-    @property
-    def needs_guess(self) -> bool:
-        """Whether it takes the speculative token as an input."""
-        return Input("guess") in self.inputs
 
 
 class Rewrites:
@@ -69,6 +43,14 @@ class Rewrites:
         self.made: dict[Variant, Rewritten] = {}
         self.guarded: int | None = None
         self.told_one_lane = False
+
+    def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
+        """The graph rewritten for `variant`; SpecacheError where the sizes of this call are not what it assumes."""
+        rewritten = self.get(variant)
+        for assumed in rewritten.assumes:
+            if not self.captured.symbols.holds(assumed, arguments):
+                raise other_sizes(assumed)
+        return rewritten
 
     def get(self, variant: Variant, ahead: bool = False) -> Rewritten:
         """The graph rewritten for `variant`; compiled on first use, `ahead` while Dynamo still listens."""
@@ -193,3 +175,24 @@ def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bo
     if reason is not None:
         warnings.warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2)
     return reason is None
+
+
+def other_sizes(assumed: object) -> SpecacheError:
+    return SpecacheError(
+        f"a graph that was compiled while a generation ran is for calls with {assumed}, of Dynamo's symbolic sizes, "
+        "and this is another. torch._dynamo.reset() has the next call compile for its own sizes"
+    )
+
+
+def unchecked_sizes(assumed: object) -> SpecacheError:
+    return SpecacheError(
+        f"a graph that this generation needs would hold only for {assumed}, which no call shows. "
+        "torch._dynamo.reset() before a new generation may avoid it; please report it with the model's config"
+    )
+
+
+def one_lane(reason: str) -> str:
+    return (
+        f"this model's decode runs one token at a time, without the speculative one beside it: {reason}. Its cache is "
+        "held and compressed all the same; pairs are fetched for the token before. speculate=False asks for that"
+    )

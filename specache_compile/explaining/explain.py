@@ -6,6 +6,7 @@ real backend: one prefill and one decode step. So what is shown is what runs.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from specache_compile.checkpoints.names import config_source, first_line
 from specache_compile.compat import GENERATE_MASKS_ALL
 from specache_compile.compile.backend import compile_graph
 from specache_compile.compile.captured import Captured, capture
+from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import Rewrites
 from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.kernels.costs import CORRECTED
@@ -34,10 +36,10 @@ from specache_compile.passes.pipeline import keeping_texts
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.memory import check_memory, within_memory
-from specache_compile.runtime.session import session_of
-from specache_compile.runtime.step import CompiledGraph
+from specache_compile.runtime.session import Mode, session_of
 
-from .explanation import Explanation, SiteRow
+from .explanation import Explanation
+from .figures import SiteRow
 from .layers import layers_of
 from .plan import temporaries
 from .rank import check_part, one_of
@@ -222,11 +224,10 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
             before["attention_mask"] = after["attention_mask"][:, :prompt_length].clone()
         cache = compiled(prompt, use_cache=True, **before).past_key_values
         session = session_of(cache)
-        if session is not None:
-            session.drafting = True
-        compiled(prompt[:, :1].clone(), past_key_values=cache, **after)
+        with session.steps_for(Mode.DRAFT) if session is not None else contextlib.nullcontext():
+            compiled(prompt[:, :1].clone(), past_key_values=cache, **after)
         if session is not None and session.options.drafts:
-            session.verifying = True
             tokens = drafted_tokens(session.options) + 1
             ids, places = (torch.zeros(batch_size, tokens, dtype=torch.int64, device=model.device) for _ in range(2))
-            compiled(ids, past_key_values=cache, position_ids=places, logits_to_keep=0)
+            with session.steps_for(Mode.VERIFY):
+                compiled(ids, past_key_values=cache, position_ids=places, logits_to_keep=0)

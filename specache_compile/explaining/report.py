@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
 from . import tables
+from .figures import Figures
 from .outline import Section, changes, folded, only_changed, rows_of
 from .plan import STEADY
 from .schedule import Schedule
 from .tables import COMPUTED, by_op, cost_cells, counted, duration, grouped, share, size
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
 TIMELINE_WIDTH, LANE_HEIGHT = 1200, 46  # px, before zooming
 
@@ -41,14 +39,14 @@ class Bar:
     label: str
 
 
-def write_report(e: Explanation, path: Path) -> None:
+def write_report(e: Figures, path: Path) -> None:
     """Render the page from its template."""
     loader = jinja2.PackageLoader("specache_compile.explaining", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     path.write_text(environment.get_template("report.html.jinja").render(**contents(e)), encoding="utf-8")
 
 
-def contents(e: Explanation) -> dict[str, Any]:
+def contents(e: Figures) -> dict[str, Any]:
     """What the template shows, as text and numbers."""
     data: dict[str, Any] = {
         "e": e, "computed": COMPUTED, "bars": memory_bars(e), "phases": phases(e), "size": size, "share": share,
@@ -66,17 +64,17 @@ def contents(e: Explanation) -> dict[str, Any]:
     return data
 
 
-def sites(e: Explanation) -> list[tuple[Any, ...]]:
+def sites(e: Figures) -> list[tuple[Any, ...]]:
     return grouped((s.model_layer, (s.query_heads, s.heads, s.head_dim, s.softcap or "-")) for s in e.sites)
 
 
-def layer_rows(e: Explanation) -> list[tuple[Any, ...]]:
+def layer_rows(e: Figures) -> list[tuple[Any, ...]]:
     """Bytes of each tier for each layer, layers alike in one row."""
     pairs = zip(e.sites, e.bytes_by_layer, strict=True)
     return grouped((site.model_layer, tuple(map(size, tiers.values()))) for site, tiers in pairs)
 
 
-def memory_bars(e: Explanation) -> list[tuple[str, int, list[Part]]]:
+def memory_bars(e: Figures) -> list[tuple[str, int, list[Part]]]:
     """Device memory and host memory with specache, and the device memory of a full cache, drawn to one scale."""
     tiers = e.bytes_by_tier
     weights = {"weights": e.weight_bytes}
@@ -92,7 +90,7 @@ def memory_bars(e: Explanation) -> list[tuple[str, int, list[Part]]]:
     ]
 
 
-def timeline(e: Explanation) -> dict[str, Any]:
+def timeline(e: Figures) -> dict[str, Any]:
     """One step of a running generation: the launches of both streams in it, its critical path, and a time axis."""
     schedule = Schedule(e.launches, e.seconds_at(e.load()), STEADY)
     times, path = schedule.times(), set(schedule.critical_path())
@@ -117,7 +115,7 @@ def timeline(e: Explanation) -> dict[str, Any]:
             "ops": list(dict.fromkeys(bar.op for bar in bars))}  # fmt: skip
 
 
-def phases(e: Explanation) -> list[dict[str, Any]]:
+def phases(e: Figures) -> list[dict[str, Any]]:
     """For each phase its final graph folded by layer, and for each pass what it changed."""
     result = []
     for phase, trace in e.traces.items():

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
 from specache_compile.kernels.costs import Cost
 from specache_compile.passes.plan import PassReport
 
+from .figures import Figures, NodeCost
 from .times.roofline import total
-
-if TYPE_CHECKING:
-    from .explanation import Explanation, NodeCost
-    from .times.step_time import StepRow
+from .times.step_time import StepRow
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
@@ -64,7 +62,7 @@ def section(title: str, rows: Sequence[Any], headers: Sequence[str], **settings:
     return f"{title}\n" + tabulate(rows, headers=headers, colalign=align, disable_numparse=True, **settings)
 
 
-def text(e: Explanation) -> str:
+def text(e: Figures) -> str:
     lanes = f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
     part = f"One of {e.ranks} ranks: its own part, without the time of collectives.\n" if e.ranks > 1 else ""
     parts = [
@@ -86,7 +84,7 @@ def text(e: Explanation) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def sites_table(e: Explanation) -> str:
+def sites_table(e: Figures) -> str:
     phases = ", ".join(e.traces)
     rows = [
         (s.model_layer, (s.query_heads, s.heads, s.head_dim, "yes" if s.mask else "no", s.softcap or "-",
@@ -101,7 +99,7 @@ def counted(report: PassReport) -> str:
     return ", ".join(f"{name} {count}" for name, count in report.counts.items())
 
 
-def passes_table(e: Explanation) -> str:
+def passes_table(e: Figures) -> str:
     rows = [
         (phase, r.name, counted(r), f"{r.seconds * 1e3:.0f}", "; ".join(r.remarks))
         for phase, trace in e.traces.items()
@@ -115,7 +113,7 @@ def passes_table(e: Explanation) -> str:
     return f"{table}\ngraph hashes: {hashes}"
 
 
-def memory_table(e: Explanation) -> str:
+def memory_table(e: Figures) -> str:
     tiers = list(e.bytes_by_tier)
     full = e.full_cache_bytes
     per_layer = grouped(
@@ -156,7 +154,7 @@ def cost_cells(cost: Cost) -> tuple[str, ...]:
     return f"{cost.flops / 1e9:,.2f}", size(cost.hbm), size(cost.to_device), size(cost.to_host)
 
 
-def traffic_table(e: Explanation) -> str:
+def traffic_table(e: Figures) -> str:
     rows = [
         (stream, op, str(count), *cost_cells(cost), duration(seconds), bound if seconds else "-")
         for stream, op, count, cost, seconds, bound in by_op(e.roofline())
@@ -175,7 +173,7 @@ def traffic_table(e: Explanation) -> str:
     return f"{title}\n" + tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True)
 
 
-def step_text(e: Explanation) -> str:
+def step_text(e: Figures) -> str:
     step, full, even = e.step(), e.full_step(), e.break_even()
     on_path: dict[str, float] = {}
     ops = {row.name: row for row in e.roofline()}
@@ -199,7 +197,7 @@ def step_text(e: Explanation) -> str:
 STEP_TIME_HEADERS = ("cache", "tokens", "batch 1", "bound by", "largest", "step", "bound by", "tokens/s")
 
 
-def step_time_note(e: Explanation) -> str:
+def step_time_note(e: Figures) -> str:
     """What the computed steps stand on."""
     load = e.traced().load
     notes = [f"{e.host_gib:.0f} GiB of host memory", f"{e.computed_steps[0].step.launches:.0f} launches a layer"]
@@ -209,7 +207,7 @@ def step_time_note(e: Explanation) -> str:
     return "; ".join(notes)
 
 
-def step_time_rows(e: Explanation) -> list[tuple[str, ...]]:
+def step_time_rows(e: Figures) -> list[tuple[str, ...]]:
     """A cache and a length each: the step of one row and of the largest batch, what of it is exposed, and what sets
     that batch."""
     together: dict[tuple[str, int], list[StepRow]] = {}
@@ -232,7 +230,7 @@ def step_time_cells(row: StepRow) -> tuple[str, str]:
     return f"{row.step.seconds * 1e3:.1f}{exposed}", row.step.bound
 
 
-def step_time_table(e: Explanation) -> str:
+def step_time_table(e: Figures) -> str:
     """The step's time by events, beside the roofline's floor; nothing where it is not known."""
     if not e.computed_steps:
         return ""
@@ -247,7 +245,7 @@ def step_time_table(e: Explanation) -> str:
     return f"{title}\n{table}\nno slower than 16 bits at batch 1: {where} (see min_context)"
 
 
-def round_text(e: Explanation) -> str:
+def round_text(e: Figures) -> str:
     """What a verification adds up to; nothing where none was asked for."""
     r = e.round()
     if r is None:
@@ -265,7 +263,7 @@ def round_text(e: Explanation) -> str:
     )
 
 
-def compare_table(e: Explanation) -> str:
+def compare_table(e: Figures) -> str:
     rows = [
         (f"{a.bits}", f"{a.group_size}", f"{a.top_k}", size(a.device_bytes), f"{a.kv_ratio:.3f}", size(a.fetched_bytes),
          duration(a.step), f"{a.speedup:.2f}x", f"{a.largest_batch:,}") for a in e.compare()
@@ -276,7 +274,7 @@ def compare_table(e: Explanation) -> str:
     return section(f"With other options ({COMPUTED}; the first row is as asked)", rows, headers, right=9)
 
 
-def as_dict(e: Explanation) -> dict[str, Any]:
+def as_dict(e: Figures) -> dict[str, Any]:
     """Everything that the tables hold, and each launch by itself. Bytes, seconds, FLOPs."""
     data: dict[str, Any] = {
         "note": f"every figure is {COMPUTED}",
@@ -325,7 +323,7 @@ def as_dict(e: Explanation) -> dict[str, Any]:
     return data
 
 
-def nodes_table(e: Explanation) -> str:
+def nodes_table(e: Figures) -> str:
     """Each launch of a decode step, in its order."""
     rows = [
         (r.name[:34], r.layer, r.stream, *cost_cells(r.cost)[:3], duration(r.seconds), r.bound if r.seconds else "-")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specache_compile.errors import SpecacheError
 
-if TYPE_CHECKING:
-    from .explanation import Explanation
+from .figures import Figures
 
 PREDICTED, STREAMS = 1, ("compute", "copy")
 
 
-def predicted_events(e: Explanation) -> list[dict[str, Any]]:
+def predicted_events(e: Figures) -> list[dict[str, Any]]:
     """Two consecutive decode steps; time in µs. A flow arrow goes from each fetch to the wait that it ends."""
     schedule = e.schedule()
     times = schedule.times()
@@ -58,7 +57,7 @@ def measured_events(profile: Any) -> list[dict[str, Any]]:
         return list(json.loads(path.read_text())["traceEvents"])
 
 
-def write_trace(e: Explanation, path: Path, profile: Any = None) -> None:
+def write_trace(e: Figures, path: Path, profile: Any = None) -> None:
     """The predicted timeline, and beside it, as processes of its own, the measured one."""
     events = predicted_events(e)
     if profile is not None:

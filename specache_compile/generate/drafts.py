@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from specache_compile.errors import SpecacheWarning, not_drafted, not_looked_up
+from specache_compile.errors import SpecacheWarning
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import DraftLength
 from specache_compile.runtime.ranks import everyones
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import Session, sessions_of
+from specache_compile.runtime.session import Mode, Session, sessions_of
 
 # Criteria that do not go by what the last token is, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
@@ -85,18 +85,19 @@ class Drafts(CandidateGenerator):
         asked = self.session.options.verify
         assert asked is not None
         self.session.draft_length = self.session.draft_length or DraftLength(asked)
-        return everyones(self.session.ranks, self.session.draft_length.next())[0]  # by the clock, each rank its own
+        ranks = self.session.tiers.ranks
+        return everyones(ranks, self.session.draft_length.next())[0]  # by the clock, each rank its own
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
         """ids [1, n] with at most so many tokens of the decode phase behind them, and their processed logits, as
         `get_candidates` returns both; afterwards the cache is as it was."""
         assert self.session is not None
         kwargs, drafted = dict(kwargs), []
-        self.session.drafting = True
         try:
             for _ in range(tokens):
                 inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-                outputs = self.model(**inputs, return_dict=True)
+                with self.session.steps_for(Mode.DRAFT):
+                    outputs = self.model(**inputs, return_dict=True)
                 kwargs = self.model._update_model_kwargs_for_generation(outputs, kwargs)
                 logits = self.processors(ids, outputs.logits[:, -1].to(ids.device, torch.float32, copy=True))
                 longer = torch.cat([ids, self.choose(logits)], 1)
@@ -110,7 +111,6 @@ class Drafts(CandidateGenerator):
                 if stops:
                     break
         finally:
-            self.session.drafting = False
             self.take_back()
         return ids, torch.stack(drafted, 1) if drafted else None
 
@@ -133,11 +133,8 @@ class Drafts(CandidateGenerator):
         if self.session is None:
             yield
             return
-        self.session.verifying = self.drafted > 0
-        try:
+        with self.session.steps_for(Mode.VERIFY if self.drafted else Mode.PLAIN):
             yield
-        finally:
-            self.session.verifying = False
 
     def take_back(self) -> None:
         """Crop the cache to the tokens that were said, where a round is under way."""
@@ -154,7 +151,7 @@ class Drafts(CandidateGenerator):
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
         """What a round has shown: it streamed the host tier once."""
-        held = session.host_bytes(self.said)
+        held = session.tiers.host_bytes(self.said)
         session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
         if session.draft_length is not None:
             compiled = self.compiled() != self.compiles
@@ -170,3 +167,14 @@ def tell_not_drafted(options: MethodOptions, reason: str) -> None:
     """One warning, at the caller of `generate`'s loop."""
     tell = not_looked_up if options.lookup else not_drafted
     warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)
+
+
+def not_drafted(reason: str) -> str:
+    return (
+        f"option verify: this generation is not drafted: {reason}. Its tokens are the full cache's all the same, and "
+        "every step streams the host tier"
+    )
+
+
+def not_looked_up(reason: str) -> str:
+    return f"option lookup: nothing is drafted in this generation: {reason}. It says one token a step"

@@ -45,4 +45,4 @@ class LookedUp(Drafts):
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
         """What a round has shown: it read the tiers, as any decode does."""
-        session.statistics.verified.note(self.drafted, accepted, session.host_bytes(self.said), streamed=0)
+        session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.said), streamed=0)

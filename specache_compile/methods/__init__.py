@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from specache_compile.errors import OptionError, nothing_to_verify
+from specache_compile.errors import OptionError
 from specache_compile.options import MethodOptions, one_of, own_options
 
 from . import full, kivi, offload, specache
@@ -89,6 +89,11 @@ def declared_fields() -> dict[str, Field]:
             if found.setdefault(field.name, field) is not field:
                 raise ValueError(f"method {method.name}: another field is called {field.name!r} already")
     return found
+
+
+def nothing_to_verify(method: str, exact: bool) -> OptionError:
+    why = "is exact by itself" if exact else "keeps no exact copy of all pairs, so that there is nothing to verify with"
+    return OptionError(f"option verify: method {method!r} {why}; leave it out, or take specache, kivi or kcache")
 
 
 __all__ = [

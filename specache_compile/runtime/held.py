@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.errors import held_read, held_saved
-
-if TYPE_CHECKING:
-    from specache_compile.passes.reading.sites import Part
-
-    from .session import Session
+from specache_compile.errors import HeldTensorError
+from specache_compile.passes.reading.sites import Part
 
 aten = torch.ops.aten
 
@@ -44,11 +40,28 @@ class Rows:
 Edit = Crop | Rows
 
 
+class Owner(Protocol):
+    """Whose pairs held tensors stand for (`session.py`).
+
+    version: counts the changes that no old view survives.
+    moved: layers that another owner has taken over, and their numbers there.
+    """
+
+    version: int
+    moved: dict[int, tuple[Any, int]]
+
+    def fork(self, handle: Handle) -> Owner:
+        """A second owner with copies of all that this one has, for the view that `handle` has."""
+
+    def give_up(self, handle: Handle) -> Tensor:
+        """A plain copy [B, H, n, d] of what `handle` stands for."""
+
+
 @dataclass(frozen=True)
 class Handle:
     """Whose keys or values a held tensor stands for, as of which version, with which edits since."""
 
-    session: Session
+    session: Any  # an Owner
     version: int
     site: int
     part: Part
@@ -95,7 +108,7 @@ class HeldTensor(Tensor):
         forks = memo.setdefault(id(HeldTensor), {})
         if key not in forks:
             forks[key] = handle.session.fork(handle)
-        fork: Session = forks[key]
+        fork: Owner = forks[key]
         return HeldTensor(self.anchor, self.shape, replace(handle, session=fork, version=fork.version))
 
     def __copy__(self) -> HeldTensor:
@@ -210,3 +223,18 @@ EDITS: dict[Any, Callable[..., HeldTensor]] = {
     aten.index_select.default: select_rows,
     aten._to_copy.default: to_same,
 }
+
+
+def held_read(operation: str) -> HeldTensorError:
+    return HeldTensorError(
+        f"{operation} tried to read keys or values that the specache backend holds in its own tiers: this tensor has "
+        "their shape alone. specache_compile.materialize(past_key_values) gives a plain copy of the cache to read."
+    )
+
+
+def held_saved() -> HeldTensorError:
+    return HeldTensorError(
+        "a cache that the specache backend holds in its own tiers cannot be pickled. specache_compile.save(cache, "
+        "folder) and load(folder, model) take it to another process; materialize(cache) makes a plain copy, and "
+        "copy.deepcopy one that is held."
+    )

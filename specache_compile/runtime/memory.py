@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specache_compile.errors import too_little_memory
+from specache_compile.errors import OptionError
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import BITS_OF_BOTH, LowBitOptions, bytes_of_memory
 from specache_compile.options import MethodOptions
@@ -38,3 +38,10 @@ def check_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: in
 def device_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> int:
     """Bytes of the tiers on the device."""
     return device_total(predicted_bytes(options, layers, batch, length))
+
+
+def too_little_memory(needed: int, allowed: int, tokens: int, batch: int) -> OptionError:
+    return OptionError(
+        f"option memory: {tokens:,} tokens x batch {batch} need {needed / 2**20:,.1f} MiB on the device at 1 bit, "
+        f"and may have {allowed / 2**20:,.1f} MiB. Give more, or lower top_k, the batch or the context."
+    )

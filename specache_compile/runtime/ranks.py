@@ -7,14 +7,14 @@ alone might refuse is refused by all of them, with the same words.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from specache_compile.errors import ranks_differ, split_heads
+from specache_compile.errors import SpecacheError, split_heads
 from specache_compile.options import MethodOptions
 
 Told = TypeVar("Told")
@@ -63,3 +63,13 @@ def check_heads(model: Any) -> None:
     heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
     if isinstance(heads, int) and heads % ranks:
         raise split_heads(heads, ranks)
+
+
+def ranks_differ(rank: int, differences: Mapping[str, tuple[Any, Any]]) -> SpecacheError:
+    told = ", ".join(
+        f"{name}: {first} on rank 0, {other} on rank {rank}" for name, (first, other) in differences.items()
+    )
+    return SpecacheError(
+        f"the ranks of this model were not given the same ({told}), and would wait for each other for ever: compile "
+        "with the same options and generate from the same prompt on every rank"
+    )

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.copy_stream import StreamCopies
-from specache_compile.passes.phase import PHASES
+from specache_compile.passes.phase import PHASES, Phase
 
-if TYPE_CHECKING:
-    from .step import CompiledGraph
+
+class Graph(Protocol):
+    """A captured graph, as the runtime knows it: `compile/compiled_graph.py: CompiledGraph`.
+
+    captured: what is known of the graph.
+    rewrites: its rewritten forms.
+    uncaptured: forms whose steps are no longer captured, since an input of theirs moves in every one.
+    """
+
+    captured: Any
+    rewrites: Any
+    uncaptured: set[Any]
+
+    @property
+    def phase(self) -> str:
+        """The name of the phase that was captured."""
+
+    def stop_capturing(self, form: Any, position: int) -> None:
+        """From here on the form's steps run as they are, since the input at `position` moves in every one."""
 
 
 @dataclass
@@ -64,9 +81,10 @@ class Statistics:
     replays: int = 0
     ranks: int = 1
 
-    def count(self, phase: str, total: float, inside: float) -> None:
-        """One step of `phase` that took `total` seconds, `inside` of them in lowered graphs."""
-        self.steps[phase] += 1
+    def count(self, ran: Sequence[Phase], total: float, inside: float) -> None:
+        """One step that ran these phases in `total` seconds, `inside` of them in lowered graphs."""
+        for phase in ran:
+            self.steps[phase.name] += 1
         self.seconds += total
         self.python_seconds += total - inside
 
@@ -75,10 +93,10 @@ class Statistics:
 class ModelRecord:
     """The captured graphs of one model, and the statistics of its newest session."""
 
-    graphs: list[CompiledGraph] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
     latest: Statistics | None = None
 
-    def note(self, graph: CompiledGraph, statistics: Statistics) -> None:
+    def note(self, graph: Graph, statistics: Statistics) -> None:
         if graph not in self.graphs:
             self.graphs.append(graph)
         self.latest = statistics

@@ -6,19 +6,19 @@ import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from specache_compile.errors import mixed_caches, parts_differ
-from specache_compile.kernels.state.cursor import QUEUE
-from specache_compile.lowering.cuda_graphs import RecordedSteps
+from specache_compile.errors import SpecacheError
 from specache_compile.options import MethodOptions
 
-from .held import Handle
-from .records import Statistics
-from .session import Session
+from .held import Handle, HeldTensor
+from .session import Mode, Progress, Session
 from .state import full_cache_bytes
+from .tiers import Tiers
 
 Place = tuple[Session, int]
 
@@ -46,6 +46,17 @@ def agreed_session(handles: Sequence[tuple[int, Handle | None]], weights: Sequen
     one = sources[0]
     whole = len(sources) == 1 and (len(ordered) == len(one.layers) or not is_of(one, weights))
     return one if whole else regrouped(sources, ordered)
+
+
+def session_behind(cache: DynamicCache) -> Session:
+    """The session of a held cache, brought to the view that the cache is; SpecacheError where it is plain."""
+    layers: list[Any] = list(cache.layers)
+    held = [layer for layer in layers if isinstance(getattr(layer, "keys", None), HeldTensor)]
+    if not held:
+        raise plain_already()
+    return agreed_session(
+        [(site, part.handle) for site, layer in enumerate(held) for part in (layer.keys, layer.values)]
+    )
 
 
 def is_of(session: Session, weights: Sequence[Tensor]) -> bool:
@@ -79,7 +90,7 @@ def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
         for number, (session, site) in enumerate(taken):
             session.moved[site] = (part, number)
     for session in sources:
-        session.state, session.layers, session.anchors = [], [], []
+        session.tiers.state, session.tiers.layers, session.anchors = [], [], []
         session.recorded.clear()
     return made
 
@@ -88,11 +99,14 @@ def check_alike(sources: Sequence[Session]) -> None:
     """SpecacheError where sessions are not parts of one cache, or went different ways."""
     first = sources[0]
     for other in sources[1:]:
-        sizes = [(s.length, s.batch, s.version, s.capacity, s.room, s.allocated) for s in (first, other)]
+        sizes = [
+            (s.length, s.version, s.tiers.batch, s.tiers.capacity, s.tiers.room, s.tiers.allocated)
+            for s in (first, other)
+        ]
         if sizes[0] != sizes[1]:
             raise mixed_caches()
-        for name in ("asked", "options", "pending_options"):
-            ours, theirs = (getattr(session, name) for session in (first, other))
+        every = zip(*((s.asked, s.tiers.options, s.tiers.pending) for s in (first, other)), strict=True)
+        for ours, theirs in every:
             if ours != theirs:
                 raise parts_differ(differing(ours, theirs))
 
@@ -111,26 +125,47 @@ def session_from(places: Sequence[Place]) -> Session:
     sources = list(dict.fromkeys(session for session, _ in places))
     first = sources[0]
     made = copy.copy(first)
-    made.moved = {}
-    made.layers = [replace(session.layers[site], number=number) for number, (session, site) in enumerate(places)]
-    made.state = [session.state[site] for session, site in places]
+    made.tiers = tiers_from(places)
+    padding = next((s.progress.padding for s in sources if s.progress.padding is not None), None)
+    made.progress = Progress(first.length, padding=padding, padded=any(s.progress.padded for s in sources))
+    made.moved, made.told = {}, set(first.told)
     made.anchors = [session.anchors[site] for session, site in places]
     made.weights = list({id(weight): weight for session in sources for weight in session.weights}.values())
-    made.padding = next((session.padding for session in sources if session.padding is not None), None)
-    made.padded = any(session.padded for session in sources)
-    made.slots_ready, made.guess = False, None
-    made.drafting, made.verifying, made.draft_length = False, False, None
-    made.queue = made.new_queue()
-    made.recorded, made.deferred = RecordedSteps(), made.new_deferred()
-    made.statistics = Statistics(made.queue)
+    made.mode, made.draft_length = Mode.PLAIN, None
+    made.cursor = first.cursor.clone()
+    made.start_anew()
     made.statistics.steps = dict(first.statistics.steps)
-    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, made.batch, made.length)
+    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, made.tiers.batch, made.length)
     for session in sources:
         share = sum(source is session for source, _ in places) / len(session.layers)
         made.statistics.seconds += session.statistics.seconds * share
         made.statistics.python_seconds += session.statistics.python_seconds * share
         made.statistics.bytes_to_host += round(session.statistics.bytes_to_host * share)
     made.note_memory()
-    made.cursor = first.cursor.clone()
-    made.cursor[QUEUE] = made.queue.number
     return made
+
+
+def tiers_from(places: Sequence[Place]) -> Tiers:
+    """The layers at `places`, numbered anew; their tensors are the sources' own."""
+    made = copy.copy(places[0][0].tiers)
+    made.layers = [replace(session.layers[site], number=number) for number, (session, site) in enumerate(places)]
+    made.state = [session.state[site] for session, site in places]
+    return made
+
+
+def plain_already() -> SpecacheError:
+    return SpecacheError("this cache holds plain tensors already: the specache backend does not hold it")
+
+
+def mixed_caches() -> SpecacheError:
+    return SpecacheError(
+        "the keys and values in this cache come from different caches, or from different moments of one; edit a cache "
+        "only through its own methods (crop, reorder_cache, batch_repeat_interleave, batch_select_indices)"
+    )
+
+
+def parts_differ(differences: str) -> SpecacheError:
+    return SpecacheError(
+        "a graph break parts this model's prompt and not its steps, and the parts of its cache were made with unlike "
+        f"options ({differences}): give bits in place of memory, or mend the break (TORCH_LOGS=graph_breaks shows it)"
+    )

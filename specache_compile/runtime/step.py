@@ -1,215 +1,214 @@
-"""One call of a captured graph: find the session, begin the step, run the rewritten graph, finish the step."""
+"""One step of a session: opened, run, and closed as done or as undone.
+
+with opened(session, tokens, padding) as step:      room for the tokens, cursor and padding
+    phases, variants of the graphs to run ...
+    step.start(phase)                               from here on the state changes
+    step.bind(inputs, arguments), or step.store(site, keys, values)
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-import warnings
-import weakref
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from specache_compile.errors import (
-    SpecacheWarning,
-    copy_failed,
-    other_center,
-    other_shapes,
-    other_sizes,
-    plain_already,
-)
-from specache_compile.lowering import cuda_graphs
-from specache_compile.options import MethodOptions, own_options
-from specache_compile.passes.phase import Phase
+from specache_compile.errors import copy_failed, no_host_tier
+from specache_compile.kernels.movement import copy_stream
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, publish
+from specache_compile.methods import METHODS
+from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
+from specache_compile.passes.plan import Input
+from specache_compile.passes.reading.local_shards import local
 
-from .held import HeldTensor
-from .ranks import check_same, ranks_of
-from .records import record_of
-from .regroup import agreed_session
-from .session import Session
-
-if TYPE_CHECKING:
-    from transformers import DynamicCache
-
-    from specache_compile.compile.captured import Captured  # noqa: TID251  (types alone)
-    from specache_compile.compile.rewritten import Rewrites, Rewritten  # noqa: TID251
+from .records import Graph
+from .rewritten import Rewritten
+from .session import UNCAPTURED, Mode, Session
+from .variant import phases, selects, variant_of
 
 
-class CompiledGraph:
-    """What Dynamo calls in place of a captured graph: takes its arguments; returns what it would, held tensors in
-    place of the cache."""
+@contextlib.contextmanager
+def opened(session: Session, tokens: int, padding: Tensor | None) -> Iterator[Step]:
+    """A step that adds `tokens` to a session's cache. padding [B, ≥ n + tokens]: which tokens are there; None: all.
 
-    def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
-        self.captured, self.rewrites = captured, rewrites
-        # Graphs whose steps are no longer captured, since an input of theirs moves in every one.
-        self.uncaptured: set[Rewritten] = set()
-        # Sessions whose layers are known to be shaped as this graph's.
-        self.fitting: weakref.WeakSet[Session] = weakref.WeakSet()
+    Where the body raises, the session is as it was before the step, which can be taken again; under eviction, and
+    without a host tier, it cannot once it has started.
+    """
+    step = Step(session, tokens)
+    try:
+        step.begin(padding)
+        yield step
+    except BaseException as error:
+        step.abandon()
+        if session.queue.error is not None and isinstance(error, Exception):
+            raise copy_failed(session.queue.error) from error
+        raise
 
-    @property
-    def phase(self) -> str:
-        return self.captured.phase.name
 
-    def __call__(self, *arguments: Any) -> list[Any]:
-        start = time.perf_counter()
-        session = self.session_for(arguments)
-        try:
-            phase, outputs, inside = self.step(session, arguments)
-        except BaseException as error:
-            session.abandon_step()
-            if session.queue.error is not None and isinstance(error, Exception):
-                raise copy_failed(session.queue.error) from error
-            raise
-        session.statistics.count(phase, time.perf_counter() - start, inside)
+class Step:
+    """A step under way.
+
+    ran: the phases that have run.
+    inside: seconds spent in lowered graphs so far.
+    """
+
+    def __init__(self, session: Session, tokens: int) -> None:
+        self.session, self.tokens = session, tokens
+        self.ran: list[Phase] = []
+        self.inside = 0.0
+
+    @torch.inference_mode(False)
+    def begin(self, padding: Tensor | None) -> None:
+        self.session.make_room(self.tokens)
+        self.point()
+        self.see(padding)
+
+    def point(self) -> None:
+        """Write the cursor."""
+        session, length = self.session, self.session.length
+        low_bit, next_low_bit = (session.options.low_bit_length(n) for n in (length, length + self.tokens))
+        for place, value in ((LENGTH, length), (LOW_BIT, low_bit), (NEXT_LOW_BIT, next_low_bit)):
+            session.cursor[place].fill_(value)  # an assignment would copy it from host memory, and stop the host
+        if session.cursor.is_cuda:
+            publish(session.cursor, length)
+
+    def see(self, padding: Tensor | None) -> None:
+        """Take over the padding outside of the graph, so that a recorded step finds it where it was. None: all tokens
+        are there, those too that were no candidates when the slots were chosen."""
+        progress, tiers = self.session.progress, self.session.tiers
+        if padding is None:
+            progress.slots_ready = progress.slots_ready and not progress.padded
+            progress.padded = False
+            return
+        progress.padded = True
+        shape = (tiers.batch, 1, 1, tiers.capacity)
+        if progress.padding is None or progress.padding.shape != shape:
+            progress.padding = torch.zeros(shape, dtype=torch.bool, device=tiers.layers[0].device)
+        after = progress.length + self.tokens
+        progress.padding[:, 0, 0, :after].copy_(padding[:, :after])
+
+    def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
+        """The phases that a graph captured in this one runs now; `causal`: its masks hide nothing but padding besides.
+        With the option verify nothing but a draft approximates: any other step of one token is an extend. Under
+        lookup a draft's verification is no extend but a widened decode."""
+        session, options = self.session, self.session.options
+        if options.lookup:
+            widened = captured is EXTEND and causal and session.mode is Mode.VERIFY
+            return (WIDENED,) if widened else phases(captured, options)
+        if captured is EXTEND and session.tiers.has_no_host:
+            raise no_host_tier("a call of several tokens behind cached ones")
+        exact = captured.one_token and options.verify is not None and session.mode is not Mode.DRAFT
+        return (EXTEND,) if exact else phases(captured, options)
+
+    def forms(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
+        """The rewritten graphs to run: the captured one's phase, behind a pre-decode where the slots were not chosen
+        for this step, or the guess is missing."""
+        captured, progress = graph.captured, self.session.progress
+        unpadded = captured.unpadded(arguments)
+
+        def form(phase: Phase) -> Rewritten:
+            variant = variant_of(phase, self.session.options, unpadded, self.session.tiers.capacity)
+            return graph.rewrites.form(variant, arguments)
+
+        *before, phase = self.phases(captured.phase, captured.is_causal)
+        last = form(phase)
+        chosen = progress.slots_ready and not (last.needs_guess and progress.guess is None)
+        return [*(form(earlier) for earlier in before if not chosen), last]
+
+    def run(self, graph: Graph, arguments: Sequence[Any]) -> list[Any]:
+        """What the captured graph returns, held tensors in place of the cache."""
+        forms = self.forms(graph, arguments)
+        self.start(forms[-1].variant.phase)
+        outputs = [self.launch(graph, form, arguments) for form in forms][-1]
+        self.finish()
+        for position, (site, part) in forms[-1].held_outputs.items():
+            outputs[position] = self.session.held(site, part)
         return outputs
 
-    def session_for(self, arguments: Sequence[Any]) -> Session:
-        """The session behind the held arguments, brought to the view that they are; a new one in a prefill."""
-        captured = self.captured
-        if not captured.phase.has_past:
-            batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
-            ranks = ranks_of(arguments)
-            check_same(ranks, captured.options, {"batch": batch, "tokens": tokens})
-            session = Session(captured.options, captured.layers, batch, tokens, ranks)
-            session.weights = [weakref.ref(value) for value in arguments if isinstance(value, torch.nn.Parameter)]
-        else:
-            handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
-            session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
-            self.check_layers(session)
-            if session.asked != captured.options and not session.told_of_options:
-                session.told_of_options = warn_of_other_options(session.asked, captured.options)
-        record_of(arguments).note(self, session.statistics)
-        return session
-
-    def check_layers(self, session: Session) -> None:
-        """SpecacheError where a cache that came from elsewhere, or another model, has other layers than this graph."""
-        if session in self.fitting:
-            return
-        ours, graphs = session.layers, self.captured.layers
-        if len(ours) != len(graphs):
-            raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
-        centers = getattr(session.options, "center", "never") == "auto"
-        for layer, wanted in zip(ours, graphs, strict=True):
-            if layer != replace(wanted, biased_keys=layer.biased_keys):
-                raise other_shapes(f"{layer} in layer {layer.number}", str(wanted))
-            if centers and layer != wanted:
-                raise other_center(layer.biased_keys)
-        self.fitting.add(session)
-
-    def step(self, session: Session, arguments: Sequence[Any]) -> tuple[str, list[Any], float]:
-        """Run this graph's phase, after a pre-decode where the slots were not chosen for this step.
-
-        Returns the phase's name, the outputs, and the seconds spent inside the lowered graphs.
-        """
-        captured = self.captured
-        tokens = captured.symbols.value(captured.tokens, arguments)
-        session.begin(tokens, None if captured.padding is None else arguments[captured.padding])
-        *before, phase = session.phases(captured.phase, captured.is_causal)
-        if phase.over_tiers and session.options.top_k and not (before or session.slots_ready):
+    def start(self, phase: Phase) -> None:
+        """From here until the end a policy drops pairs, layer by layer; without a host tier rounding does. All that
+        runs is had and checked by now."""
+        session, tiers = self.session, self.session.tiers
+        session.half_evicted = bool(tiers.fields("kept")) or tiers.has_no_host
+        if phase.over_tiers and session.options.top_k and not selects(session.options):
             session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
-        rewritten = self.form(session, phase, arguments)
-        guess_is_missing = session.guess is None and rewritten.needs_guess
-        choosing = before if guess_is_missing or not session.slots_ready else ()
-        choosers = [self.form(session, earlier, arguments) for earlier in choosing]
-        session.start_evicting()  # only here, where all that runs is had and checked
-        inside = 0.0
-        for chooser in choosers:
-            _, inside = self.run(session, chooser, arguments)
-            session.statistics.steps[chooser.variant.phase.name] += 1
-        outputs, seconds = self.run(session, rewritten, arguments)
-        session.finish(tokens, phase)
-        for position, (site, part) in rewritten.held_outputs.items():
-            outputs[position] = session.held(site, part)
-        return phase.name, outputs, inside + seconds
 
-    def form(self, session: Session, phase: Phase, arguments: Sequence[Any]) -> Rewritten:
-        """The graph rewritten for a phase of this session; SpecacheError where this call's sizes are not what it
-        assumes."""
-        rewritten = self.rewrites.get(session.variant(phase, self.captured.unpadded(arguments)))
-        for assumed in rewritten.assumes:
-            if not self.captured.symbols.holds(assumed, arguments):
-                raise other_sizes(assumed)
-        return rewritten
-
-    def run(self, session: Session, rewritten: Rewritten, arguments: Sequence[Any]) -> tuple[list[Any], float]:
-        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs, and seconds."""
-        inputs = session.bind(rewritten.inputs, arguments)
+    def launch(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
+        """Run one rewritten graph on the session's state, and keep its guess; returns the outputs."""
+        session, inputs = self.session, self.bind(form.inputs, arguments)
         start = time.perf_counter()
-        captures = rewritten.capture and rewritten not in self.uncaptured
+        captures = form.capture and form not in graph.uncaptured
         if captures and not session.capturable:
-            session.told_uncaptured = session.told_uncaptured or self.warn_of_pageable()
+            session.tell(UNCAPTURED, not_pinned(graph.captured.mode))
         if captures and session.capturable:
-            stays = [source.source in ("state", "cursor", "padding") for source in rewritten.inputs]
-            give_up = functools.partial(self.stop_capturing, rewritten)
-            device = session.cursor.device
-            outputs = session.recorded.run(rewritten.run, inputs, stays, device, give_up, session.deferred)
+            stays = [source.source in ("state", "cursor", "padding") for source in form.inputs]
+            give_up = functools.partial(graph.stop_capturing, form)
+            outputs = session.recorded.run(form.run, inputs, stays, session.cursor.device, give_up, session.deferred)
             session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()
-            outputs = list(rewritten.run(*inputs))
-        seconds = time.perf_counter() - start
-        session.guess = outputs.pop() if rewritten.guesses else None
-        return outputs, seconds
+            outputs = list(form.run(*inputs))
+        self.inside += time.perf_counter() - start
+        self.ran.append(form.variant.phase)
+        session.progress.guess = outputs.pop() if form.guesses else None
+        return outputs
 
-    def warn_of_pageable(self) -> bool:
-        """Say that a session's steps are not captured, since the GPU cannot read its host tier; returns True."""
-        warnings.warn(
-            f"mode={self.captured.mode!r}: no CUDA graph of the decode step: the host tier could not be pinned, so "
-            "that the host makes its copies. Raise the limit on locked memory (ulimit -l), or lower the batch or the "
-            "context",
-            SpecacheWarning,
-            stacklevel=2,
-        )
-        return True
+    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
+        """The values of a rewritten graph's inputs: the caller's arguments, and the session's state."""
+        session = self.session
+        own = {"cursor": session.cursor, "padding": session.progress.padding, "guess": session.progress.guess}
+        values: list[Any] = []
+        for source in inputs:
+            if source.source == "argument":
+                values.append(local(arguments[source.argument]))
+            elif source.source == "state":
+                values.append(session.state[source.site][source.field])
+            else:
+                values.append(own[source.source])
+        return values
 
-    def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
-        """From here on a graph's steps run as they are, since the input at `position` moves in every one."""
-        self.uncaptured.add(rewritten)
-        source = rewritten.inputs[position]
-        placeholders = self.captured.placeholders
-        name = placeholders[source.argument].name if source.source == "argument" else source.source
-        warnings.warn(
-            f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
-            "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
-            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied",
-            SpecacheWarning,
-            stacklevel=2,
-        )
+    def fill(self, pairs: Sequence[tuple[Tensor, Tensor]], frequencies: Tensor | None) -> None:
+        """Put each site's new keys and values [B, H, T, d] into its tiers, by the ops that a prefill stores with.
+        frequencies: RoPE's, where keys are centered."""
+        session = self.session
+        padding = session.progress.padding if session.progress.padded else None
+        self.start(PREFILL)
+        for site, (keys, values) in enumerate(pairs):
+            state = session.state[site]
+            for call in METHODS[session.options.method].recipe(session.options, site).stores:
+                turned = [frequencies] if call.turned and state[call.turned].shape[2] else []
+                op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]
+                op(keys.contiguous(), values.contiguous(), padding, session.cursor, *tensors, *call.settings, *turned)
+        self.ran.append(PREFILL)
+        self.finish()
 
+    def finish(self) -> None:
+        """The tokens are cached; views of the cache taken before are stale from here on."""
+        session = self.session
+        session.progress.slots_ready = self.ran[-1].speculates and selects(session.options)
+        session.advance(self.tokens)
+        session.half_evicted = False
+        if session.cursor.is_cuda and self.tokens > copy_stream.WRITE_THROUGH:
+            copy_stream.release_staging()
 
-def differences(made_under: MethodOptions, compiled_with: MethodOptions) -> str:
-    """The options of a cache that a model has otherwise; empty where there are none. How a model is lowered is its own,
-    whichever cache comes to it."""
-    special = (name for name in own_options(type(made_under)) if name not in own_options(MethodOptions))
-    names = ["method", "exact_layers", *special]
-    return ", ".join(
-        f"{name} {getattr(made_under, name)!r} (the model's: {getattr(compiled_with, name)!r})"
-        for name in names
-        if hasattr(compiled_with, name) and getattr(made_under, name) != getattr(compiled_with, name)
-    )
-
-
-def warn_of_other_options(made_under: MethodOptions, compiled_with: MethodOptions) -> bool:
-    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else. Returns
-    whether there was something to say."""
-    told = differences(made_under, compiled_with)
-    if told:
-        warnings.warn(
-            f"this cache was made with other options than the model is compiled with, and goes on with its own: {told}",
-            SpecacheWarning,
-            stacklevel=2,
-        )
-    return bool(told)
+    def abandon(self) -> None:
+        """Wait out the copies, and bring the tiers back to where they were. Under eviction they are not: some layers
+        have dropped pairs for the step, and counted its attention."""
+        session = self.session
+        session.queue.settle()
+        copy_stream.release_staging()
+        session.deferred.drop()
+        session.choose_again()
+        session.tiers.take_back(session.length)
 
 
-def session_behind(cache: DynamicCache) -> Session:
-    """The session of a held cache, brought to the view that the cache is; SpecacheError where it is plain."""
-    layers: list[Any] = list(cache.layers)
-    held = [layer for layer in layers if isinstance(getattr(layer, "keys", None), HeldTensor)]
-    if not held:
-        raise plain_already()
-    return agreed_session(
-        [(site, part.handle) for site, layer in enumerate(held) for part in (layer.keys, layer.values)]
+def not_pinned(mode: str | None) -> str:
+    """The GPU cannot read such a host tier."""
+    return (
+        f"mode={mode!r}: no CUDA graph of the decode step: the host tier could not be pinned, so that the host makes "
+        "its copies. Raise the limit on locked memory (ulimit -l), or lower the batch or the context"
     )

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from specache_compile.checkpoints.names import limit_of, tell_origin
-from specache_compile.errors import SpecacheError, cannot_listen, not_installed
+from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -167,3 +167,11 @@ def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
         host_bytes=host if args.session_host_gib is None else int(args.session_host_gib * GIB),
         device_bytes=on_device if args.session_device_gib is None else int(args.session_device_gib * GIB),
     )
+
+
+def not_installed(extra: str, modules: Sequence[str]) -> SpecacheError:
+    return SpecacheError(f"{', '.join(modules)}: not installed; pip install 'specache-compile[{extra}]'")
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> SpecacheError:
+    return SpecacheError(f"cannot listen at --host {host} --port {port} ({error.strerror}): give others")

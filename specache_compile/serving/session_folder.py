@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from specache_compile.caches.saving import load, save
-from specache_compile.errors import SpecacheWarning, folder_is_served, no_session_folder, not_kept
+from specache_compile.errors import SpecacheError, SpecacheWarning
 
 from .conversation import Conversation
 
@@ -117,3 +117,18 @@ def found(root: Path) -> list[Saved]:
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def folder_is_served(folder: Path) -> SpecacheError:
+    return SpecacheError(f"another server keeps its sessions in {folder}: give this one a folder of its own")
+
+
+def no_session_folder(folder: Path, error: OSError) -> SpecacheError:
+    return SpecacheError(
+        f"--session-folder {folder}: sessions cannot be kept there ({error.strerror}): give a folder that can be "
+        "written to"
+    )
+
+
+def not_kept(error: Exception) -> str:
+    return f"a session is not kept, and its conversation's next turn is read from its beginning: {error}"

@@ -120,7 +120,7 @@ class TestOneModel:
         """Its held tensors are those of the parts still."""
         twin, held, plain = self.caches(llama)
         with monkeypatch.context() as patch:
-            patch.setattr("specache_compile.runtime.step.CompiledGraph.run", interrupt)
+            patch.setattr("specache_compile.runtime.step.Step.launch", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 step(twin, prompt(1, 2), held)
         close(step(twin, prompt(1, 2), held), step(llama, prompt(1, 2), plain))
@@ -157,7 +157,7 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
     twin = broken(llama, "in the prompt")
     cache = step(twin, prompt(50)).past_key_values
     part = cache.layers[1].keys.handle.session
-    part.options = dataclasses.replace(part.options, bits=8)
+    part.tiers.options = dataclasses.replace(part.options, bits=8)
     with pytest.raises(
         sc.SpecacheError, match=r"made with unlike options \(bits 1 and 8\): give bits in place of memory"
     ):

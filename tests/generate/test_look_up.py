@@ -18,7 +18,7 @@ from held_tiers import at_hand, differences, held, interrupted_behind
 from specache_compile.generate.look_up import DRAFTED, LookedUp
 from specache_compile.kernels.movement import definition as tiers
 from specache_compile.methods import parse_options
-from specache_compile.runtime.session import session_of
+from specache_compile.runtime.session import Mode, session_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -175,7 +175,7 @@ def test_a_draft_under_a_mask_of_the_callers_own_is_verified_exactly(
         out = model(prompt(75), use_cache=True)
         session: Any = session_of(out.past_key_values)
         if session is not None:
-            session.verifying = True
+            session.mode = Mode.VERIFY
         logits.append(model(prompt(4), attention_mask=seen, past_key_values=out.past_key_values).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert (sc.stats(twin).widened, sc.stats(twin).extends) == (0, 1)
@@ -190,11 +190,8 @@ ONE_LAYER = {"setting": "best", "bits": 1, "rotate": True, "top_k": 8, "lookup":
 def verifies(model: Any, ids: Tensor, cache: Any) -> None:
     """A widened decode of these tokens."""
     session: Any = session_of(cache)
-    session.verifying = True
-    try:
+    with session.steps_for(Mode.VERIFY):
         model(ids, past_key_values=cache)
-    finally:
-        session.verifying = False
 
 
 @torch.no_grad()

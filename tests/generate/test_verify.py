@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import types
 import warnings
 from dataclasses import replace
@@ -35,7 +36,7 @@ from specache_compile.generate.route import compiled_calls
 from specache_compile.methods import every_method, parse_options
 from specache_compile.runtime.draft_length import FIRST, MOST, DraftLength
 from specache_compile.runtime.records import Statistics
-from specache_compile.runtime.session import session_of
+from specache_compile.runtime.session import Mode, Session, session_of
 
 pytestmark = pytest.mark.one_process
 
@@ -250,14 +251,15 @@ class Chain(LlamaForCausalLM):
         super().__init__(LlamaConfig(vocab_size=len(exact), bos_token_id=None, eos_token_id=None, **heads))
         self.exact, self.approximate = exact, approximate
         self.session: Any = types.SimpleNamespace(
-            drafting=False, verifying=False, draft_length=None, ranks=None, options=types.SimpleNamespace(verify=2),
-            statistics=Statistics(None), host_bytes=lambda tokens: tokens,
+            mode=Mode.PLAIN, draft_length=None, options=types.SimpleNamespace(verify=2), statistics=Statistics(None),
+            tiers=types.SimpleNamespace(ranks=None, host_bytes=lambda tokens: tokens),
         )  # fmt: skip
+        self.session.steps_for = functools.partial(Session.steps_for, self.session)
 
     def forward(self, input_ids: Tensor, past_key_values: DynamicCache, **kwargs: Any) -> CausalLMOutputWithPast:  # type: ignore[override]
         pairs = torch.zeros(1, 1, input_ids.shape[1], 1)
         past_key_values.update(pairs, pairs, 0)
-        table = self.approximate if self.session.drafting else self.exact
+        table = self.approximate if self.session.mode is Mode.DRAFT else self.exact
         return CausalLMOutputWithPast(logits=table[input_ids], past_key_values=past_key_values)
 
 

@@ -708,7 +708,7 @@ def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, s
 def compiled(*given: str) -> str:
     """What is told of the kernels that were compiled without a GPU, in a process of its own: what runs in the
     interpreter cannot be compiled in the same one."""
-    script = Path(__file__).parents[1] / "compile_kernels.py"
+    script = Path(__file__).parents[2] / "tools" / "compile_kernels.py"
     done = subprocess.run(
         [sys.executable, str(script), "--in-turn", *given], capture_output=True, text=True, check=False
     )

@@ -28,6 +28,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.phase import DECODE
 from specache_compile.passes.plan import Input, Plan
+from specache_compile.runtime.step import Step
 
 CPU = torch.device("cpu")
 
@@ -349,7 +350,7 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
     assert pending() == [False, False]
     for token in range(2):
         twin(prompt(1, 1, token), past_key_values=cache, position_ids=torch.tensor([[206 + token]]))
-    session.abandon_step()
+    Step(session, 1).abandon()
     session.drain()
     assert all((layer["slot_index"] == -1).all() for layer in session.state), "a step that failed is owed nothing"
 

@@ -23,7 +23,7 @@ from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods import parse_options
 from specache_compile.methods.low_bit import check_head_dim
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import session_of
+from specache_compile.runtime.session import Mode, session_of
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -91,7 +91,7 @@ def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> 
     out = model(ids[:, :first], use_cache=True)
     session, steps = session_of(out.past_key_values), []
     if session is not None:
-        session.verifying = lanes > 1
+        session.mode = Mode.VERIFY if lanes > 1 else Mode.PLAIN
     for tokens in ids[:, first:].split(lanes, 1):
         out = model(tokens, past_key_values=out.past_key_values, use_cache=True)
         steps.append(out.logits)

@@ -130,7 +130,7 @@ class Guesses(LogitsProcessor):
 
     def __call__(self, text: Tensor, scores: Tensor) -> Tensor:
         held = [layer.keys for layer in self.cache.layers if isinstance(layer.keys, HeldTensor)]
-        guess = held[0].handle.session.guess if held else None
+        guess = held[0].handle.session.progress.guess if held else None
         if self.before is not None and guess is not None:
             assert torch.equal(guess, self.predict(torch.cat([text, self.before], 1)).argmax(-1, keepdim=True))
             self.checked += 1

@@ -14,7 +14,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from held_tiers import in_order
 from specache_compile.methods import parse_options
-from specache_compile.runtime import session
+from specache_compile.runtime import tiers
 from specache_compile.runtime.session import Session
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
@@ -73,7 +73,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
 ) -> None:
     twin, ids = compile_copy(llama, min_context=LEAST), prompt(120, 2)
     cache = step(twin, ids[:, :100]).past_key_values
-    moved, whole = [], session.moved_over
+    moved, whole = [], tiers.moved_over
 
     def interrupted(*arguments: Any) -> Any:
         if len(moved) == 1:
@@ -82,7 +82,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
         moved.append(1)
         return whole(*arguments)
 
-    monkeypatch.setattr(session, "moved_over", interrupted)
+    monkeypatch.setattr(tiers, "moved_over", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(twin, ids[:, 100:], cache)
     again = step(twin, ids[:, 100:], cache)
@@ -96,7 +96,7 @@ def test_a_prompt_that_is_long_enough_starts_where_the_options_say(llama: LlamaF
     twin = compile_copy(llama, min_context=LEAST)
     cache = step(twin, prompt(LEAST, 2)).past_key_values
     assert session_of(cache).options.bits == LOSSLESS["bits"]
-    assert session_of(cache).pending_options is None
+    assert session_of(cache).tiers.pending is None
 
 
 def test_a_fork_moves_over_by_itself(llama: LlamaForCausalLM) -> None:

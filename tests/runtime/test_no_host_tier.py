@@ -110,7 +110,7 @@ def test_what_needs_every_pair_is_refused_in_words(what: str, llama: Any) -> Non
 
 
 def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specache_compile.runtime.step import CompiledGraph
+    from specache_compile.runtime.step import Step
 
     def interrupted(*given: Any) -> Any:
         raise KeyboardInterrupt
@@ -118,7 +118,7 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
     model, cache = filled(WITHOUT["kivi"], llama)
     model(prompt(1), past_key_values=cache, use_cache=True)
     with monkeypatch.context() as patch:
-        patch.setattr(CompiledGraph, "run", interrupted)
+        patch.setattr(Step, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(prompt(1), past_key_values=cache, use_cache=True)
     with pytest.raises(SpecacheError, match="interrupted"):

@@ -30,7 +30,7 @@ from specache_compile.runtime.ranks import check_heads, ranks_of
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import host_bytes, room
 
-PROGRAM = Path(__file__).parents[1] / "ranks.py"
+PROGRAM = Path(__file__).parents[2] / "tools" / "ranks.py"
 RANKS = 2
 # Seconds for all of it: a rank that waited for ever would be ended here.
 LIMIT = 240
@@ -177,8 +177,7 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
     needed = host_bytes(session.options, layers, 1, room(70))
     assert needed > 0
     session = Session(parse_options({"host_memory": needed}), layers, 1, 70)
-    session.capacity_for(70)
-    session.reserve()
+    session.make_room(70)
     assert session.statistics.bytes_by_tier["host"] == needed
 
 

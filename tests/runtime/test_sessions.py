@@ -26,10 +26,12 @@ from conftest import compile_copy, greedy, prompt, tiny_llama
 from held_tiers import in_order
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_queue, copy_stream
-from specache_compile.runtime import session as session_module
+from specache_compile.runtime import tiers
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
+from specache_compile.runtime.session import Mode
 from specache_compile.runtime.state import bucket
+from specache_compile.runtime.step import Step
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -61,11 +63,10 @@ def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, same
                 step(twin, prompt(1, batch, place), caches[1])
             caches[1].crop(-drafted)
             ids, rejected = prompt(drafted + 1, batch, rng.randrange(1000)), rng.randrange(drafted + 1)
-            session_of(caches[1]).verifying = True  # which means nothing but to a session that looks up
-            for m, cache in zip((model, twin), caches, strict=True):
-                step(m, ids, cache)
-                cache.crop(-rejected)
-            session_of(caches[1]).verifying = False
+            with session_of(caches[1]).steps_for(Mode.VERIFY):  # which means nothing but to a session that looks up
+                for m, cache in zip((model, twin), caches, strict=True):
+                    step(m, ids, cache)
+                    cache.crop(-rejected)
         elif action == "crop":
             dropped = rng.randrange(0, min(length, 60))
             for cache in caches:
@@ -532,11 +533,11 @@ def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_r
     assert session.recorded.steps == {None: recorded}
     with pytest.raises(sc.SpecacheError, match=r"the host tier would need .* 4,864 tokens"):
         step(twin, ids[:, 4353:4609], cache)
-    assert (session.capacity, session.room) == session.allocated == (4608, 4608)
+    assert (session.tiers.capacity, session.tiers.room) == session.tiers.allocated == (4608, 4608)
 
 
 def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "allowance", lambda held, asked, ranks: asked or 0)
+    monkeypatch.setattr(tiers, "allowance", lambda held, asked, ranks: asked or 0)
     assert sc.explain(tiny_llama().config, 5000, 64).bytes_by_tier["host"] > 0
 
 
@@ -544,7 +545,7 @@ def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCa
     """On CUDA a copy of one number from host memory stops the host, in every step; a fill does not."""
     session = session_of(step(compiled, prompt(100)).past_key_values)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        session.point(1)
+        Step(session, 1).point()
     names = {event.name for event in profile.events()}
     assert "aten::fill_" in names
     assert "aten::copy_" not in names
@@ -572,5 +573,5 @@ def test_the_host_tier_lies_in_huge_pages_and_in_no_child(monkeypatch: pytest.Mo
 def test_a_step_that_raised_leaves_no_staging_behind(compiled: LlamaForCausalLM) -> None:
     session = session_of(step(compiled, prompt(40)).past_key_values)
     staging = copy_stream.staging_of(torch.device("cpu"))
-    session.abandon_step()
+    Step(session, 1).abandon()
     assert copy_stream.staging_of(torch.device("cpu")) is not staging

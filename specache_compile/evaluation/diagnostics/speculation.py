@@ -59,7 +59,7 @@ def continue_greedily(run: Inspected, options: dict[str, Any]) -> Greedy:
         for _ in range(run.steps):
             tokens.append(logits.argmax(-1).to(run.ids.device))
             logits = decode(run.model, cache, tokens[-1])
-            guesses.append(session_of(cache).guess)
+            guesses.append(session_of(cache).progress.guess)
         hit = stats(run.model).hit_rate
     assert hit is not None
     # A step's own logits say the next token; its guess is of the one after that.

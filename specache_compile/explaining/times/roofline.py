@@ -17,6 +17,7 @@ from specache_compile.kernels.op import op_of
 from specache_compile.methods import METHODS
 from specache_compile.passes.overlap import is_work
 from specache_compile.passes.plan import tag_of
+from specache_compile.passes.reading import nodes
 from specache_compile.passes.reading.nodes import value_of
 
 from .devices import Device
@@ -71,11 +72,11 @@ def launch_cost(node: Node, load: Workload) -> Cost:
 
 def arguments_of(node: Node, load: Workload) -> dict[str, Any]:
     """A tier op's arguments by name, tensors as their fakes; and `on_host`: the pairs that it is given are there."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    values = [value_of(value) if isinstance(value, Node) else value for value in node.args]
+    given_by_name = nodes.arguments_of(node)
+    values = {name: value_of(value) if isinstance(value, Node) else value for name, value in given_by_name.items()}
     given = {tag.field for value in node.args if (tag := tag_of(value)) is not None}
     on_host = any(field.on_host and field.name in given for field in METHODS[load.options.method].fields)
-    return {**dict(zip(names, values, strict=False)), "on_host": on_host}
+    return {**values, "on_host": on_host}
 
 
 def full_cache_cost(load: Workload, number: int) -> Cost:

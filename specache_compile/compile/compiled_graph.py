@@ -1,0 +1,116 @@
+"""What Dynamo calls in place of a captured graph: find the session, open a step, run the rewritten graphs."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.lowering import cuda_graphs
+from specache_compile.options import differences
+from specache_compile.runtime.ranks import check_same, ranks_of
+from specache_compile.runtime.records import record_of
+from specache_compile.runtime.regroup import agreed_session
+from specache_compile.runtime.session import OTHER_OPTIONS, Session
+from specache_compile.runtime.step import opened
+
+from .captured import Captured
+from .rewritten import Rewrites, Rewritten
+
+
+class CompiledGraph:
+    """What Dynamo calls in place of a captured graph: takes its arguments; returns what it would, held tensors in
+    place of the cache."""
+
+    def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
+        self.captured, self.rewrites = captured, rewrites
+        # Graphs whose steps are no longer captured, since an input of theirs moves in every one.
+        self.uncaptured: set[Rewritten] = set()
+        # Sessions whose layers are known to be shaped as this graph's.
+        self.fitting: weakref.WeakSet[Session] = weakref.WeakSet()
+
+    @property
+    def phase(self) -> str:
+        return self.captured.phase.name
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        start = time.perf_counter()
+        session = self.session_for(arguments)
+        padding = None if self.captured.padding is None else arguments[self.captured.padding]
+        with opened(session, self.captured.symbols.value(self.captured.tokens, arguments), padding) as step:
+            outputs = step.run(self, arguments)
+        session.statistics.count(step.ran, time.perf_counter() - start, step.inside)
+        record_of(arguments).note(self, session.statistics)
+        return outputs
+
+    def session_for(self, arguments: Sequence[Any]) -> Session:
+        """The session behind the held arguments, brought to the view that they are; a new one in a prefill."""
+        captured = self.captured
+        if not captured.phase.has_past:
+            batch, tokens = (captured.symbols.value(size, arguments) for size in (captured.batch, captured.tokens))
+            ranks = ranks_of(arguments)
+            check_same(ranks, captured.options, {"batch": batch, "tokens": tokens})
+            session = Session(captured.options, captured.layers, batch, tokens, ranks)
+            session.weights = [weakref.ref(value) for value in arguments if isinstance(value, torch.nn.Parameter)]
+        else:
+            handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
+            session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
+            self.check_layers(session)
+            if session.asked != captured.options and (told := differences(session.asked, captured.options)):
+                session.tell(OTHER_OPTIONS, made_otherwise(told))
+        return session
+
+    def check_layers(self, session: Session) -> None:
+        """SpecacheError where a cache that came from elsewhere, or another model, has other layers than this graph."""
+        if session in self.fitting:
+            return
+        ours, graphs = session.layers, self.captured.layers
+        if len(ours) != len(graphs):
+            raise other_shapes(f"{len(ours)} layers", str(len(graphs)))
+        centers = getattr(session.options, "center", "never") == "auto"
+        for layer, wanted in zip(ours, graphs, strict=True):
+            if layer != replace(wanted, biased_keys=layer.biased_keys):
+                raise other_shapes(f"{layer} in layer {layer.number}", str(wanted))
+            if centers and layer != wanted:
+                raise other_center(layer.biased_keys)
+        self.fitting.add(session)
+
+    def stop_capturing(self, rewritten: Rewritten, position: int) -> None:
+        """From here on a graph's steps run as they are, since the input at `position` moves in every one."""
+        self.uncaptured.add(rewritten)
+        source = rewritten.inputs[position]
+        placeholders = self.captured.placeholders
+        name = placeholders[source.argument].name if source.source == "argument" else source.source
+        warnings.warn(
+            f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
+            "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
+            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied",
+            SpecacheWarning,
+            stacklevel=2,
+        )
+
+
+def made_otherwise(told: str) -> str:
+    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else."""
+    return f"this cache was made with other options than the model is compiled with, and goes on with its own: {told}"
+
+
+def other_shapes(cache: str, model: str) -> SpecacheError:
+    return SpecacheError(
+        f"this cache is of another model: it has {cache}, and the model {model}. Give each model the cache that it "
+        "filled itself"
+    )
+
+
+def other_center(held_with: bool) -> SpecacheError:
+    told = ("with", "finds none") if held_with else ("without", "finds one")
+    return SpecacheError(
+        f"this cache was taken over {told[0]} a bias on its keys, and the compiled model {told[1]}: its names say "
+        "something else than its graph. Compile with center='always' or 'never', and hold it again"
+    )

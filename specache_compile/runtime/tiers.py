@@ -1,0 +1,194 @@
+"""The tiers behind one cache: the state tensors of its layers, under the options in force, and how they grow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.memory.host_memory import allowance, grow_ahead
+from specache_compile.kernels.state.segments import SEGMENT
+from specache_compile.methods.field import Cropped, LayerShape, LayerState
+from specache_compile.methods.low_bit import LowBitOptions, window_from_host
+from specache_compile.options import MethodOptions
+
+from .break_even import stays_in_16_bits
+from .memory import check_memory, within_memory
+from .ranks import everyones, ranks_here
+from .state import MEASURE, allocate, bucket, copied, fields_of, host_bytes, moved_over, room
+
+
+def options_at(
+    options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int, tokens: int
+) -> MethodOptions:
+    """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt`: with the budget that it
+    gives, and the bits that fit; the 16-bit ones, where the tokens are too few to gain."""
+    return in_force(fixed_options(options, layers, batch, prompt), layers, batch, tokens)
+
+
+def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int) -> MethodOptions:
+    """The options as a prompt and its rows fix them."""
+    return within_memory(options.for_prompt(prompt), layers, batch, prompt)
+
+
+def in_force(
+    fixed: MethodOptions, layers: Sequence[LayerShape], batch: int, tokens: int, ranks: ProcessGroup | None = None
+) -> MethodOptions:
+    """Of options that a prompt has fixed those that hold for so many tokens. Ranks decide alike, by lengths alone."""
+    return fixed.in_16_bits if stays_in_16_bits(fixed, layers, batch, tokens, room=ranks is None) else fixed
+
+
+class Tiers:
+    """All tiers of one cache, whatever of them is in use.
+
+    options: those in force (`options_at`).
+    pending: those that the tiers have yet to move over to; None where they are in force.
+    ranks: the process group that the model is split over, of whose KV heads these are this rank's.
+    state: the state tensors of each layer.
+    capacity: tokens that there are places for.
+    room: of those the ones that the host tier has memory for.
+    allocated: what of both the state's tensors have.
+
+    `settle`, where a method takes it, is called before a tensor moves: no copy may be under way then.
+    """
+
+    def __init__(
+        self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int, ranks: ProcessGroup | None
+    ) -> None:
+        fixed = fixed_options(options, layers, batch, prompt)
+        check_memory(fixed, layers, batch, prompt)
+        self.options = in_force(fixed, layers, batch, prompt, ranks)
+        self.pending: MethodOptions | None = fixed if fixed != self.options else None
+        self.layers = layers
+        self.batch = batch
+        self.ranks = ranks
+        self.state: list[LayerState] = []
+        self.capacity = self.room = 0
+        self.allocated = (0, 0)
+
+    @property
+    def has_no_host(self) -> bool:
+        """Whether the low-bit tier is all that there is of the tokens behind the window."""
+        return isinstance(self.options, LowBitOptions) and not self.options.host_tier
+
+    def fields(self, name: str) -> list[Tensor]:
+        """One state tensor of each layer that has it."""
+        return [layer[name] for layer in self.state if name in layer]
+
+    def places(self) -> list[tuple[int, torch.Size]]:
+        """Where each state tensor lies, and how large it is."""
+        return [(tensor.data_ptr(), tensor.shape) for layer in self.state for tensor in layer.values()]
+
+    def host_bytes(self, tokens: int) -> int:
+        """Bytes of so many tokens' pairs in the host tier."""
+        return sum(host[0].nbytes // SEGMENT * tokens for host in self.fields("host"))
+
+    def move_over(self, tokens: int, length: int, padding: Tensor | None, settle: Callable[[], object]) -> bool:
+        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain, with the `length` that are
+        cached; layer by layer. Returns whether anything moved. Stopped half way, it goes on from there."""
+        if self.pending is None or not self.state:
+            return False
+        grows = tokens > self.capacity and self.ranks is None  # ranks decide alike, by lengths alone
+        if stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows):
+            return False
+        assert isinstance(self.pending, LowBitOptions)
+        settle()
+        for number, layer in enumerate(self.layers):
+            size = (self.batch, length, padding, self.allocated[1])
+            self.state[number] = moved_over(self.state[number], self.pending, layer, *size)
+        self.options, self.pending = self.pending, None
+        return True
+
+    def reserve(self, tokens: int, settle: Callable[[], object]) -> bool:
+        """Make the tensors large enough for the bucket of `tokens`; what they hold stays. Returns whether any changed.
+
+        Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
+        where the host tier would outgrow its budget.
+        """
+        self.capacity, self.room = max(self.capacity, bucket(tokens)), max(self.room, room(tokens))
+        if self.allocated == (self.capacity, self.room):
+            return False
+        try:
+            self.check_host_memory(self.room)
+        except SpecacheError:
+            self.capacity, self.room = self.allocated
+            raise
+        settle()
+        grows = self.allocated[0] > 0
+        for number, layer in enumerate(self.layers):
+            old = self.state[number] if grows else None
+            new = allocate(self.options, layer, self.batch, self.capacity, self.room, old)
+            self.state[number : number + 1] = [new]
+        self.allocated = (self.capacity, self.room)
+        if grows and self.layers[0].device.type == "cuda":
+            self.reserve_ahead(room(self.room + 1))
+        return True
+
+    def reserve_ahead(self, tokens: int) -> None:
+        """Have the host tier's memory for so many tokens pinned on a thread; not where it would outgrow its budget, nor
+        where other ranks share that."""
+        held, needed = (host_bytes(self.options, self.layers, self.batch, size) for size in (self.room, tokens))
+        if self.ranks is None and needed <= allowance(held, self.options.host_memory):
+            for host in self.fields("host"):
+                grow_ahead(host, tokens // SEGMENT)
+
+    def check_host_memory(self, tokens: int) -> None:
+        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this room, here or
+        on another rank."""
+        held = sum(host[: self.allocated[1] // SEGMENT].nbytes for host in self.fields("host"))
+        needed = host_bytes(self.options, self.layers, self.batch, self.room)
+        asked = self.options.host_memory
+        here = ranks_here(self.ranks)
+        every = everyones(self.ranks, (needed, allowance(held, asked, here), here))
+        needed, allowed, here = max(every, key=lambda rank: rank[0] - rank[1])
+        if needed > allowed:
+            raise no_host_memory(needed, allowed, tokens, self.batch, asked, here)
+
+    def crop(self, length: int, before: int) -> None:
+        """Keep the first `length` of `before` tokens, each field as it says."""
+        cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, before)))
+        for layer, state in zip(self.layers, self.state, strict=True):
+            for field in fields_of(self.options, layer):
+                if field.on_crop is not None:
+                    field.on_crop(state, cropped)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows, in that order."""
+        for number, layer in enumerate(self.layers):
+            self.state[number] = copied(self.state[number], self.options, layer, self.room, rows)
+        self.batch = rows.numel()
+
+    def copy(self) -> Tiers:
+        """The same tiers once more; what is measured of them begins anew."""
+        other = copy.copy(self)
+        pairs = zip(self.state, self.layers, strict=True)
+        other.state = [copied(state, self.options, layer, self.room) for state, layer in pairs]
+        for layer, state in zip(other.layers, other.state, strict=True):
+            for field in fields_of(other.options, layer):
+                if field.tier == MEASURE:
+                    state[field.name].zero_()
+        return other
+
+    def take_back(self, length: int) -> None:
+        """After a step behind `length` tokens that did not finish: empty the slots, and bring back from the host what
+        it pushed out of the window."""
+        for slot_index in self.fields("slot_index"):
+            slot_index.fill_(-1)
+        if isinstance(self.options, LowBitOptions) and not self.has_no_host:
+            for state in self.state:
+                window_from_host(state, self.options.low_bit_length(length), length)
+
+
+def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None, ranks: int) -> SpecacheError:
+    limit = "half of what is free" if asked is None else "option host_memory"
+    if ranks > 1:
+        limit += f", shared by the {ranks} ranks of this machine"
+    return SpecacheError(
+        f"the host tier would need {needed / 2**30:.2f} GiB for {tokens:,} tokens x batch {batch}, and may have "
+        f"{allowed / 2**30:.2f} GiB ({limit}). Nothing was lost: the cache holds what it held. Lower the batch or the "
+        "context, free memory, or set host_memory (bytes) higher."
+    )
