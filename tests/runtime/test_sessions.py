@@ -320,15 +320,14 @@ def test_an_interrupted_step_can_be_taken_again(
     if cropped:
         cache.crop(-cropped)
     step(twin, tokens[:, 100:], copy.deepcopy(cache))
-    graph = next(g for g in find_record(twin).graphs if g.phase == "decode")
-    run = type(graph).run
+    launch = Step.launch
 
     def interrupted(self: Any, *args: Any) -> Any:
-        run(self, *args)
+        launch(self, *args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(graph), "run", interrupted)
+        patch.setattr(Step, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(twin, tokens[:, 100:], cache)
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
