@@ -53,8 +53,9 @@ lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
 	$(BIN)/python tools/doc_tables.py --check
 
-tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results
+tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results, and their pictures
 	$(BIN)/python tools/doc_tables.py --write
+	$(BIN)/python tools/draw_mechanism.py
 
 bench: .venv/ready         ## a decode step, first tokens and first answers on this machine, into build/; goes on where it was
 	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --dtype $$dtype --json build/bench_$$dtype.json || exit 1; done

@@ -243,6 +243,21 @@ def gpu() -> str:
     return tables(load("gpu_decode.json"))
 
 
+def gains() -> str:
+    """What fits on a card of 24 GB, and how fast all of it steps; computed."""
+    names = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "default": "specache, the default"}
+    lengths = {8_192: "8k", 32_768: "32k", 131_072: "128k"}
+    rows = [row for row in load("computed_steps.json")["rows"] if row["device"] == "RTX 4090"]
+
+    def cell(cache: str, length: int) -> str:
+        fitting = [row for row in rows if (row["cache"], row["length"]) == (cache, length)]
+        most = max(fitting, key=lambda row: row["batch"], default=None)
+        return "none fits" if most is None else f"{most['batch']} → {most['tokens/s']:,.0f}"
+
+    body = [(name, *(cell(cache, length) for length in lengths)) for cache, name in names.items()]
+    return markdown(("", *(f"of {length} tokens" for length in lengths.values())), body, right=len(lengths))
+
+
 COMPUTED_ON = ("H100", "A100", "RTX 4090")
 
 
@@ -352,7 +367,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, versions, options, methods, summary, demo, cold_start, verification, verify_families, look_ups,
-            gpu, computed_steps, diagnostics, tasks, devices, passes, ops, fields,
+            gpu, gains, computed_steps, diagnostics, tasks, devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
