@@ -19,7 +19,12 @@ from .state.stored_pairs import rounded_width, rounds
 
 @dataclass(frozen=True)
 class Cost:
-    """flops; hbm: bytes read and written on the device; to_device, to_host: bytes over PCIe."""
+    """What a launch costs.
+
+    flops: floating-point operations.
+    hbm: bytes read and written on the device.
+    to_device, to_host: bytes over PCIe.
+    """
 
     flops: float = 0.0
     hbm: float = 0.0
@@ -53,8 +58,14 @@ CORRECTED = {1: 0.44, 2: 0.34}
 
 @dataclass(frozen=True)
 class Workload:
-    """How a step is run. options: the method's; layers: `LayerShape` of each site; length: tokens cached before it;
-    reuse: the share of wanted pairs in the slots already; corrected: of those that a correction must still bring."""
+    """How a step is run.
+
+    options: the method's.
+    layers: `LayerShape` of each site.
+    length: tokens cached before it.
+    reuse: the share of wanted pairs in the slots already.
+    corrected: of those that a correction must still bring.
+    """
 
     options: Any
     layers: tuple[Any, ...]

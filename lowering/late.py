@@ -29,17 +29,18 @@ def made_within_tracing(fake_mode: FakeTensorMode, make: Callable[[], Made]) -> 
 
 
 def made_late(fake_mode: FakeTensorMode, make: Callable[[], Made]) -> Made:
-    """The same when Dynamo has gone, and nobody guards: see `guards`. Results are not remembered: of those that
-    are, torch asks more."""
+    """As above, after Dynamo has finished, when nothing checks the assumptions (see `guards`). The fake-tensor cache is
+    off: on a cache hit torch adds guards of its own."""
     with disable_fake_tensor_cache(fake_mode):
         return made_within_tracing(fake_mode, make)
 
 
 def guards(fake_mode: FakeTensorMode) -> tuple[sympy.Basic, ...]:
-    """What is assumed of symbolic sizes so far, at those of Dynamo's trace; what came after it, Dynamo does not check.
+    """The statements about symbolic sizes that hold at the sizes of Dynamo's trace. Dynamo checks those that were made
+    before it finished.
 
-    Torch asks whether tensors lie close, of the strides of a layer that slides; and a graph out of Inductor's caches
-    assumes whatever it did in the process that stored it. They are of all graphs together: what one has asked, torch
-    remembers, and does not ask for the next.
+    The others come from torch, which asks of a sliding layer's strides whether its tensors are contiguous, and from
+    Inductor's caches: a graph assumes what it assumed in the process that stored it. The list is shared by all graphs
+    of one trace: a guard that one graph added is not added again for the next.
     """
     return () if fake_mode.shape_env is None else tuple(guard.expr for guard in fake_mode.shape_env.guards)

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phase:
-    """has_past: it goes on from a cache. one_token: one new token a row, as in every step of a generation. over_tiers:
-    its attention is over the tiers, with what the slots hold. stores: its new pairs are kept. once: it runs once a
-    generation, and so op by op: Inductor would take many times what its code saves. speculates: a guess of the next
-    token runs beside the token, in a second lane. before: the phase that must have run before its first step, to choose
-    what that finds in the slots."""
+    """What a graph does.
+
+    has_past: the graph goes on from a cache.
+    one_token: one new token a row, as in every step of a generation.
+    over_tiers: attention is over the tiers, with what the slots hold.
+    stores: the new pairs are kept.
+    once: the graph runs once a generation, and so op by op: Inductor would take many times what its code saves.
+    speculates: a guess of the next token runs beside the token, in a second lane.
+    before: the phase that runs before the first step of this one, to fill the slots.
+    """
 
     name: str
     has_past: bool = True

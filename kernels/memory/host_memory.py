@@ -41,9 +41,13 @@ ROOM = 8 if MAP_FLAGS else 1
 
 class PinnedMap(mmap.mmap):
     """Anonymous memory, the first `pinned` bytes of which are registered with CUDA until it is freed; `device` reads
-    and writes them. registered: where each registration begins. unit: bytes of a segment. No registration ends within
-    one: a copy must not cross from one registration into the next, for nothing says that one may. asked_ahead,
-    ahead: how many bytes a thread is to have pinned in all, and has; 0: it could not."""
+    and writes them.
+
+    registered: where each registration begins.
+    unit: bytes of a segment. No registration ends within one: a copy must not cross from one registration into the
+        next, for nothing says that one may.
+    asked_ahead, ahead: how many bytes a thread is to have pinned in all, and has; 0: it could not.
+    """
 
     pinned: int
     registered: list[int]

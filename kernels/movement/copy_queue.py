@@ -29,10 +29,10 @@ _handing = threading.Lock()
 
 @functools.cache
 def worker() -> ThreadPoolExecutor:
-    """The one thread that copies for all sessions; it has no threads of its own.
+    """The one thread that copies for all sessions, and torch single-threaded in it.
 
-    Were one of its copies large enough for torch to share it out, OpenMP would keep a second team of threads from then
-    on, and more threads than cores: it lets all of them sleep between two kernels then, the model's too.
+    Otherwise a large copy makes OpenMP keep a second team of threads. With more threads than cores OpenMP puts every
+    thread to sleep between kernels, the model's too, which costs each later kernel some 60 µs.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specache-copy")
     before = torch.get_num_threads()

@@ -28,8 +28,13 @@ IN_A_ROW = 5
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked. rounds: turns of each way; a turn is `IN_A_ROW` steps. lowering: of ours. gguf: llama.cpp's file.
-    rate: bytes a second that the device reads."""
+    """What is asked.
+
+    rounds: turns of each way; a turn is `IN_A_ROW` steps.
+    lowering: of ours.
+    gguf: llama.cpp's file.
+    rate: bytes a second that the device reads.
+    """
 
     methods: tuple[str, ...]
     rounds: int

@@ -89,7 +89,11 @@ class Way(Protocol):
 
 @dataclass
 class Decoding:
-    """A model and its cache. token [B, 1]: the one that is decoded next. position: where it stands."""
+    """A model and its cache.
+
+    token [B, 1]: the one that is decoded next.
+    position: where it stands.
+    """
 
     model: Any
     cache: Cache

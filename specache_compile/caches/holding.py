@@ -32,9 +32,8 @@ FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
 
 
 def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | None = None) -> DynamicCache:
-    """A held cache with the tokens of `cache`, plain keys and values [B, H, n, d] that the same weights have made: by
-    the uncompiled model, in another process, of a prefix that many prompts share. `model`, compiled by this backend,
-    goes on from it as from a prompt whose keys and values were these.
+    """Convert a plain DynamicCache, keys and values [B, H, n, d] that the same weights have made (by the uncompiled
+    model, in another process, or as a prefix that many prompts share), into one that the compiled `model` continues.
 
     attention_mask [B, n]: where rows are padded. `cache` stays as it is. SpecacheError where the backend has not
     compiled the model, where a layer is not a DynamicLayer or another length or device than the rest, where the cache

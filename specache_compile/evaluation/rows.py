@@ -18,8 +18,10 @@ from typing import Any
 class Row:
     """One setting on one cell of a task.
 
-    score and metric: the cell's figure. samples: how many questions or tokens it is the mean of. detail: the figures
-    behind it (by depth, by position, ...). kv_ratio: device KV bytes over the full cache's, of the last batch.
+    score, metric: the cell's figure.
+    samples: how many questions or tokens the figure is the mean of.
+    detail: the figures behind it (by depth, by position, ...).
+    kv_ratio: device KV bytes over the full cache's, of the last batch.
     """
 
     key: str

@@ -21,9 +21,10 @@ from specache_compile.errors import SpecacheError, SpecacheWarning
 
 @dataclass(frozen=True)
 class Bisection:
-    """layer: the first whose rewrite moves the logits by more than `tolerance`, None where no rewrite does. moved: the
-    largest |logit - reference| by the set of layers rewritten, in the order tried. step: tokens fed one by one before
-    the logits first moved (0: the prompt itself), with all layers rewritten."""
+    """layer: the first whose rewrite moves the logits by more than `tolerance`, None where no rewrite does.
+    moved: the largest |logit - reference| by the set of layers rewritten, in the order tried.
+    step: tokens fed one by one before the logits first moved (0: the prompt itself), with all layers rewritten.
+    """
 
     layer: int | None
     tolerance: float

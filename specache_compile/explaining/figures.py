@@ -31,7 +31,11 @@ from .times.verification import ACCEPTED, Round, drafted_tokens, looked_up_round
 
 @dataclass(frozen=True)
 class SiteRow:
-    """One rewritten attention. layer: its number among the rewritten ones; model_layer: the model's own number."""
+    """One rewritten attention.
+
+    layer: its number among the rewritten ones.
+    model_layer: the model's own number.
+    """
 
     layer: int
     model_layer: str
@@ -58,7 +62,11 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The same model, context and batch with other options. step: seconds; speedup: full cache's step / this step."""
+    """The same model, context and batch with other options.
+
+    step: seconds.
+    speedup: full cache's step / this step.
+    """
 
     bits: float
     group_size: int

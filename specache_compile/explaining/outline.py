@@ -21,7 +21,12 @@ VIEWS = ("view", "transpose", "t", "reshape", "permute", "expand", "unsqueeze", 
 
 @dataclass(frozen=True)
 class Row:
-    """One node. kind: tier, work, view, other; change: " ", "+" or "-"; section: its layer, "before" or "after"."""
+    """One node.
+
+    kind: tier, work, view, other.
+    change: " ", "+" or "-".
+    section: its layer, "before" or "after".
+    """
 
     name: str
     type: str

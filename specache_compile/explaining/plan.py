@@ -79,9 +79,13 @@ def own_bytes(node: Node) -> int:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One decode step of a running generation, in seconds. compute, copy: what each stream is busy; waited: compute
-    stood still for a fetch; hidden: share of the fetches' time that no wait saw, None where nothing is fetched;
-    critical_path: the launches on it within this step's time, fetches that the step before began too."""
+    """One decode step of a running generation, in seconds.
+
+    compute, copy: what each stream is busy.
+    waited: compute stood still for a fetch.
+    hidden: share of the fetches' time that no wait saw, None where nothing is fetched.
+    critical_path: the launches on it within this step's time, fetches that the step before began too.
+    """
 
     seconds: float
     compute: float

@@ -39,9 +39,12 @@ class Graph(Protocol):
 
 @dataclass
 class Verified:
-    """Counts of one session's rounds of drafting and verifying: tokens drafted, accepted and said, and the bytes of the
-    host tier that the verifications streamed, and that as many exact steps of one token would have. A round may have
-    found nothing to draft."""
+    """Counts of one session's rounds of drafting and verifying. A round may have found nothing to draft.
+
+    drafted, accepted, tokens: tokens that were drafted, accepted and said.
+    bytes_streamed: bytes of the host tier that the verifications streamed.
+    bytes_of_steps: those that as many exact steps of one token would have streamed.
+    """
 
     rounds: int = 0
     drafted: int = 0
@@ -63,8 +66,13 @@ class Verified:
 
 @dataclass
 class Statistics:
-    """Counts of one session, kept after it has gone: steps by phase, replays of recorded ones, seconds, copies (in the
-    queue), bytes by tier."""
+    """Counts of one session, which outlive the session.
+
+    queue: counts the copies.
+    tallies, fetched, corrected: the session's own tensors of the hit rate, and of bytes fetched ahead and corrected.
+    steps: by phase; replays: of recorded ones.
+    python_seconds: of all `seconds` those outside of lowered graphs.
+    """
 
     queue: CopyQueue | StreamCopies
     tallies: list[Tensor] = field(default_factory=list)

@@ -18,7 +18,8 @@ from .state import device_total
 class HitRate:
     """What slots, recent tier and new pair covered of the output token's true attention, averaged over KV heads.
 
-    mass: the share of the attention mass. top_k: the share of the k tokens outside the recent tier that it wanted most.
+    mass: the share of the attention mass.
+    top_k: the share of the k tokens outside the recent tier that it wanted most.
     """
 
     mass: float
@@ -27,10 +28,13 @@ class HitRate:
 
 @dataclass(frozen=True)
 class Verification:
-    """What drafting and verifying came to (option verify). acceptance: the share of the drafted tokens that the
-    verification confirmed. Its own token is among tokens_per_verification; a step for which no draft was found counts
-    as one. bytes_per_token: those that came from the host, streamed or fetched; offload_bytes_per_token: those that the
-    method `offload` would have streamed."""
+    """What drafting and verifying came to (option verify).
+
+    acceptance: the share of the drafted tokens that the verification confirmed. Its own token is among
+        tokens_per_verification; a step for which no draft was found counts as one.
+    bytes_per_token: those that came from the host, streamed or fetched.
+    offload_bytes_per_token: those that the method `offload` would have streamed.
+    """
 
     verifications: int
     acceptance: float
@@ -43,15 +47,20 @@ class Verification:
 class Stats:
     """The newest cache of a model: steps by phase, copies, waiting, memory. Bytes are bytes, times are seconds.
 
-    bytes_to_device are those of the pairs that were fetched: `pairs_ahead` by prefetches, `pairs_corrected` within a
-    step (option correct); what an extend and the methods `offload` and `kcache` read of the host tier is not counted,
-    but for what `verification` tells of its own. widened steps are decodes of several tokens (lookup). kv_ratio
-    is device KV bytes over the bytes of the same tokens in Hugging Face's cache. `python_seconds` of `seconds` were
-    spent finding and binding the session. `replays` of the decode steps were one launch of a recorded CUDA graph each
-    (`mode`). A step stood still seconds_waited for what was on its way ahead, and seconds_corrected for corrections;
-    both None on CUDA, where the host does not know. `compiles` counts all graphs of the model so far. hit_rate is None
-    unless the option hit_rate was set, verification unless a draft was verified. `lanes` tokens run in a decode step.
-    Of a model that is split over `ranks` all of this is one rank's own part.
+    widened: decodes of several tokens (lookup).
+    replays: decode steps that were one launch of a recorded CUDA graph (`mode`).
+    lanes: tokens that run in a decode step.
+    ranks: processes that the model is split over; all else is this rank's own part.
+    compiles: all graphs of the model so far.
+    python_seconds: of `seconds` those spent finding and binding the session.
+    seconds_waited, seconds_corrected: steps stood still for fetches ahead, and for corrections; None on CUDA, where the
+        host does not know.
+    pairs_ahead, pairs_corrected: pairs that prefetches brought, and corrections within a step (option correct).
+    bytes_to_device: of these pairs. What an extend and the methods `offload` and `kcache` read of the host tier is not
+        counted; `verification` tells what the verifications read.
+    kv_ratio: device KV bytes over the bytes of the same tokens in Hugging Face's cache.
+    hit_rate: None unless the option hit_rate was set.
+    verification: None unless a draft was verified.
     """
 
     prefills: int

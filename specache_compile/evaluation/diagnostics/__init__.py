@@ -15,8 +15,11 @@ from .point import Point
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """what: one line, with the figure that it is made after. x, y: the axes, with units. runs: of the model, about.
-    log: the x axis is."""
+    """what: one line, with the figure that it is made after.
+    x, y: the axes, with units.
+    runs: of the model, about.
+    log: the x axis is.
+    """
 
     what: str
     points: Callable[[Inspected], list[Point]]

@@ -24,9 +24,9 @@ EVICTION_BLOCK = 4
 @dataclass(frozen=True, eq=False)
 class Inspected:
     """ids [windows, n]: the text. The last `steps` of its tokens are fed one by one; what comes before is a prefill.
-
-    eviction_block: how policies read the prefill, as their option of this name. tick: called after each measured run,
-    for a progress bar. results: what was measured already, by what it was.
+    eviction_block: how policies read the prefill, as their option of this name.
+    tick: called after each measured run, for a progress bar.
+    results: what was measured already, by what it was.
     """
 
     model: Any

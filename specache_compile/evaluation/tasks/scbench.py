@@ -28,7 +28,9 @@ CHOICES = "ABCD"
 
 @dataclass(frozen=True)
 class Dataset:
-    """new_tokens: of an answer, SCBench's. options: its turns have four, and the answer is one of them."""
+    """new_tokens: of an answer, SCBench's.
+    options: its turns have four, and the answer is one of them.
+    """
 
     new_tokens: int
     metric: str

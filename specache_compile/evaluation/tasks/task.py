@@ -19,11 +19,15 @@ from .haystack import library_source, overlapping, too_short
 
 @dataclass(frozen=True)
 class Bench:
-    """What the person asked for. lengths: contexts in tokens. samples: questions (or windows of text) a cell.
+    """What the person asked for.
 
-    limit: the model's longest context. texts: files to read in place of the held-out library source. data: folder of
-    the files of a task that has some. chat: put the tokenizer's chat template around the prompts of LongBench, SCBench
-    and the needles. blind: read a prompt's context before its question is known.
+    lengths: contexts in tokens.
+    samples: questions (or windows of text) a cell.
+    limit: the model's longest context.
+    texts: files to read in place of the held-out library source.
+    data: folder of the files of a task that has some.
+    chat: put the tokenizer's chat template around the prompts of LongBench, SCBench and the needles.
+    blind: read a prompt's context before its question is known.
     """
 
     reader: Reader
@@ -69,8 +73,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row's work. name: what tells it from the task's other cells. context: its longest, answer included.
+    """One row's work.
 
+    name: what tells it from the task's other cells.
+    context: its longest, answer included.
     facts: everything else that its figure depends on, for the row's key (file contents as hashes).
     """
 

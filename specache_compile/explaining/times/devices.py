@@ -10,9 +10,15 @@ from specache_compile.errors import SpecacheError
 
 @dataclass(frozen=True)
 class Device:
-    """hbm_gbps, pcie_gbps: 1e9 bytes a second, PCIe one way; tflops: 1e12 dense 16-bit operations a second with 32-bit
-    sums; vram_gib: memory. For `step_time.py` alone: sms: multiprocessors, of four schedulers each; ghz: their clock
-    under load; hbm_share, tflops_share: what long reads and products reach of the two figures."""
+    """hbm_gbps, pcie_gbps: 1e9 bytes a second, PCIe one way.
+    tflops: 1e12 dense 16-bit operations a second with 32-bit sums.
+    vram_gib: memory.
+
+    For `step_time.py` alone:
+    sms: multiprocessors, of four schedulers each.
+    ghz: their clock under load.
+    hbm_share, tflops_share: what long reads and products reach of the two figures.
+    """
 
     name: str
     hbm_gbps: float

@@ -41,9 +41,16 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch. memory, to_device, to_host: bytes; flops: of products; instructions: a warp's. floor: seconds that
-    its work takes at least; tail, gap: seconds behind and before it that no resource shortens. waits: names of others,
-    on other streams, that have ended before it starts; on its stream each follows the one before."""
+    """One launch.
+
+    memory, to_device, to_host: bytes.
+    flops: of products.
+    instructions: a warp's.
+    floor: seconds that its work takes at least.
+    tail, gap: seconds behind and before it that no resource shortens.
+    waits: names of others, on other streams, that have ended before it starts; on its stream each follows the one
+        before.
+    """
 
     name: str
     op: str = ""

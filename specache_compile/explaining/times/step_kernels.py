@@ -30,8 +30,13 @@ ATTENDED = {2: 0.95, 1: 0.92}
 
 @dataclass(frozen=True)
 class Traced:
-    """A decode step's rewritten graph, as one rank runs it. load: of the trace. weights: the model's bytes. layers: the
-    model's, where the graph has fewer: all like its middle one. overlapped: see `op_launches.Call`."""
+    """A decode step's rewritten graph, as one rank runs it.
+
+    load: of the trace.
+    weights: the model's bytes.
+    layers: the model's, where the graph has fewer: all like its middle one.
+    overlapped: see `op_launches.Call`.
+    """
 
     graph: GraphModule
     load: Workload

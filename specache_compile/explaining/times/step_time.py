@@ -36,8 +36,12 @@ RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """One step, in seconds. ahead, corrected: the main stream stood still for fetches ahead, for corrections. bound:
-    what most of it is: memory, instructions, arithmetic, launches, or PCIe. launches: of a layer, on all streams."""
+    """One step, in seconds.
+
+    ahead, corrected: the main stream stood still for fetches ahead, for corrections.
+    bound: what most of the step is: memory, instructions, arithmetic, launches, or PCIe.
+    launches: of a layer, on all streams.
+    """
 
     seconds: float
     ahead: float
@@ -52,8 +56,10 @@ class ComputedStep:
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step of a cache: the method's, or a full one of 16 or 8 bits. limit: what sets the batch: "device" or "host"
-    memory; "" where it is given."""
+    """A step of a cache: the method's, or a full one of 16 or 8 bits.
+
+    limit: what sets the batch: "device" or "host" memory; "" where the batch is given.
+    """
 
     cache: str
     length: int
@@ -69,8 +75,12 @@ class StepRow:
 
 @dataclass
 class Running:
-    """A launch under way. needs: seconds of each resource alone; alone: of its work, with nothing beside it; gap, work,
-    tail: what is left of it, in seconds."""
+    """A launch under way.
+
+    needs: seconds of each resource alone.
+    alone: seconds of the launch's work, with nothing beside it.
+    gap, work, tail: seconds of each that are left.
+    """
 
     kernel: Kernel
     needs: dict[str, float]
