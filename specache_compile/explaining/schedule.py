@@ -69,7 +69,7 @@ class Schedule:
 
     def __init__(self, launches: list[Launch], seconds: Mapping[str, float] | None = None, steps: int = 2) -> None:
         self.launches = launches
-        # What is fetched in a step's course alone waits for the step before at the beginning (`runtime/step.py`).
+        # What is fetched in a step's course alone waits for the step before at the beginning (`Step.start`).
         waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
         self.dag: nx.DiGraph = nx.DiGraph()
         newest: dict[str, Key] = {}  # of each stream

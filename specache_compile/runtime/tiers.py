@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 
 from specache_compile.errors import SpecacheError
@@ -80,8 +81,9 @@ class Tiers:
         return [layer[name] for layer in self.state if name in layer]
 
     def places(self) -> list[tuple[int, torch.Size]]:
-        """Where each state tensor lies, and how large it is."""
-        return [(tensor.data_ptr(), tensor.shape) for layer in self.state for tensor in layer.values()]
+        """Where each state tensor lies, and how large it is; fakes lie nowhere."""
+        every = (tensor for layer in self.state for tensor in layer.values())
+        return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens' pairs in the host tier."""
