@@ -34,6 +34,7 @@ from specache_compile.kernels.movement import definition as tiers
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state import triton_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
@@ -111,25 +112,22 @@ class Inputs:
         self.cursor[NEXT_LOW_BIT] = self.setting.options.low_bit_length(length + tokens)
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """The last arguments of an attention."""
-        return (*self.setting.options.layout, HEAD_DIM**-0.5, None)
-
-    def of_state(self, *fields: str) -> list[Tensor]:
-        return [self.state[field] for field in fields]
+    def read(self) -> tuple[Any, ...]:
+        """The last arguments of an attention: tiers, layout, scale, softcap."""
+        tiers = [self.state[name] for name in StoredTiers._fields]
+        return tiers, [int(value) for value in self.setting.options.layout], HEAD_DIM**-0.5, None
 
     def attend(self, attend: Any) -> tuple[Tensor, Tensor]:
-        given = self.of_state("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
-        *bits, scale, softcap = self.settings
-        return attend(self.q, self.k, self.v, None, None, self.cursor, *given, *bits, scale, softcap)
+        slots = self.state["slots"], self.state["slot_index"]
+        return attend(self.q, self.k, self.v, None, None, self.cursor, *slots, *self.read)
 
     def score(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given = self.of_state("codes", "key_params", "center", "recent")
-        return score(self.q, self.k, None, None, self.cursor, *given, *self.settings)
+        return score(self.q, self.k, None, None, self.cursor, *self.read)
 
     def attend_scored(self, attend: Any, *logits: Tensor) -> Tensor:
-        given = self.of_state("codes", "value_params", "recent", "slots", "slot_index", "slot_index")
-        return attend(self.q, self.k, self.v, None, None, self.cursor, *logits, *given, *self.settings)
+        slots, slot_index = self.state["slots"], self.state["slot_index"]
+        chosen = (slot_index, slots, slot_index)
+        return attend(self.q, self.k, self.v, None, None, self.cursor, *logits, *chosen, *self.read)
 
 
 def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> None:

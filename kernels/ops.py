@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from . import costs
 from .attention import cpp_decode
@@ -16,18 +18,20 @@ from .few_rows import definition as few_rows
 from .movement import cpp_tiers
 from .movement import definition as tiers
 from .op import Op, fake_nothing, fake_of_query, register
+from .state.stored_tiers import StoredTiers
 
 
 def fake_decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, cursor: Tensor, codes: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(codes.shape[:3], dtype=torch.float32)
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, cursor: Tensor, slots: Tensor, slot_index: Tensor,
+    tiers: Sequence[Tensor], *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), q.new_empty(StoredTiers(*tiers).codes.shape[:3], dtype=torch.float32)
 
 
 def fake_score_low_bit(
-    q: Tensor, k: Tensor, mask: Any, sinks: Any, cursor: Tensor, codes: Tensor, *rest: Any
+    q: Tensor, k: Tensor, mask: Any, sinks: Any, cursor: Tensor, tiers: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, capacity = codes.shape[:3]
+    batch, heads, capacity = StoredTiers(*tiers).codes.shape[:3]
     room = whole_logits if q.device.type == "cpu" else based_logits
     return *room(q, capacity), q.new_empty((q.shape[2], batch, heads, capacity), dtype=torch.float32)
 
@@ -38,21 +42,11 @@ def fake_correct(
     return torch.empty_like(slot_index)
 
 
-LAYOUT = "int key_bits, int value_bits, bool rotate"
-DECODE = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, "
-    "Tensor value_params, Tensor center, Tensor recent, Tensor slots, Tensor slot_index, "
-    f"{LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor)"
-)
-SCORE = (
-    "(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor codes, Tensor key_params, Tensor center, "
-    f"Tensor recent, {LAYOUT}, float scale, float? softcap) -> (Tensor, Tensor, Tensor)"
-)
-SCORED = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor logits, Tensor base, "
-    "Tensor codes, Tensor value_params, Tensor recent, Tensor slots, Tensor slot_index, Tensor chosen, "
-    f"{LAYOUT}, float scale, float? softcap) -> Tensor"
-)
+# What all decode attentions end with: the state tensors that they read (`StoredTiers`), and how codes are laid out
+# (`Layout`).
+READ = "Tensor[] tiers, int[] layout, float scale, float? softcap"
+NEW = "Tensor? mask, Tensor? sinks, Tensor cursor"
+SLOTS = "Tensor slots, Tensor slot_index"
 
 
 def lanes_of(tensor: Tensor, lane_dim: int) -> Tensor:
@@ -61,14 +55,14 @@ def lanes_of(tensor: Tensor, lane_dim: int) -> Tensor:
 
 
 def widened_decode_attention(
-    info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
+    info: Any, in_dims: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
 ) -> Any:
     """The vmap rule of `decode_attention`: a mapped axis becomes the lanes; the selection scores are not mapped.
 
     A query, key or value that is not mapped is the same in every lane; a mask may have one row for all. All lanes
     share the tiers.
     """
-    if any(dim is not None for dim in in_dims[4:]):
+    if any(dim is not None for dim in tree_leaves(in_dims[4:])):
         raise NotImplementedError("decode_attention: vmap maps q, k, v and mask; all lanes share the sinks and tiers")
     folded = [
         x.expand(-1, -1, info.batch_size, -1) if dim is None else lanes_of(x, dim)
@@ -87,13 +81,13 @@ DECLARED = (
         fused=few_rows.few_rows_fused, library=few_rows.library_of, is_work=True,
     ),
     Op(
-        "decode_attention" + DECODE,
+        f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}) -> (Tensor, Tensor)",
         attention.decode_attention, fake_decode_attention, ".attention.triton_decode:decode_attention",
         fused=cpp_decode.decode_attention_fused, library=cpp_decode.library_of, cost=costs.decode_attention,
         lanes=widened_decode_attention, is_work=True,
     ),
     Op(
-        "score_low_bit" + SCORE,
+        f"score_low_bit(Tensor q, Tensor k, {NEW}, {READ}) -> (Tensor, Tensor, Tensor)",
         attention.score_low_bit, fake_score_low_bit, ".attention.triton_scored:score_low_bit",
         fused=cpp_decode.score_low_bit_fused, library=cpp_decode.library_of, cost=costs.score_low_bit, is_work=True,
     ),
@@ -104,7 +98,8 @@ DECLARED = (
         fused=cpp_tiers.correct_fused, library=cpp_tiers.library_of, cost=costs.correct,
     ),
     Op(
-        "attend_scored" + SCORED,
+        f"attend_scored(Tensor q, Tensor k, Tensor v, {NEW}, Tensor logits, Tensor base, Tensor chosen, {SLOTS}, "
+        f"{READ}) -> Tensor",
         attention.attend_scored, fake_of_query, ".attention.triton_scored:attend_scored",
         fused=cpp_decode.attend_scored_fused, library=cpp_decode.library_of, cost=costs.attend_scored, is_work=True,
     ),
@@ -138,7 +133,7 @@ DECLARED = (
     Op(
         "append(Tensor k, Tensor v, Tensor? padding, Tensor cursor, Tensor(a!) recent, Tensor(b!) codes, "
         "Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, "
-        f"{LAYOUT}, str zero_point, Tensor? frequencies=None) -> ()",
+        "int key_bits, int value_bits, bool rotate, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, ".movement.triton_append:append",
         fused=cpp_tiers.append_fused, library=cpp_tiers.library_of, cost=costs.append, early=3,
     ),

@@ -15,10 +15,10 @@ from .reading.sites import Site
 def correct(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """A decode attention in two halves, and between them lane 0's own choice of pairs.
 
-        wait(q, cursor, slots_0, ...)            asked = score_low_bit(q, k, ..., codes_0, key_params_0, ...)
+        wait(q, cursor, slots_0, ...)            asked = score_low_bit(q, k, ..., [codes_0, ...], ...)
         pair = decode_attention(q, k, v, ...)    wait(q, cursor, slots_0, ...)
         out = pair[0]                            chosen = correct(asked[2], cursor, host_0, slots_0, ...)
-                                                 out = attend_scored(q, ..., asked[0], asked[1], codes_0, ..., chosen)
+                                                 out = attend_scored(q, ..., asked[0], asked[1], chosen, ...)
         select_topk(pair[1], wanted_0)           select_topk(asked[2][-1], wanted_0)
 
     The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves

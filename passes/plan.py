@@ -85,6 +85,16 @@ def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any
     return node
 
 
+def with_tiers(op: str, state: Mapping[str, Node], settings: tuple[Any, ...]) -> dict[str, Any] | None:
+    """State tensors and settings by the operands of an op that takes `tiers` and `layout`: what its schema does not
+    name goes into the list. None for any other op."""
+    names = {argument.name for argument in getattr(torch.ops.specache, op).default._schema.arguments}
+    if "tiers" not in names:
+        return None
+    listed = [node for field, node in state.items() if field not in names]
+    return {**state, "tiers": listed, "layout": [int(value) for value in settings]}
+
+
 def call_by_name(graph_module: GraphModule, site: Site, op: str, given: Mapping[str, Any]) -> Node:
     """`call_op` with those of `given` that the op's schema names; every one that has no default must be there."""
     schema = getattr(torch.ops.specache, op).default._schema.arguments

@@ -7,7 +7,17 @@ import operator
 from torch.fx import GraphModule
 
 from .clean_up import drop_dead
-from .plan import PassReport, Plan, call_op, cursor_input, padding_input, replace_attention, state_input
+from .plan import (
+    PassReport,
+    Plan,
+    call_by_name,
+    call_op,
+    cursor_input,
+    padding_input,
+    replace_attention,
+    state_input,
+    with_tiers,
+)
 from .reading.sites import Site
 from .recipe import Call
 
@@ -34,10 +44,17 @@ def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) 
     graph = graph_module.graph
     if site.mask is None:
         site.mask = padding_input(graph_module, plan, site)
-    pairs = (site.q, site.k, site.v, site.mask, site.sinks, cursor_input(graph_module, plan))
-    state = [state_input(graph_module, plan, site.number, field) for field in call.state]
+    cursor = cursor_input(graph_module, plan)
+    state = {field: state_input(graph_module, plan, site.number, field) for field in call.state}
+    pairs = {"q": site.q, "k": site.k, "v": site.v, "mask": site.mask, "sinks": site.sinks, "cursor": cursor}
+    last = {"scale": site.scale, "softcap": site.softcap}
+    named = with_tiers(call.op, state, call.settings)
     with graph.inserting_before(site.attention):
-        new = call_op(graph_module, site, call.op, (*pairs, *state, *call.settings, site.scale, site.softcap))
+        if named is None:
+            given = (*pairs.values(), *state.values(), *call.settings, *last.values())
+            new = call_op(graph_module, site, call.op, given)
+        else:
+            new = call_by_name(graph_module, site, call.op, {**pairs, **named, **last})
         if call.scores:
             new = graph.call_function(operator.getitem, (new, 0))
     replace_attention(graph_module, site, new)

@@ -50,6 +50,7 @@ from specache_compile.kernels.state import triton_rotate as rotate
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.quantize import value_group
 from specache_compile.kernels.state.stored_pairs import rounded_width
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
@@ -198,19 +199,15 @@ def print_launches() -> None:
             at, cursor = allocate(options, shape, 1, 8192, 8192), torch.tensor([8000, 7936, 7936, 0])
             fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
             low_bit = [at[name] for name in ("codes", "key_params", "value_params", "center")]
-            settings = (*options.layout, 0.1, None)
-            exact = [at["recent"], at["slots"], at["slot_index"]]
+            slots = at["slots"], at["slot_index"]
+            read = [at[name] for name in StoredTiers._fields], options.layout, 0.1, None
             if options.correct == "never":
-                _, scores = decode.decode_attention(
-                    q, k, v, None, None, cursor, *low_bit, *exact, *options.layout, 0.1, None
-                )
+                _, scores = decode.decode_attention(q, k, v, None, None, cursor, *slots, *read)
             else:
-                keys = [at["codes"], at["key_params"], at["center"], at["recent"]]
-                logits, base, by_lane = scored.score_low_bit(q, k, None, None, cursor, *keys, *settings)
+                logits, base, by_lane = scored.score_low_bit(q, k, None, None, cursor, *read)
                 select.select_topk(by_lane[0], at["wanted"], cursor)
                 copy.gather(*fetch)
-                rest = [logits, base, at["codes"], at["value_params"], *exact, at["wanted"]]
-                scored.attend_scored(q, k, v, None, None, cursor, *rest, *settings)
+                scored.attend_scored(q, k, v, None, None, cursor, logits, base, at["wanted"], *slots, *read)
                 scores = by_lane[-1]
             if options.two_lanes:
                 select.select_topk(scores, at["wanted"])

@@ -6,6 +6,7 @@ small calls; here the codes are read once, and there is one call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import CDLL, byref
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
 from .kept_logits import whole_logits
@@ -63,39 +65,37 @@ def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
 
 
 def decode_attention_fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
-    key_params: Tensor, value_params: Tensor, center: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    *settings: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
+    slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
-    if not fits(codes, k, v, recent, slots):
-        tiers = (codes, key_params, value_params, center, recent, slots, slot_index)
-        return decode_attention(q, k, v, mask, sinks, cursor, *tiers, *settings)
-    logits, _ = whole_logits(q, codes.shape[2])
-    out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, codes.shape[:3]))
-    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
+    held = StoredTiers(*tiers)
+    if not fits(held.codes, k, v, held.recent, slots):
+        return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
+    logits, _ = whole_logits(q, held.codes.shape[2])
+    out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, held.codes.shape[:3]))
     step = step_of(
-        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, v=v.contiguous(),
-        key_params=key_params, value_params=value_params, slots=slots, slot_index=slot_index, logits=logits,
-        scores=scores, out=out,
+        q, k, mask, sinks, cursor, held.codes, held.recent, Layout(*layout), scale, softcap, held.center,
+        v=v.contiguous(), key_params=held.key_params, value_params=held.value_params, slots=slots,
+        slot_index=slot_index, logits=logits, scores=scores, out=out,
     )  # fmt: skip
     decode_library(k.dtype).decode_attention(byref(step))
     return out.to(q.dtype), scores
 
 
 def score_low_bit_fused(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
-    key_params: Tensor, center: Tensor, recent: Tensor, *settings: Any,
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
+    layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`attention.score_low_bit`, as one C++ kernel; the same arguments and results."""
-    if not fits(codes, k, recent):
-        return score_low_bit(q, k, mask, sinks, cursor, codes, key_params, center, recent, *settings)
-    logits, base = whole_logits(q, codes.shape[2])
-    scores = q.new_empty(q.shape[2], *codes.shape[:3], dtype=torch.float32)
-    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
+    held = StoredTiers(*tiers)
+    if not fits(held.codes, k, held.recent):
+        return score_low_bit(q, k, mask, sinks, cursor, tiers, layout, scale, softcap)
+    logits, base = whole_logits(q, held.codes.shape[2])
+    scores = q.new_empty(q.shape[2], *held.codes.shape[:3], dtype=torch.float32)
     step = step_of(
-        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, center, key_params=key_params,
-        logits=logits, scores=scores,
+        q, k, mask, sinks, cursor, held.codes, held.recent, Layout(*layout), scale, softcap, held.center,
+        key_params=held.key_params, logits=logits, scores=scores,
     )  # fmt: skip
     decode_library(k.dtype).score_low_bit(byref(step))
     return logits, base, scores
@@ -103,18 +103,18 @@ def score_low_bit_fused(
 
 def attend_scored_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
-    base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    chosen: Tensor, *settings: Any,
+    base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
+    scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """`attention.attend_scored`, as one C++ kernel; the same arguments and results."""
-    if not fits(codes, k, v, recent, slots):
-        tiers = (logits, base, codes, value_params, recent, slots, slot_index, chosen)
-        return attend_scored(q, k, v, mask, sinks, cursor, *tiers, *settings)
+    held = StoredTiers(*tiers)
+    if not fits(held.codes, k, v, held.recent, slots):
+        kept = (logits, base, chosen, slots, slot_index)
+        return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap)
     out = q.new_empty(q.shape, dtype=torch.float32)
-    layout, scale, softcap = Layout(*settings[:3]), *settings[3:]
     step = step_of(
-        q, k, mask, sinks, cursor, codes, recent, layout, scale, softcap, v=v.contiguous(), value_params=value_params,
-        slots=slots, slot_index=slot_index, logits=logits, out=out,
+        q, k, mask, sinks, cursor, held.codes, held.recent, Layout(*layout), scale, softcap, v=v.contiguous(),
+        value_params=held.value_params, slots=slots, slot_index=slot_index, logits=logits, out=out,
     )  # fmt: skip
     decode_library(k.dtype).attend_scored(byref(step))
     return out.to(q.dtype)

@@ -6,6 +6,7 @@ Both compute in float32 whatever the inputs' dtype. Token t of the cache is colu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.quantize import dequantize_keys, dequantize_values
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import whole_logits
 
@@ -256,18 +258,18 @@ class Attended:
 
 
 def attend_over(
-    at: Query, k: Tensor, v: Tensor, logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor,
-    recent: Tensor, slots: Tensor, slot_index: Tensor, layout: Layout,
+    at: Query, k: Tensor, v: Tensor, logits: Tensor, hidden: Tensor, slots: Tensor, slot_index: Tensor,
+    tiers: StoredTiers, layout: Layout,
 ) -> Attended:  # fmt: skip
     """`Attended` from the low-bit tier's logits; hidden: as for `low_bit_mix`."""
     fetched, position = in_slots(slot_index, at.low_bit)
-    packed = low_bit_mix(logits, hidden, codes, value_params, k.shape[-1], layout)
+    packed = low_bit_mix(logits, hidden, tiers.codes, tiers.value_params, k.shape[-1], layout)
     slot_logits = product(at.query, slots[:, :, :, 0], at.softcap)
     if at.low_bit_bias is not None and at.low_bit:
         where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
         slot_logits = slot_logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
     slot_logits = slot_logits.masked_fill(~fetched[:, :, None, None], -math.inf)
-    window = ring_tokens(recent, at.low_bit, at.length)
+    window = ring_tokens(tiers.recent, at.low_bit, at.length)
     parts = [
         packed,
         # An empty place holds anything, and zero weight does not hide what is not finite.
@@ -285,37 +287,30 @@ def decode_attention(
     mask: Tensor | None,
     sinks: Tensor | None,
     cursor: Tensor,
-    codes: Tensor,
-    key_params: Tensor,
-    value_params: Tensor,
-    center: Tensor,
-    recent: Tensor,
     slots: Tensor,
     slot_index: Tensor,
-    key_bits: int,
-    value_bits: int,
-    rotate: bool,
+    tiers: Sequence[Tensor],
+    layout: Sequence[int],
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
 
     q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
-    additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]. Tiers: codes [B, H, C, w] in the
-    `Layout` of key_bits, value_bits, rotate; key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv], center
-    [B, H, 4, d] (`center.py`; without: [B, H, 0, d]), recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index
-    [B, H, k] (-1: empty).
+    additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]; slots [B, H, k, 2, d], slot_index
+    int32 [B, H, k] (-1: empty). tiers: those of `StoredTiers`, in its order; layout: `Layout`'s three.
 
     Returns the output [B, Hq, lanes, d] in q's dtype, and the last lane's attention [B, H, C] in float32, summed
     over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
     everywhere where there are no slots to select for.
     """
-    layout = Layout(key_bits, value_bits, rotate)
+    held, how = StoredTiers(*tiers), Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    logits = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
-    hidden = hidden_by(slot_index, at.low_bit)
-    done = attend_over(at, k, v, logits, hidden, codes, value_params, recent, slots, slot_index, layout)
-    scores = torch.full(codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
+    logits = low_bit_logits(
+        at.query, held.codes, held.key_params, held.center, at.low_bit_bias, at.low_bit, softcap, how
+    )
+    done = attend_over(at, k, v, logits, hidden_by(slot_index, at.low_bit), slots, slot_index, held, how)
+    scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
         packed, exact, window = map(done.last_lane, done.parts[:3])
         if at.low_bit:
@@ -331,13 +326,8 @@ def score_low_bit(
     mask: Tensor | None,
     sinks: Tensor | None,
     cursor: Tensor,
-    codes: Tensor,
-    key_params: Tensor,
-    center: Tensor,
-    recent: Tensor,
-    key_bits: int,
-    value_bits: int,
-    rotate: bool,
+    tiers: Sequence[Tensor],
+    layout: Sequence[int],
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -348,17 +338,19 @@ def score_low_bit(
     the query group, [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1
     elsewhere.
     """
-    layout = Layout(key_bits, value_bits, rotate)
+    held, how = StoredTiers(*tiers), Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = low_bit_logits(at.query, codes, key_params, center, at.low_bit_bias, at.low_bit, softcap, layout)
-    window = at.logits(ring_tokens(recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
+    packed = low_bit_logits(
+        at.query, held.codes, held.key_params, held.center, at.low_bit_bias, at.low_bit, softcap, how
+    )
+    window = at.logits(ring_tokens(held.recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
     peak, share = softmax_denominator([packed, window, at.new_logits(k)], at.sink)
-    scores = torch.full((q.shape[2], *codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
+    scores = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
     known = torch.cat([packed, window], -1)[..., : at.candidates]
     by_lane = scores.permute(1, 2, 0, 3)
     by_lane[..., : at.candidates] = ((known - peak).exp_() * share).sum(2)
     at.hide_unseen(by_lane, slice(None))
-    logits, base = whole_logits(q, codes.shape[2])
+    logits, base = whole_logits(q, held.codes.shape[2])
     logits[..., : at.low_bit] = packed.flatten(1, 2)
     logits[..., at.low_bit :] = -math.inf
     return logits, base, scores
@@ -373,26 +365,21 @@ def attend_scored(
     cursor: Tensor,
     logits: Tensor,
     base: Tensor,
-    codes: Tensor,
-    value_params: Tensor,
-    recent: Tensor,
+    chosen: Tensor,
     slots: Tensor,
     slot_index: Tensor,
-    chosen: Tensor,
-    key_bits: int,
-    value_bits: int,
-    rotate: bool,
+    tiers: Sequence[Tensor],
+    layout: Sequence[int],
     scale: float,
     softcap: float | None,
 ) -> Tensor:
     """The second half: `decode_attention`'s output [B, Hq, lanes, d] from `score_low_bit`'s logits. chosen int32
     [B, H, k]: what `correct` returned, the tokens of slot_index in another order, known before their pairs are there.
     """
-    layout = Layout(key_bits, value_bits, rotate)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
     hidden = hidden_by(chosen, at.low_bit)
-    done = attend_over(at, k, v, packed, hidden, codes, value_params, recent, slots, slot_index, layout)
+    done = attend_over(at, k, v, packed, hidden, slots, slot_index, StoredTiers(*tiers), Layout(*layout))
     return done.output(q.dtype)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_rotate import hadamard, rotated
@@ -340,28 +342,27 @@ MaskForm = tuple[int, Tensor | None, dict[str, int]]
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor,
-    key_params: Tensor, value_params: Tensor, center: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, slots: Tensor,
+    slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attention.decode_attention`; all lengths are read on the device, so that the step can be captured."""
-    layout = Layout(key_bits, value_bits, rotate)
+    held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
     # Half precision ranks as well as the model's own dtype does, at half the bytes of float32; but not where a share of
     # the center, of thousands, is the same in all of them.
-    exact = q.dtype == torch.float32 or center.shape[2] > 0
+    exact = q.dtype == torch.float32 or held.center.shape[2] > 0
     logits = torch.empty(
-        (batch, query_heads, 1 if slots.shape[2] else 0, codes.shape[2]),
+        (batch, query_heads, 1 if slots.shape[2] else 0, held.codes.shape[2]),
         dtype=torch.float32 if exact else torch.half, device=q.device,
     )  # fmt: skip
     sums = attend(
-        q, k, v, form, cursor, codes, key_params, value_params, recent, slots, slot_index, (logits, None), layout,
-        scale, softcap, group=group_of(codes, key_params, layout), center=center,
+        q, k, v, form, cursor, slots, slot_index, held, (logits, None), how, scale, softcap,
+        group=group_of(held.codes, held.key_params, how),
     )  # fmt: skip
-    out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], layout)
+    out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], how)
     if not slots.shape[2]:
-        return out, torch.full(codes.shape[:3], -1.0, device=q.device)
+        return out, torch.full(held.codes.shape[:3], -1.0, device=q.device)
     return out, scores_of((logits, None), lse, form, cursor, k.shape[1], lanes)[0]
 
 
@@ -370,18 +371,18 @@ def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor, kept: Kept, layout: Layout,
-    scale: float, softcap: float | None, group: int, center: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, form: MaskForm, cursor: Tensor, slots: Tensor, slot_index: Tensor,
+    tiers: StoredTiers, kept: Kept, layout: Layout, scale: float, softcap: float | None, group: int,
     keys: bool = True, values: bool = True, chosen: Tensor | None = None,
 ) -> Sums:  # fmt: skip
-    """`attend_tiers`, whole or a half of it; of a half, anything stands for the tensors that it does not need.
+    """`attend_tiers`, whole or a half of it. Without `values` anything stands for slots and slot_index.
 
     kept: where the last lanes' logits are, and a half's base. Without `values` there are no slots. group: tokens of a
     tile; g, or without `keys` a divisor of it. chosen: the tokens that a correction brings to the slots; the low-bit
     tier is attended to without them meanwhile, in a launch of its own.
     """
     logits, base = kept
+    codes, key_params, value_params, center, recent = tiers
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, lanes, d = q.shape
     heads, capacity = k.shape[1], codes.shape[2]
@@ -402,7 +403,7 @@ def attend(
     peaks, totals = (new((batch * heads, exact + splits, rows)) for _ in range(2))
     turns = layout.is_rotated and keys
     shares = q
-    if centered := center is not None and center.shape[2] > 0:
+    if centered := keys and center.shape[2] > 0:
         shares = share_of_center(q, center, cursor, capacity, group, scale)
     given = (
         q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,

@@ -14,9 +14,12 @@ The CUDA implementations of `attention.score_low_bit` and `attention.attend_scor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import based_logits
 from .triton_decode import attend, group_of, mask_form, merged, scores_of
@@ -26,39 +29,39 @@ SMALLEST_GROUP = 32
 
 
 def score_low_bit(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor, key_params: Tensor,
-    center: Tensor, recent: Tensor, key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: Sequence[Tensor],
+    layout: Sequence[int], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `attention.score_low_bit`, but beyond the low-bit tier the logits hold the window's, then anything; nobody
     reads them there. Bytes a low-bit token and KV head: its keys', `bytes_of_logit`·G·lanes written and read, 4·lanes
     of scores written. FLOPs: 2·G·lanes·d, and as many for its zero points."""
-    layout = Layout(key_bits, value_bits, rotate)
+    held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
-    kept = based_logits(q, codes.shape[2])
+    kept = based_logits(q, held.codes.shape[2])
     sums = attend(
-        q, k, k, form, cursor, codes, key_params, key_params, recent, recent, cursor, kept, layout, scale, softcap,
-        group=group_of(codes, key_params, layout), center=center, values=False,
+        q, k, k, form, cursor, held.recent, cursor, held, kept, how, scale, softcap,
+        group=group_of(held.codes, held.key_params, how), values=False,
     )  # fmt: skip
-    _, lse = merged(sums, q, k.shape[1], sinks, lanes, layout, values=False)
+    _, lse = merged(sums, q, k.shape[1], sinks, lanes, how, values=False)
     return *kept, scores_of(kept, lse, form, cursor, k.shape[1], lanes)
 
 
 def attend_scored(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, logits: Tensor,
-    base: Tensor, codes: Tensor, value_params: Tensor, recent: Tensor, slots: Tensor, slot_index: Tensor,
-    chosen: Tensor, key_bits: int, value_bits: int, rotate: bool, scale: float, softcap: float | None,
+    base: Tensor, chosen: Tensor, slots: Tensor, slot_index: Tensor, tiers: Sequence[Tensor], layout: Sequence[int],
+    scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """As `attention.attend_scored`. Bytes a low-bit token and KV head: its values', and `bytes_of_logit`·G·lanes.
     FLOPs: 2·G·lanes·(d + d/gv)."""
-    layout = Layout(key_bits, value_bits, rotate)
+    held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, d = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
-    # g is not known here; gv is at most g, a power of two.
-    value_group = d // value_params.shape[-1] if layout.is_quantised else 1
+    # A tile is a group of values, at most g, and a power of two.
+    value_group = d // held.value_params.shape[-1] if how.is_quantised else 1
     kept = logits.contiguous(), base.contiguous()
     sums = attend(
-        q, k, v, form, cursor, codes, value_params, value_params, recent, slots, slot_index, kept, layout, scale,
-        softcap, group=max(SMALLEST_GROUP, 1 << value_group.bit_length() - 1), keys=False, chosen=chosen,
+        q, k, v, form, cursor, slots, slot_index, held, kept, how, scale, softcap,
+        group=max(SMALLEST_GROUP, 1 << value_group.bit_length() - 1), keys=False, chosen=chosen,
     )  # fmt: skip
-    return merged(sums, q, k.shape[1], sinks, 0, layout)[0]
+    return merged(sums, q, k.shape[1], sinks, 0, how)[0]

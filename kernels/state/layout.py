@@ -25,7 +25,7 @@ class Layout(NamedTuple):
 
     @property
     def is_rotated(self) -> bool:
-        return self.rotate and self.is_quantised
+        return bool(self.rotate) and self.is_quantised
 
     def widths(self, head_dim: int) -> tuple[int, int]:
         """Elements of a row that are keys, and values: bytes, or channels where nothing is quantised."""

@@ -14,6 +14,7 @@ from specache_compile.compile import rewritten
 from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import new_cursor, publish
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate, bucket
@@ -56,20 +57,22 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
     mask = torch.ones(1, 1, LANES, length + LANES + capacity // 256, dtype=torch.bool, device=CUDA)
     low_bit = [state[name] for name in ("codes", "key_params", "value_params", "center")]
-    exact = [state[name] for name in ("recent", "slots", "slot_index")]
-    settings = (*options.layout, D**-0.5, None)
+    slots = state["slots"], state["slot_index"]
+    read = [state[name] for name in StoredTiers._fields], options.layout, D**-0.5, None
     triton_append.append(
         k[:, :, :1], v[:, :, :1], None, cursor, state["recent"], *low_bit, *options.layout, options.zero_point
     )
-    *bits, scale, softcap = settings
-    triton_decode.decode_attention(q, k, v, mask, None, cursor, *low_bit, *exact, *bits, scale, softcap)
-    logits, base, scores = triton_scored.score_low_bit(
-        q, k, mask, None, cursor, low_bit[0], low_bit[1], low_bit[3], exact[0], *settings
-    )
-    tiers = (low_bit[0], low_bit[2], *exact, exact[-1])
-    triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, *tiers, *settings)
+    triton_decode.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
+    logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)
+    triton_scored.attend_scored(q, k, v, mask, None, cursor, logits, base, slots[1], *slots, *read)
     triton_select.select_topk(scores[0], state["wanted"])
-    triton_copy.gather(state["wanted"].fill_(0), state["host"], *exact[1:], torch.zeros(1, dtype=torch.int64).cuda())
+    triton_copy.gather(
+        state["wanted"].fill_(0),
+        state["host"],
+        state["slots"],
+        state["slot_index"],
+        torch.zeros(1, dtype=torch.int64).cuda(),
+    )
     triton_copy.write_through(k, v, cursor, state["host"])
     triton_extend.extend_attention(q, k, v, mask[..., : length + LANES], None, cursor, state["host"], D**-0.5, None)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specache_compile.kernels.attention.definition import BLOCK
 from specache_compile.kernels.op import registered
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 pytestmark = pytest.mark.pairwise
 
@@ -82,19 +83,14 @@ class Step:
     def run(self, op: str) -> tuple[Tensor, Tensor]:
         """Output and the last lane's scores. The two halves of a corrected attention make one op here: their scores are
         of the low-bit pairs alone, and so those of a step with nothing in its slots."""
-        last = (self.case.head_dim**-0.5, self.case.softcap)
-        settings = (*self.case.layout, *last)
-        tiers = list(self.state.values())
-        if not op.startswith("score"):
-            given = (self.q, self.k, self.v, self.mask, self.sinks, self.cursor, *tiers)
-            given = (*given, *self.case.layout, *last)
-            return getattr(torch.ops.specache, op)(*given)
-        codes, key_params, value_params, center, recent, slots, slot_index = tiers
+        tiers = [self.state[name] for name in StoredTiers._fields]
+        read = (tiers, [int(value) for value in self.case.layout], self.case.head_dim**-0.5, self.case.softcap)
         step = (self.mask, self.sinks, self.cursor)
-        asked = (self.q, self.k, *step, codes, key_params, center, recent, *settings)
-        *kept, scores = getattr(torch.ops.specache, op)(*asked)
-        rest = (codes, value_params, recent, slots, slot_index, slot_index.flip(-1))
-        given = (self.q, self.k, self.v, *step, *kept, *rest, *settings)
+        slots = (self.state["slots"], self.state["slot_index"])
+        if not op.startswith("score"):
+            return getattr(torch.ops.specache, op)(self.q, self.k, self.v, *step, *slots, *read)
+        *kept, scores = getattr(torch.ops.specache, op)(self.q, self.k, *step, *read)
+        given = (self.q, self.k, self.v, *step, *kept, slots[1].flip(-1), *slots, *read)
         return getattr(torch.ops.specache, op.replace("score_low_bit", "attend_scored"))(*given), scores[-1]
 
 

@@ -22,6 +22,7 @@ import specache_compile as sc
 from conftest import greedy, greedy_unmasked, prompt, tiny_llama
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_stream, triton_copy
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.lowering import cuda_graphs
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
@@ -369,10 +370,21 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
     q, k, v = (torch.randn(16, h, 2, 128, device="cuda", generator=generator).bfloat16() for h in (32, 8, 8))
 
     def attend(rows: slice) -> torch.Tensor:
-        tiers = [
-            state[f][rows] for f in ("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
-        ]
-        given = (q[rows], k[rows], v[rows], None, None, cursor, *tiers, *options.layout, 0.088, None)
+        tiers = [state[name][rows] for name in StoredTiers._fields]
+        slots = state["slots"][rows], state["slot_index"][rows]
+        given = (
+            q[rows],
+            k[rows],
+            v[rows],
+            None,
+            None,
+            cursor,
+            *slots,
+            tiers,
+            [int(n) for n in options.layout],
+            0.088,
+            None,
+        )
         out, _ = torch.ops.specache.decode_attention(*given)
         return out[-1]
 

@@ -19,6 +19,7 @@ from specache_compile.kernels.movement import definition as tiers
 from specache_compile.kernels.op import Op, loaded_on_first_use, registered
 from specache_compile.kernels.state.center import set_center
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods import load_others
 
 load_others()  # the baselines' ops too
@@ -131,19 +132,23 @@ class Inputs:
         return (torch.arange(CAPACITY) % 3 != torch.arange(self.case.batch).view(-1, 1, 1, 1) % 3).contiguous()
 
 
+def tiers_of(i: Inputs) -> tuple[list[Tensor], list[int]]:
+    """The operands `tiers` and `layout`."""
+    return [getattr(i, name) for name in StoredTiers._fields], [int(value) for value in i.layout]
+
+
 def decode_inputs(i: Inputs) -> tuple[Any, ...]:
-    state = (i.codes, i.key_params, i.value_params, i.center, i.recent, i.slots, i.slot_index)
-    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
+    step = (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, i.slots, i.slot_index)
+    return (*step, *tiers_of(i), i.scale, i.case.softcap)
 
 
 def score_inputs(i: Inputs) -> tuple[Any, ...]:
-    state = (i.codes, i.key_params, i.center, i.recent)
-    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
+    return (i.q, i.k, i.mask(1), i.sinks, i.cursor, *tiers_of(i), i.scale, i.case.softcap)
 
 
 def scored_inputs(i: Inputs) -> tuple[Any, ...]:
-    state = (i.logits, i.base, i.codes, i.value_params, i.recent, i.slots, i.slot_index, i.slot_index.flip(-1))
-    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *state, *i.layout, i.scale, i.case.softcap)
+    kept = (i.logits, i.base, i.slot_index.flip(-1), i.slots, i.slot_index)
+    return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *kept, *tiers_of(i), i.scale, i.case.softcap)
 
 
 GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
@@ -335,9 +340,9 @@ def test_vmap_gives_a_query_key_or_value_that_is_not_mapped_to_every_lane() -> N
 def test_vmap_over_the_tiers_is_refused() -> None:
     folded, _ = lane_inputs("none", 2)
     op = torch.ops.specache.decode_attention
-    slots = torch.stack([folded[10], folded[10]])
+    *others, recent = folded[8]
     with pytest.raises(NotImplementedError, match="all lanes share the sinks and tiers"):
-        torch.vmap(lambda slots: op(*folded[:10], slots, *folded[11:]), 0, (0, None))(slots)
+        torch.vmap(lambda x: op(*folded[:8], [*others, x], *folded[9:]), 0, (0, None))(torch.stack([recent, recent]))
 
 
 @pytest.mark.parametrize(("current", "switched"), [(1, []), (0, [torch.device("cuda:1")])], ids=["current", "another"])

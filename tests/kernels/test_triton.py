@@ -36,6 +36,7 @@ from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.quantize import pack
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
@@ -44,7 +45,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A GPU's exponential is not exact to the last bit, and its sums run in another order.
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cuda" else 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 BATCH = 2
-STATE = ("codes", "key_params", "value_params", "center", "recent", "slots", "slot_index")
 
 
 @dataclass(frozen=True)
@@ -298,24 +298,23 @@ class Step:
         return [self.layer.state[field] for field in fields]
 
     @property
-    def settings(self) -> tuple[Any, ...]:
+    def read(self) -> tuple[Any, ...]:
+        """The last arguments of an attention: tiers, layout, scale, softcap."""
         case = self.layer.case
-        return (*case.options.layout, case.head_dim**-0.5, case.softcap)
+        return self.state(*StoredTiers._fields), case.options.layout, case.head_dim**-0.5, case.softcap
 
     def whole(self, attend: Any) -> tuple[Tensor, Tensor]:
-        tier = self.state(*STATE)
-        *bits, scale, softcap = self.settings
-        settings = (*bits, scale, softcap)
-        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *tier, *settings)
+        slots = self.state("slots", "slot_index")
+        return attend(self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor, *slots, *self.read)
 
     def scored(self, score: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tier = self.state("codes", "key_params", "center", "recent")
-        return score(self.q, self.k, self.mask, self.sinks, self.layer.cursor, *tier, *self.settings)
+        return score(self.q, self.k, self.mask, self.sinks, self.layer.cursor, *self.read)
 
-    def attended(self, attend: Any, *kept: Tensor) -> Tensor:
-        tier = self.state("codes", "value_params", "recent", "slots", "slot_index")
+    def attended(self, attend: Any, *kept: Tensor, chosen: Tensor | None = None) -> Tensor:
         step = (self.q, self.k, self.v, self.mask, self.sinks, self.layer.cursor)
-        return attend(*step, *kept, *tier, tier[-1].flip(-1), *self.settings)
+        slots, slot_index = self.state("slots", "slot_index")
+        chosen = slot_index.flip(-1) if chosen is None else chosen
+        return attend(*step, *kept, chosen, slots, slot_index, *self.read)
 
 
 def step_of(case: Case) -> Step:
@@ -376,9 +375,7 @@ def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
             tensor.copy_(pairs)
 
     monkeypatch.setattr(triton_decode, "wait_for_correction", arrive)
-    tier = (*step.state("codes", "value_params", "recent", "slots", "slot_index"), chosen)
-    given = (step.q, step.k, step.v, step.mask, step.sinks, step.layer.cursor)
-    found = triton_scored.attend_scored(*given, logits, base, *tier, *step.settings)
+    found = step.attended(triton_scored.attend_scored, logits, base, chosen=chosen)
     assert torch.equal(found, expected)
     assert found.isfinite().all()
 
@@ -509,20 +506,19 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     layer = Layer(replace(case, length=500), tiers.append)
     layer.fill_slots()
     q, (k, v) = torch.randn(1, 2, 2, 64).to(DEVICE), torch.randn(2, 1, 1, 2, 64).to(DEVICE)
-    tier = [layer.state[n][:1] for n in STATE]
-    arguments = (q, k, v, None, None, layer.cursor, *tier, 2, 2, rotate, 0.125, None)
+    read = [layer.state[name][:1] for name in StoredTiers._fields], (2, 2, rotate), 0.125, None
+    slots = [layer.state[name][:1] for name in ("slots", "slot_index")]
+    arguments = (q, k, v, None, None, layer.cursor, *slots, *read)
     for out, expected in zip(
         triton_decode.decode_attention(*arguments), attention.decode_attention(*arguments), strict=True
     ):
         torch.testing.assert_close(out, expected, atol=TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
-    codes, key_params, value_params, center, recent, slots, slot_index = tier
-    settings = (2, 2, rotate, 0.125, None)
-    asked = (q, k, None, None, layer.cursor, codes, key_params, center, recent, *settings)
+    asked = (q, k, None, None, layer.cursor, *read)
     *kept, scores = triton_scored.score_low_bit(*asked)
     *expected_kept, expected_scores = attention.score_low_bit(*asked)
     torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-5)
     step = (q, k, v, None, None, layer.cursor)
-    rest = (codes, value_params, recent, slots, slot_index, slot_index, *settings)
+    rest = (slots[1], *slots, *read)
     torch.testing.assert_close(
         triton_scored.attend_scored(*step, *kept, *rest), attention.attend_scored(*step, *expected_kept, *rest),
         atol=1e-5, rtol=1e-5,

@@ -25,7 +25,7 @@ from specache_compile.passes.prefetch import prefetch
 from specache_compile.passes.reading.find_attention import find_attention, frequencies_of
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
 from specache_compile.passes.reading.lane_rules import own_rules, product, rows_times
-from specache_compile.passes.reading.nodes import output_node
+from specache_compile.passes.reading.nodes import arguments_of, output_node
 from specache_compile.passes.rewrite_attention import rewrite_attention
 from specache_compile.passes.speculate import run_lanes
 from specache_compile.passes.store import store
@@ -84,7 +84,7 @@ return (matmul, None, None)
         self.assertExpectedInline(
             text(run(graph_module, plan, own_cache, rewrite_attention)),
             """\
-decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, 0.25, None)
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, slots_0, slot_index_0, [codes_0, key_params_0, value_params_0, center_0, recent_0], [1, 1, 1], 0.25, None)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
 return (matmul, None, None)
@@ -166,7 +166,7 @@ return (getitem, getitem_1, getitem_2, getitem_3)
         self.assertExpectedInline(
             text(run(graph_module, plan, own_cache, rewrite_attention, store)),
             """\
-decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, codes_0, key_params_0, value_params_0, center_0, recent_0, slots_0, slot_index_0, 1, 1, True, 0.25, None)
+decode_attention_default = specache.decode_attention.default(q0, k0, v0, None, None, cursor, slots_0, slot_index_0, [codes_0, key_params_0, value_params_0, center_0, recent_0], [1, 1, 1], 0.25, None)
 getitem = getitem(decode_attention_default, 0)
 matmul = matmul(getitem, getitem)
 append_default = specache.append.default(k0, v0, None, cursor, recent_0, codes_0, key_params_0, value_params_0, center_0, 1, 1, True, midpoint)
@@ -356,7 +356,7 @@ def test_every_slot_read_has_its_wait_before_it_and_its_fetch_behind_it() -> Non
     order = list(graph_module.graph.nodes)
     for site in plan.sites:
         call = site.attention.args[0]
-        slots = call.args[11]
+        slots = arguments_of(call)["slots"]
         waits = [order.index(n) for n in order if is_wait(n) and n.args[2] is slots]
         fetches = [
             order.index(n) for n in order if n.target is torch.ops.specache.prefetch.default and n.args[3] is slots

@@ -71,12 +71,15 @@ def launch_cost(node: Node, load: Workload) -> Cost:
 
 
 def arguments_of(node: Node, load: Workload) -> dict[str, Any]:
-    """A tier op's arguments by name, tensors as their fakes; and `on_host`: the pairs that it is given are there."""
-    given_by_name = nodes.arguments_of(node)
-    values = {name: value_of(value) if isinstance(value, Node) else value for name, value in given_by_name.items()}
-    given = {tag.field for value in node.args if (tag := tag_of(value)) is not None}
-    on_host = any(field.on_host and field.name in given for field in METHODS[load.options.method].fields)
-    return {**values, "on_host": on_host}
+    """A tier op's arguments by name, and the state tensors by their fields', as fakes; and `on_host`: whether the op is
+    given the host tier."""
+    state = {
+        tag.field: value_of(used) for used in node.all_input_nodes if (tag := tag_of(used)) is not None and tag.field
+    }
+    given = nodes.arguments_of(node).items()
+    values = {name: value_of(value) if isinstance(value, Node) else value for name, value in given}
+    on_host = any(field.on_host and field.name in state for field in METHODS[load.options.method].fields)
+    return {**state, **values, "on_host": on_host}
 
 
 def full_cache_cost(load: Workload, number: int) -> Cost:

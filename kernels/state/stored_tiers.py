@@ -1,0 +1,27 @@
+"""What `append` stores of a layer's pairs: the operand `tiers` of the ops that attend to them, one list in one order.
+
+The slots are no part: an op that took them would stand behind their fetch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class StoredTiers(NamedTuple):
+    """The state tensors in the operand's order.
+
+    codes: [B, H, C, w] in the op's `Layout`.
+    key_params: [B, H, C/g, 2, d], scale and zero point of each group of keys.
+    value_params: [B, H, C, 2, d/gv], those of each group of values.
+    center: [B, H, 4, d] (`center.py`); without one [B, H, 0, d].
+    recent: [B, H, W, 2, d], the window.
+    """
+
+    codes: Tensor
+    key_params: Tensor
+    value_params: Tensor
+    center: Tensor
+    recent: Tensor
