@@ -17,7 +17,7 @@ class Layout(NamedTuple):
 
     key_bits: int
     value_bits: int
-    rotate: bool
+    rotate: int
 
     @property
     def is_quantised(self) -> bool:
