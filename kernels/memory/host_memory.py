@@ -40,9 +40,9 @@ ROOM = 8 if MAP_FLAGS else 1
 
 
 class PinnedMap(mmap.mmap):
-    """Anonymous memory, the first `pinned` bytes of which are registered with CUDA until it is freed; `device` reads
-    and writes them.
+    """Anonymous memory, of which `device` reads and writes what is registered with CUDA.
 
+    pinned: the first so many bytes are registered, until the memory is freed.
     registered: where each registration begins.
     unit: bytes of a segment. No registration ends within one: a copy must not cross from one registration into the
         next, for nothing says that one may.
