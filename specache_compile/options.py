@@ -117,6 +117,11 @@ class MethodOptions:
         return self.verify is not None or self.lookup
 
     @property
+    def capacity_is_free(self) -> bool:
+        """Whether one graph serves every capacity of the state: each shape has it alone, or in whole segments."""
+        return True
+
+    @property
     def bits_on_host(self) -> int:
         """Of a pair in the host tier, where there is one."""
         return 16

@@ -1,4 +1,4 @@
-// A decode step's attention over some tokens of one head: `Step` is declared in cpp_library.py, with each field's shape.
+// A decode step's attention over some tokens of one head: `Step` is declared in cpp/library.py, with each field's shape.
 //
 // Low-bit keys: q is multiplied by a group's scales once, and q·zero added once a group, so that an element costs a
 // shift, a mask, a conversion and one multiply-add for each query row. Low-bit values: a token's codes are unpacked and

@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import OptionError, SpecacheError, split_session
 from specache_compile.kernels.state import segments
-from specache_compile.methods import GONE, METHODS
+from specache_compile.methods import GONE, every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
@@ -276,7 +276,10 @@ def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_th
     if told is None:
         return None
     told = as_called_now(told)
-    kind = METHODS[told["method"]].options
+    method = every_method().get(told["method"])
+    if method is None:
+        raise OptionError(f"the session was saved under method {told['method']!r}, which is not installed here")
+    kind = method.options
     known = own_options(kind)
     before = {name: getattr(given, name, value) if of_the_model else value for name, value in BEFORE.items()}
     own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}

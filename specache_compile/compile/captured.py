@@ -88,7 +88,8 @@ class Captured:
 
     def free_capacity(self, fields: Sequence[Field]) -> torch.SymInt:
         """Tokens that the state of any session of these fields has room for: a symbol of the graph's own, so that one
-        rewrite serves every capacity. It is the size of a tensor, alone, from which a lowered graph reads it."""
+        rewrite serves every capacity. No argument of a call shows the symbol, so nothing may be guarded on it
+        (`capacity_is_free`); a lowered graph reads it off a tensor of which it is a size."""
         unit = SEGMENT if any(field.on_host for field in fields) else 1
         if unit not in self.capacities:
             hint = bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens)) // unit

@@ -62,7 +62,8 @@ class CompiledGraph:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
             self.check_layers(session)
-            if session.asked != captured.options and (told := differences(session.asked, captured.options)):
+            others = session.asked != captured.options and OTHER_OPTIONS not in session.told
+            if others and (told := differences(session.asked, captured.options)):
                 session.tell(OTHER_OPTIONS, made_otherwise(told))
         return session
 

@@ -3,7 +3,7 @@
 Where greedy and sampled generation begin, `GenerationMixin._sample`, a model that was compiled with the option goes to
 Hugging Face's own loop of assisted decoding instead. The candidates that the loop verifies come from the same model, on
 the same cache: the decode phase drafts them, and a crop takes them back. Whatever else a model compiled with the option
-computes is exact (`Session.phases`), so that what is not drafted is slow, and never wrong.
+computes is exact (`Step.phases`), so that what is not drafted is slow, and never wrong.
 
 Under lookup the candidates are looked up in the text so far (`look_up.py`), and what verifies them is a widened
 decode: nothing is more exact than a decode of one token, and what is not drafted is that.

@@ -4,11 +4,12 @@ evaluation/baselines, and a package's own, under the entry point `specache_compi
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from specache_compile.errors import OptionError
+from specache_compile.errors import OptionError, SpecacheWarning
 from specache_compile.options import MethodOptions, one_of, own_options
 
 from . import full, kivi, offload, specache
@@ -20,9 +21,14 @@ METHODS: dict[str, Method] = {one.name: one for one in (full.METHOD, offload.MET
 
 @functools.cache
 def load_others() -> None:
-    """Have every installed package add its methods and selectors, as its entry point does when it is loaded."""
+    """Have every installed package add its methods and selectors, as its entry point does when it is loaded. One that
+    cannot be imported is told, and left out."""
     for point in entry_points(group="specache_compile.methods"):
-        point.load()
+        try:
+            point.load()
+        except ImportError as error:
+            message = f"the methods of {point.value} cannot be loaded ({error}); pip uninstall or mend that package"
+            warnings.warn(message, SpecacheWarning, stacklevel=2)
 
 
 def every_method() -> dict[str, Method]:
@@ -39,7 +45,7 @@ def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     """The options that a user passed, with the bad name or value and the accepted ones in the error."""
     given = dict(given or {})
     name = given.setdefault("method", "specache")
-    if name not in METHODS or given.get("selector", "topk") not in specache.SELECTORS:
+    if name not in tuple(METHODS) or given.get("selector", "topk") not in tuple(specache.SELECTORS):
         load_others()
     one_of("method", name, tuple(METHODS))
     method = METHODS[name]

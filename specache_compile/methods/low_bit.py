@@ -150,6 +150,11 @@ class LowBitOptions(DraftOptions):
             )
 
     @property
+    def capacity_is_free(self) -> bool:
+        """Without a host tier a part of the capacity, its groups, is a size, of which torch asks more."""
+        return self.host_tier
+
+    @property
     def bits_on_host(self) -> int:
         """host_bits; for "auto" 16, since nothing is known to be fetched."""
         return 16 if self.host_bits == "auto" else int(self.host_bits)

@@ -20,7 +20,6 @@ class Method:
     fields: the state tensors of a layer; where layers differ, `fields_at` tells which of them one has.
     recipe: (options, site's number) → the ops there.
     defaults: (the options that were given) → those that others of them get, in place of their declared defaults.
-    has_budget: shapes are cut to a number of pairs, and a graph is compiled for each capacity.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Method:
     recipe: Callable[[Any, int], Recipe]
     fields_at: Callable[[Any, LayerShape], tuple[Field, ...]] | None = None
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: {}
-    has_budget: bool = False
 
     @property
     def accepted(self) -> tuple[str, ...]:

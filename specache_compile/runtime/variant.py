@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specache_compile.methods import METHODS
 from specache_compile.options import MethodOptions
-from specache_compile.passes.phase import Phase
+from specache_compile.passes.phase import WIDENED, Phase
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class Variant:
     """A phase and a session's options.
 
     unpadded: of a graph that takes a padding mask, the form for one that is all ones.
-    capacity: tokens that the state has room for, where shapes are cut to a budget of them; None: any number.
+    capacity: tokens that the state has room for, where a graph serves one number of them; None: any.
     """
 
     phase: Phase
@@ -25,7 +24,8 @@ class Variant:
 
 def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, capacity: int) -> Variant:
     """What serves a state with room for `capacity` tokens."""
-    return Variant(phase, options, unpadded, capacity if METHODS[options.method].has_budget else None)
+    free = options.capacity_is_free and phase is not WIDENED  # whose choices Inductor sums, in 32 bits if they fit
+    return Variant(phase, options, unpadded, None if free else capacity)
 
 
 def selects(options: MethodOptions) -> bool:

@@ -135,6 +135,31 @@ def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) 
         assert not any(capacities & guard.free_symbols for guard in guards(rewrites.captured.fake_mode))
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kivi": {"method": "kivi", "bits": 16},
+    "kivi, no host tier": {"method": "kivi", "bits": 16, "host_tier": False},
+    "kcache": {"method": "kcache", "top_n": 1024},
+    "offload": {"method": "offload"},
+    "full": {"method": "full"},
+    "h2o": {"method": "h2o", "budget": 1024},
+    "two lanes": {"bits": 16, "speculate": True},
+    "lookup": {"bits": 16, "lookup": True},
+}
+
+
+@pytest.mark.quick_for("kivi, no host tier", rest="whole")
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_nothing_is_asked_of_the_capacity(llama: LlamaForCausalLM, settings: dict[str, Any]) -> None:
+    """A graph out of Inductor's caches asks nothing; one that is compiled does, of all sizes but those alone."""
+    twin, ids = copy.deepcopy(llama), torch.cat([prompt(120), prompt(120)], 1)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        twin.compile(backend="specache", options={"lowering": "inductor", **settings})
+        assert torch.equal(greedy(twin, ids, 40), greedy(llama, ids, 40))
+    for rewrites in (graph.rewrites for graph in find_record(twin).graphs):
+        capacities = {size.node.expr for size in rewrites.captured.capacities.values()}
+        assert not any(capacities & guard.free_symbols for guard in guards(rewrites.captured.fake_mode))
+
+
 @pytest.mark.whole
 def test_bfloat16_runs_through_inductor(llama: LlamaForCausalLM) -> None:
     half = copy.deepcopy(llama).bfloat16()

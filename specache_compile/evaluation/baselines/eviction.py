@@ -188,6 +188,11 @@ class BudgetOptions(MethodOptions):
         type=pairs_or_rate, metavar="B",
     )  # fmt: skip
 
+    @property
+    def capacity_is_free(self) -> bool:
+        """Shapes are cut to the budget."""
+        return False
+
     def budget_in_tokens(self, tokens: int) -> int:
         """Pairs that each KV head keeps of a prompt of `tokens`; a rate rounds up."""
         if isinstance(self.budget, int):
@@ -252,7 +257,7 @@ def eviction(policy: str) -> Method:
         attend = Call("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
-    return Method(policy, RandomOptions if policy == "random" else EvictionOptions, FIELDS, recipe, has_budget=True)
+    return Method(policy, RandomOptions if policy == "random" else EvictionOptions, FIELDS, recipe)
 
 
 METHODS = tuple(eviction(policy) for policy in POLICIES)

@@ -107,6 +107,11 @@ class KCacheOptions(DraftOptions):
     top_n: int = whole(128, 1, "N: values that each query head fetches in a step", metavar="N")
     kept_layers: int = whole(1, 0, "first layers whose values stay on the device", metavar="LAYERS")
 
+    @property
+    def capacity_is_free(self) -> bool:
+        """A kept layer has it in tokens, and the others' host tier in segments."""
+        return self.kept_layers == 0
+
 
 def keys_shape(options: KCacheOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     return (batch, layer.heads, capacity, layer.head_dim)

@@ -164,4 +164,4 @@ def recipe(options: SnapKVOptions, site: int) -> Recipe:
     return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
 
-METHOD = Method("snapkv", SnapKVOptions, FIELDS, recipe, has_budget=True)
+METHOD = Method("snapkv", SnapKVOptions, FIELDS, recipe)
