@@ -85,6 +85,10 @@ def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
     again = sc.load(tmp_path, compiled_with(llama, settings))
     assert session_of(again).state[0]["host"].is_floating_point()
     assert torch.equal(go_on(compiled_with(llama, settings), again), go_on(model, cache))
+    header["options"]["asked"]["method"] = "of a package that is gone"
+    (tmp_path / "session.json").write_text(json.dumps(header))
+    with pytest.raises(sc.OptionError, match="method 'of a package that is gone', which is not installed here"):
+        sc.load(tmp_path, compiled_with(llama, settings))
 
 
 def test_options_of_earlier_versions_are_read_by_their_names_of_today() -> None:
