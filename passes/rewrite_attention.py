@@ -25,7 +25,7 @@ from .recipe import Call
 def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
     """Under specache decode attends over the tiers, extend over the host tier; a prefill's attention is exact already.
 
-    keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., codes_0, ...)
+    keys = cat([past_k, k], -2)        pair = specache.decode_attention(q, k, v, mask, ..., [codes_0, ...], ...)
     values = cat([past_v, v], -2)      out = pair[0]
     out = sdpa(q, keys, values)
     """

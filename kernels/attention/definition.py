@@ -107,20 +107,18 @@ def partial_attention(logits: Tensor, values: Tensor) -> Partial:
     return Partial(logits, out, peak, weights.sum(-1, keepdim=True))
 
 
-def low_bit_logits(
-    query: Tensor, codes: Tensor, key_params: Tensor, center: Tensor, bias: Tensor | None, length: int,
-    softcap: float | None, layout: Layout,
-) -> Tensor:  # fmt: skip
-    """Logits [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d] and the low-bit tier's first `length`
-    tokens. The reference; block by block, so that the unpacked keys never stand whole in memory."""
-    shares = center_shares(query, key_params, center, codes.shape[2], length)
-    query = rotated(query) if layout.is_rotated else query
+def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
+    """Logits [B, H, G, lanes, n] of the lanes and the n tokens of the low-bit tier. The reference; block by block, so
+    that the unpacked keys never stand whole in memory."""
+    bias, length = at.low_bit_bias, at.low_bit
+    shares = center_shares(at.query, tiers.key_params, tiers.center, tiers.codes.shape[2], length)
+    query = rotated(at.query) if layout.is_rotated else at.query
     blocks = [query.new_empty((*query.shape[:4], 0))]
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        keys = low_bit_keys(codes, key_params, layout, query.shape[-1], start, stop)
+        keys = low_bit_keys(tiers.codes, tiers.key_params, layout, query.shape[-1], start, stop)
         logits = product(query, keys, None)
-        logits = capped(logits if shares is None else logits + shares[..., start:stop], softcap)
+        logits = capped(logits if shares is None else logits + shares[..., start:stop], at.softcap)
         blocks.append(logits if bias is None else logits + bias[..., start:stop])
     return torch.cat(blocks, -1)
 
@@ -306,9 +304,7 @@ def decode_attention(
     """
     held, how = StoredTiers(*tiers), Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    logits = low_bit_logits(
-        at.query, held.codes, held.key_params, held.center, at.low_bit_bias, at.low_bit, softcap, how
-    )
+    logits = low_bit_logits(at, held, how)
     done = attend_over(at, k, v, logits, hidden_by(slot_index, at.low_bit), slots, slot_index, held, how)
     scores = torch.full(held.codes.shape[:3], -1.0, dtype=torch.float32, device=q.device)
     if slots.shape[2]:
@@ -340,9 +336,7 @@ def score_low_bit(
     """
     held, how = StoredTiers(*tiers), Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = low_bit_logits(
-        at.query, held.codes, held.key_params, held.center, at.low_bit_bias, at.low_bit, softcap, how
-    )
+    packed = low_bit_logits(at, held, how)
     window = at.logits(ring_tokens(held.recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
     peak, share = softmax_denominator([packed, window, at.new_logits(k)], at.sink)
     scores = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)

@@ -1,9 +1,8 @@
 """One step of a session: opened, run, and closed as done or as undone.
 
-with opened(session, tokens, padding) as step:      room for the tokens, cursor and padding
-    phases, variants of the graphs to run ...
-    step.start(phase)                               from here on the state changes
-    step.bind(inputs, arguments), or step.store(site, keys, values)
+with opened(session, tokens, padding) as step:     room for the tokens; cursor and padding are written
+    outputs = step.run(graph, arguments)           a captured graph's rewritten forms, on the session's state;
+    step.fill(pairs, frequencies)                  or pairs that were made elsewhere, put into the tiers
 """
 
 from __future__ import annotations
