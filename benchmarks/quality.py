@@ -99,7 +99,7 @@ TABLES = {
         SMOLLM2,
         ("closeness",),
         ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", "bits=1,") for on_host in (16, 8))),
-        (*UNSEEN, "--lengths", "2048", "--samples", "16"),
+        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "evictions": Table(
         "the same of policies that keep a quarter of a prompt, which they read exactly",
