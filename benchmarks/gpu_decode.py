@@ -205,7 +205,9 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
                 tensor.random_(0, 256)
             elif field == "host":  # what is fetched must be numbers; of these there are too many to draw
                 tensor[: session.tiers.room // SEGMENT].fill_(0.5)
-            elif field in ("codes", "key_params", "value_params", "recent"):
+            elif field == "sink_index":
+                tensor.copy_(torch.arange(tensor.shape[2]))
+            elif field in ("codes", "key_params", "value_params", "sink_pairs", "recent"):
                 tensor.normal_()
     session.progress.length = context
     session.version += 1

@@ -36,6 +36,7 @@ from specache_compile.kernels.state import triton_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
@@ -138,6 +139,7 @@ def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> Non
         elif tensor.is_floating_point() and field not in ("host", "tally"):
             tensor.normal_(generator=generator)
     state["host"].fill_(0.5)
+    state["sink_index"].copy_(torch.arange(state["sink_index"].shape[2]))
     if setting.top_k:
         stride = setting.low_bit // (2 * setting.top_k)
         tokens = torch.arange(setting.top_k, device=state["slots"].device, dtype=torch.int32) * stride
@@ -287,11 +289,11 @@ def quantise_row(setting: Setting, device: torch.device, repeats: int, limit: di
     shape = (setting.batch, HEADS, setting.context, HEAD_DIM)
     k, v = (torch.randn(shape, device=device).to(setting.dtype) for _ in range(2))
     x.point(0, setting.context)
-    given = [x.state[field] for field in ("recent", "codes", "key_params", "value_params", "center")]
+    given = [x.state[field] for field in APPENDED]
+    settings = (*setting.options.layout, setting.options.zero_point)
     ms = milliseconds_on_device(
-        lambda i: triton_append.append(k, v, None, x.cursor, *given, *setting.options.layout, "midpoint"),
-        device, repeats,
-    )  # fmt: skip
+        lambda i: triton_append.append(k, v, None, x.cursor, *given, *settings), device, repeats
+    )
     written = setting.pairs * sum(t.nbytes for t in given[1:]) // tokens_of(x.state)
     size = k.nbytes + v.nbytes + written + x.state["recent"].nbytes
     return figures("quantise", setting, "copy", size, ms, limit)

@@ -21,6 +21,9 @@ RESULTS = Path("benchmarks/results/quality")
 NEEDLE = "examples/needle-llama"
 
 PAPER = "specache:bits=1,setting=paper"
+# The default before it had sink tokens.
+MIDPOINT = "zero_point=midpoint"
+BEFORE = f"specache:{MIDPOINT},sink_tokens=0"
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
 POLICIES = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
@@ -100,6 +103,28 @@ TABLES = {
         ("closeness",),
         ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", "bits=1,") for on_host in (16, 8))),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+    ),
+    "sinks": Table(
+        "the same by how many first tokens stay in 16 bits, and by where the levels of 2 bits lie",
+        SMOLLM2,
+        ("closeness",),
+        (
+            "uncompiled",
+            *(f"specache:{which},sink_tokens={n}" for which in ("bits=1", MIDPOINT) for n in (0, 1, 4, 16)),
+            *(f"specache:zero_point=middles,sink_tokens={n}" for n in (0, 4)),
+        ),
+        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+    ),
+    "long": Table(
+        "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",
+        SMOLLM2,
+        ("long",),
+        (
+            "uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, BEFORE, "specache", "specache:bits=1",
+            "specache:verify=4",
+            *(f"{name}:budget=512,eviction_block=prompt" for name in ("streaming_llm", "h2o", "tova", "roco")),
+        ),
+        (*UNSEEN, "--lengths", "2176", "--samples", "32", "--batch-size", "32"),
     ),
     "evictions": Table(
         "the same of policies that keep a quarter of a prompt, which they read exactly",

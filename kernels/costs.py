@@ -130,6 +130,12 @@ def fetched_pairs(options: Any, length: int) -> int:
     return min(options.top_k, options.low_bit_length(length))
 
 
+def exact_pairs(options: Any, length: int) -> int:
+    """Pairs that one head has on the device in 16 bits: window, slots and sinks."""
+    low = options.low_bit_length(length)
+    return length - low + fetched_pairs(options, length) + min(options.sinks, low)
+
+
 def rows(load: Workload, site: int) -> int:
     return load.batch * load.layers[site].heads
 
@@ -141,7 +147,7 @@ def nothing(arguments: Arguments, load: Workload, site: int) -> Cost:
 def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     pair, q, k = pair_bytes(load.options, load.layers[site]), arguments["q"], arguments["k"]
     low = load.options.low_bit_length(load.length)
-    read = low * pair.low + (load.length - low + fetched_pairs(load.options, load.length)) * pair.exact
+    read = low * pair.low + exact_pairs(load.options, load.length) * pair.exact
     scores = 4 * rows(load, site) * low if load.options.top_k else 0
     seen = load.length + size_of(q.shape[2])
     attended = Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
@@ -156,11 +162,12 @@ def share_of_center(arguments: Arguments, low: int) -> Cost:
 
 
 def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The keys of low-bit tier and window once. Written: a logit for each query row, read again for the scores, when
-    all are known, and a score for each head and lane."""
+    """The keys of low-bit tier, window and sinks once. Written: a logit for each query row, read again for the scores,
+    when all are known, and a score for each head and lane."""
     pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
     low = load.options.low_bit_length(load.length)
-    keys = rows(load, site) * (low * pair.low_keys + (load.length - low) * pair.exact / 2)
+    exact = load.length - low + min(load.options.sinks, low)
+    keys = rows(load, site) * (low * pair.low_keys + exact * pair.exact / 2)
     lanes = size_of(q.shape[2])
     logits = 2 * bytes_of_logit(q.dtype) * low * lanes * load.batch * load.query_heads[site]
     scores = 4 * low * lanes * rows(load, site)
@@ -171,7 +178,7 @@ def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:
     """The logits and the low-bit tier's values once, and the exact pairs."""
     pair, q = pair_bytes(load.options, load.layers[site]), arguments["q"]
     low = load.options.low_bit_length(load.length)
-    exact = load.length - low + fetched_pairs(load.options, load.length)
+    exact = exact_pairs(load.options, load.length)
     read = rows(load, site) * (low * pair.low_values + exact * pair.exact)
     logits = bytes_of_logit(q.dtype) * low * size_of(q.shape[2]) * load.batch * load.query_heads[site]
     return Cost(2 * elements(q) * (load.length + 2 * exact), read + logits + 2 * bytes_of(q))

@@ -40,11 +40,14 @@ def held(session: Any) -> list[dict[str, Tensor]]:
         pairs = host.gather(2, index.clamp(min=0)[:, :, :, None, None].expand_as(state["slots"]))
         assert (index < low_bit).all()
         assert torch.equal(state["slots"].where(there, 0), pairs.where(there, 0))
+        sinks = state["sink_index"].long()
+        kept = ((sinks >= 0) & (sinks < low_bit))[..., None, None]
         layers.append(
             {
                 "host": host[:, :, :length], "codes": state["codes"][:, :, :low_bit],
                 "keys": state["key_params"][:, :, : low_bit // session.options.group_size],
                 "values": state["value_params"][:, :, :low_bit], "recent": state["recent"][:, :, recent],
+                "sinks": state["sink_pairs"].where(kept, 0),
             }
         )  # fmt: skip
     return [{name: tensor.clone() for name, tensor in layer.items()} for layer in layers]

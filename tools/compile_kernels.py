@@ -52,6 +52,7 @@ from specache_compile.kernels.state.quantize import value_group
 from specache_compile.kernels.state.stored_pairs import rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
+from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
@@ -66,11 +67,12 @@ POINTERS = {
     "tokens": "*i32", "kept_tokens": "*i32", "scores": "*fp32", "kept_scores": "*fp32", "out": "*fp32",
     "partial": "*fp32", "center": "*fp32", "angles": "*fp32", "shares": "*fp32", "frequencies": "*fp32",
     "peaks": "*fp32", "totals": "*fp32", "lse": "*fp32", "logits": "*fp16", "base": "*fp32", "codes": "*u8",
+    "sink_index": "*i32",
 }  # fmt: skip
 ALIGNED = ("capacity", "span", *(f"{x}_{axis}" for x in "qkvx" for axis in ("batch", "head", "lane", "token", "row")))
 MODEL = (
     "q", "k", "v", "x", "turned", "key_params", "value_params", "recent", "slots", "host", "keys", "values", "sinks",
-    "new",
+    "new", "sink_pairs",
 )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ SAID = {select.keep_best: of_a_selection}
 
 def print_shares() -> None:
     """How `attend` shares out the low-bit tier on three GPUs, for 8 KV heads of 128 channels, k 64, R 64, g 64."""
-    shape = (decode.exact_blocks(64, 128), 64)
+    shape = (decode.exact_blocks(64, 128, 4), 64)
     for device, slots in (("H200", 132 * 8), ("A100", 108 * 8), ("A6000", 84 * 5)):
         for context in (8192, 32768, 131072):
             for batch in (1, 8, 22):
@@ -198,7 +200,6 @@ def print_launches() -> None:
             q, (k, v) = torch.empty(1, 32, lanes, 128).bfloat16(), torch.empty(2, 1, 8, lanes, 128).bfloat16()
             at, cursor = allocate(options, shape, 1, 8192, 8192), torch.tensor([8000, 7936, 7936, 0])
             fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
-            low_bit = [at[name] for name in ("codes", "key_params", "value_params", "center")]
             slots = at["slots"], at["slot_index"]
             read = [at[name] for name in StoredTiers._fields], options.layout, 0.1, None
             if options.correct == "never":
@@ -213,7 +214,7 @@ def print_launches() -> None:
                 select.select_topk(scores, at["wanted"])
                 copy.gather(*fetch)
             new = k[:, :, :1], v[:, :, :1]
-            append.append(*new, None, cursor, at["recent"], *low_bit, *options.layout, "midpoint")
+            append.append(*new, None, cursor, *(at[name] for name in APPENDED), *options.layout, options.zero_point)
             copy.write_through(*new, cursor, at["host"])
             names = ", ".join(f"{count} {name}" for name, count in Counter(made).items())
             print(f"{label}: {len(made)} launches a layer: {names}")
@@ -231,8 +232,8 @@ def build_attention(
     codes = "*i16" if key_width % 2 == span % 2 == 0 else "*u8"
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
-        "top_k": 64, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True, "ROTATED": False,
-        "CENTERED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
+        "top_k": 64, "sink_tokens": 4, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True,
+        "ROTATED": False, "CENTERED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
         "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span, "EXACT": decode.EXACT_BLOCK,
         "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
@@ -247,8 +248,8 @@ def build_quantiser(label: str, dtype: str, key_bits: int, value_bits: int, d: i
     key_plane, value_plane = (next_power_of_2(width) for width in Layout(key_bits, value_bits, rotated).widths(d))
     build(
         append.quantize_groups, label, dtype, warps=8 if group * d >= 128 * 128 else 4, d=d, window=64 + group,
-        group=group, value_group=gv, key_bits=key_bits, value_bits=value_bits, midpoint=True, PADDED=True,
-        APART=rotated, KEY_PLANE=key_plane, VALUE_PLANE=value_plane, VALUE_GROUP=next_power_of_2(gv),
+        group=group, value_group=gv, key_bits=key_bits, value_bits=value_bits, zero_point="midpoint", sink_tokens=4,
+        PADDED=True, APART=rotated, KEY_PLANE=key_plane, VALUE_PLANE=value_plane, VALUE_GROUP=next_power_of_2(gv),
     )  # fmt: skip
 
 
@@ -293,7 +294,8 @@ def main() -> None:
         block = rotation_block(d)
         for turned, centered in ((True, False), (True, True), (False, True)):
             build(append.rotate_groups, f"bf16, d {d}, turned {turned}, centered {centered}", d=d, window=128, group=64,
-                  room=64, block=block, TURNED=turned, CENTERED=centered, BLOCK=append.ROTATED_BLOCK)  # fmt: skip
+                  room=64, block=block, sink_tokens=4, TURNED=turned, CENTERED=centered,
+                  BLOCK=append.ROTATED_BLOCK)  # fmt: skip
         build(rotate.rotate_rows, f"bf16, d {d}", types={"out": "*bf16"}, rows=2, d=d, block=block,
               ROWS=rotate.ROW_BLOCK)  # fmt: skip
     for label, d, stored, changes in [

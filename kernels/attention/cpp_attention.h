@@ -74,7 +74,17 @@ struct Attention {
     return x;
   }
 
-  // Pairs in the window and of the new tokens.
+  const int32_t* sinks_of(int64_t head) const { return s.sink_index + head / s.heads * s.sink_tokens; }
+
+  // Calls what(i, token) for each sink i of a head that is one of the tokens first..stop.
+  template <typename Do>
+  void each_sink(int64_t head, int64_t first, int64_t stop, Do&& what) const {
+    const int32_t* index = sinks_of(head);
+    for (int64_t i = 0; i < s.sink_tokens; ++i)
+      if (index[i] >= first && index[i] < stop) what(i, index[i]);
+  }
+
+  // Pairs in the window, of the new tokens, and of the sinks in the low-bit tier.
   std::vector<Pair> recent_pairs(int64_t head) const {
     std::vector<Pair> found;
     const T* ring = static_cast<const T*>(s.recent) + head * s.window * 2 * s.d;
@@ -87,6 +97,10 @@ struct Attention {
       const int64_t at = (head * s.lanes + l) * s.d;
       found.push_back({k + at, v ? v + at : nullptr, length, l});
     }
+    const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * 2 * s.d;
+    each_sink(head, 0, low_bit, [&](int64_t i, int64_t token) {
+      found.push_back({sinks + i * 2 * s.d, sinks + i * 2 * s.d + s.d, token, 0});
+    });
     return found;
   }
 
@@ -133,7 +147,7 @@ struct Attention {
     return copy.data();
   }
 
-  // Logits of one chunk of a head's low-bit tier, into s.logits.
+  // Logits of one chunk of a head's low-bit tier, into s.logits; none of the sinks.
   template <int bits>
   void chunk_logits(int64_t head, int64_t start) const {
     const int64_t d = s.d, stop = std::min(low_bit, start + kChunk), width = bits < 16 ? d * bits / 8 : d;
@@ -184,6 +198,9 @@ struct Attention {
         *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + t) = x;
       }
     }
+    each_sink(head, start, stop, [&](int64_t, int64_t token) {
+      for (int64_t m = 0; m < rows; ++m) logits_of(head)[m * s.capacity + token] = kNothing;
+    });
   }
 
   // Attention over one chunk of the low-bit tier from its logits, without the tokens whose pair is in the slots.
@@ -284,7 +301,7 @@ struct Attention {
   }
 
   // scores[token - first] = the attention of one lane, summed over the query group, where the mask shows a candidate to
-  // any of them, else -1; from logits[row][token - first].
+  // any of them and it is no sink, else -1; from logits[row][token - first].
   void candidate_scores(int64_t head, int64_t lane, const float* logits, int64_t stride, int64_t first, int64_t stop,
                         const float* peaks, const float* shares, float* scores) const {
     const int64_t count = std::min(stop, candidates) - first;
@@ -301,6 +318,7 @@ struct Attention {
       for (int64_t g = 0; g < s.group_heads; ++g) seen = seen || bias(head, g * s.lanes + lane, first + t) > kSeen;
       if (!seen) scores[t] = -1.0f;
     }
+    each_sink(head, first, first + count, [&](int64_t, int64_t token) { scores[token - first] = -1.0f; });
   }
 
   float* scores_of(int64_t lane, int64_t head) const { return s.scores + (lane * pairs + head) * s.capacity; }

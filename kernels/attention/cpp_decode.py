@@ -23,29 +23,30 @@ from .kept_logits import whole_logits
 
 
 def step_of(
-    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, codes: Tensor, recent: Tensor,
-    layout: Layout, scale: float, softcap: float | None, center: Tensor | None = None,
-    **tensors: Tensor | None,
+    q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
+    layout: Layout, scale: float, softcap: float | None, **tensors: Tensor,
 ) -> Step:  # fmt: skip
     """The kernels' argument, which keeps the tensors that it points to."""
     batch, query_heads, lanes, d = q.shape
+    codes, key_params, value_params, center = tiers[:4]
     heads, capacity = codes.shape[1], codes.shape[2]
     bias = None if mask is None else grouped_bias(mask, heads, int(cursor[LENGTH]) + 1)
     held = {
-        "q": q.float().contiguous(), "k": k.contiguous(), "cursor": cursor, "codes": codes, "recent": recent,
-        "bias": bias, "sinks": None if sinks is None else sinks.float().contiguous(), **tensors,
+        "q": q.float().contiguous(), "k": k.contiguous(), "cursor": cursor, "bias": bias,
+        "sinks": None if sinks is None else sinks.float().contiguous(), **tiers._asdict(), **tensors,
     }  # fmt: skip
-    key_params, value_params, slots = (tensors.get(name) for name in ("key_params", "value_params", "slots"))
-    if center is not None and center.shape[2] and key_params is not None:
+    del held["center"]
+    if center.shape[2]:
         query = q.float().unflatten(1, (heads, -1)) * scale
         held["shares"] = center_shares(query, key_params, center, capacity, int(cursor[LOW_BIT]))
     step = Step(
         **{name: tensor.data_ptr() for name, tensor in held.items() if tensor is not None},
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
-        capacity=capacity, row_width=codes.shape[3], window=recent.shape[2],
-        group=capacity // key_params.shape[2] if key_params is not None and key_params.shape[2] else 0,
-        channels=d // value_params.shape[-1] if value_params is not None and layout.is_quantised else 0,
-        top_k=0 if slots is None else slots.shape[2], key_bits=layout.key_bits, value_bits=layout.value_bits,
+        capacity=capacity, row_width=codes.shape[3], window=tiers.recent.shape[2],
+        group=capacity // key_params.shape[2] if layout.is_quantised else 0,
+        channels=d // value_params.shape[-1] if layout.is_quantised else 0,
+        top_k=tensors["slots"].shape[2] if "slots" in tensors else 0, sink_tokens=tiers.sink_index.shape[2],
+        key_bits=layout.key_bits, value_bits=layout.value_bits,
         rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     if bias is not None:
@@ -75,9 +76,8 @@ def decode_attention_fused(
     logits, _ = whole_logits(q, held.codes.shape[2])
     out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, held.codes.shape[:3]))
     step = step_of(
-        q, k, mask, sinks, cursor, held.codes, held.recent, Layout(*layout), scale, softcap, held.center,
-        v=v.contiguous(), key_params=held.key_params, value_params=held.value_params, slots=slots,
-        slot_index=slot_index, logits=logits, scores=scores, out=out,
+        q, k, mask, sinks, cursor, held, Layout(*layout), scale, softcap,
+        v=v.contiguous(), slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
     )  # fmt: skip
     decode_library(k.dtype).decode_attention(byref(step))
     return out.to(q.dtype), scores
@@ -94,8 +94,7 @@ def score_low_bit_fused(
     logits, base = whole_logits(q, held.codes.shape[2])
     scores = q.new_empty(q.shape[2], *held.codes.shape[:3], dtype=torch.float32)
     step = step_of(
-        q, k, mask, sinks, cursor, held.codes, held.recent, Layout(*layout), scale, softcap, held.center,
-        key_params=held.key_params, logits=logits, scores=scores,
+        q, k, mask, sinks, cursor, held, Layout(*layout), scale, softcap, logits=logits, scores=scores
     )  # fmt: skip
     decode_library(k.dtype).score_low_bit(byref(step))
     return logits, base, scores
@@ -113,8 +112,8 @@ def attend_scored_fused(
         return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap)
     out = q.new_empty(q.shape, dtype=torch.float32)
     step = step_of(
-        q, k, mask, sinks, cursor, held.codes, held.recent, Layout(*layout), scale, softcap, v=v.contiguous(),
-        value_params=held.value_params, slots=slots, slot_index=slot_index, logits=logits, out=out,
+        q, k, mask, sinks, cursor, held._replace(center=held.center[:, :, :0]), Layout(*layout), scale, softcap,
+        v=v.contiguous(), slots=slots, slot_index=slot_index, logits=logits, out=out,
     )  # fmt: skip
     decode_library(k.dtype).attend_scored(byref(step))
     return out.to(q.dtype)

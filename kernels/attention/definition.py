@@ -120,7 +120,13 @@ def low_bit_logits(at: Query, tiers: StoredTiers, layout: Layout) -> Tensor:
         logits = product(query, keys, None)
         logits = capped(logits if shares is None else logits + shares[..., start:stop], at.softcap)
         blocks.append(logits if bias is None else logits + bias[..., start:stop])
-    return torch.cat(blocks, -1)
+    logits = torch.cat(blocks, -1)
+    return logits.masked_fill(hidden_by(sinks_of(tiers), length)[:, :, None, None], -math.inf)
+
+
+def sinks_of(tiers: StoredTiers) -> Tensor:
+    """Which tokens are the sinks of each head, as slot_index has the slots': int32 [B, H, S]."""
+    return tiers.sink_index.expand(-1, tiers.codes.shape[1], -1)
 
 
 def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: int, length: int) -> Tensor | None:
@@ -216,12 +222,12 @@ def query_of(
 
 
 def in_slots(slot_index: Tensor, low_bit: int) -> tuple[Tensor, Tensor]:
-    """Of the slots [B, H, k] which hold a pair of the low-bit tier, bool, and whose, int64."""
+    """Of the slots, or sinks, [B, H, k] which hold a pair of the low-bit tier, bool, and whose, int64."""
     return (slot_index >= 0) & (slot_index < low_bit), slot_index.long().clamp(0, max(low_bit - 1, 0))
 
 
 def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
-    """Of the low-bit tier's tokens which are in the slots, bool [B, H, low_bit]."""
+    """Of the low-bit tier's tokens which are in the slots, or sinks, bool [B, H, low_bit]."""
     fetched, position = in_slots(slot_index, low_bit)
     hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=slot_index.device)
     if low_bit:
@@ -231,8 +237,8 @@ def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Attended:
-    """Attention over all tiers: the parts (low-bit, slots, recent, new); out, peak and total of all of them (`merge`);
-    and the token in each slot, int64 [B, H, k]."""
+    """Attention over all tiers: the parts (low-bit, slots, recent, new, sinks); out, peak and total of all of them
+    (`merge`); and the token in each slot, int64 [B, H, k]."""
 
     parts: list[Partial]
     out: Tensor
@@ -260,22 +266,38 @@ def attend_over(
     tiers: StoredTiers, layout: Layout,
 ) -> Attended:  # fmt: skip
     """`Attended` from the low-bit tier's logits; hidden: as for `low_bit_mix`."""
-    fetched, position = in_slots(slot_index, at.low_bit)
     packed = low_bit_mix(logits, hidden, tiers.codes, tiers.value_params, k.shape[-1], layout)
-    slot_logits = product(at.query, slots[:, :, :, 0], at.softcap)
-    if at.low_bit_bias is not None and at.low_bit:
-        where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
-        slot_logits = slot_logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
-    slot_logits = slot_logits.masked_fill(~fetched[:, :, None, None], -math.inf)
     window = ring_tokens(tiers.recent, at.low_bit, at.length)
     parts = [
         packed,
-        # An empty place holds anything, and zero weight does not hide what is not finite.
-        partial_attention(slot_logits, slots[:, :, :, 1].masked_fill(~fetched.unsqueeze(-1), 0.0)),
+        picked_attention(at, slots, slot_index),
         partial_attention(at.logits(window[:, :, :, 0], at.low_bit, at.length), window[:, :, :, 1]),
         partial_attention(at.new_logits(k), v),
+        picked_attention(at, tiers.sink_pairs, sinks_of(tiers)),
     ]
-    return Attended(parts, *merge(parts, at.sink), position)
+    return Attended(parts, *merge(parts, at.sink), in_slots(slot_index, at.low_bit)[1])
+
+
+def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
+    """Logits [B, H, G, lanes, n] of the lanes and pairs [B, H, n, 2, d] of the low-bit tier's tokens `index`."""
+    fetched, position = in_slots(index, at.low_bit)
+    logits = product(at.query, pairs[:, :, :, 0], at.softcap)
+    if at.low_bit_bias is not None and at.low_bit:
+        where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
+        logits = logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
+    return logits.masked_fill(~fetched[:, :, None, None], -math.inf)
+
+
+def picked_attention(at: Query, pairs: Tensor, index: Tensor) -> Partial:
+    """`Partial` of the pairs in the slots, or of the sinks."""
+    # An empty place holds anything, and zero weight does not hide what is not finite.
+    values = pairs[:, :, :, 1].masked_fill(~in_slots(index, at.low_bit)[0].unsqueeze(-1), 0.0)
+    return partial_attention(picked_logits(at, pairs, index), values)
+
+
+def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
+    """-1 for the sinks among the candidates: they are no pairs to fetch. scores [B, H, lanes, C]."""
+    scores[..., : at.candidates].masked_fill_(hidden_by(sinks_of(tiers), at.candidates).unsqueeze(2), -1.0)
 
 
 def decode_attention(
@@ -313,6 +335,7 @@ def decode_attention(
             scores[:, :, : at.low_bit] = packed.scatter_add_(-1, done.slot_tokens, exact)
         scores[:, :, at.low_bit : at.candidates] = window[..., : at.candidates - at.low_bit]
         at.hide_unseen(scores.unsqueeze(2), slice(-1, None))
+        hide_sinks(at, scores.unsqueeze(2), held)
     return done.output(q.dtype), scores
 
 
@@ -338,12 +361,14 @@ def score_low_bit(
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     packed = low_bit_logits(at, held, how)
     window = at.logits(ring_tokens(held.recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
-    peak, share = softmax_denominator([packed, window, at.new_logits(k)], at.sink)
+    sinks_apart = picked_logits(at, held.sink_pairs, sinks_of(held))
+    peak, share = softmax_denominator([packed, window, at.new_logits(k), sinks_apart], at.sink)
     scores = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
     known = torch.cat([packed, window], -1)[..., : at.candidates]
     by_lane = scores.permute(1, 2, 0, 3)
     by_lane[..., : at.candidates] = ((known - peak).exp_() * share).sum(2)
     at.hide_unseen(by_lane, slice(None))
+    hide_sinks(at, by_lane, held)
     logits, base = whole_logits(q, held.codes.shape[2])
     logits[..., : at.low_bit] = packed.flatten(1, 2)
     logits[..., at.low_bit :] = -math.inf

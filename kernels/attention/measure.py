@@ -10,7 +10,7 @@ from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 
-from .definition import grouped_bias, product, softmax_denominator
+from .definition import grouped_bias, hidden_by, product, softmax_denominator
 
 
 def measure(
@@ -21,14 +21,15 @@ def measure(
     cursor: Tensor,
     host: Tensor,
     slot_index: Tensor,
+    sink_index: Tensor,
     tally: Tensor,
     scale: float,
     softcap: float | None,
 ) -> None:
     """Add lane 0's hit rate to `tally` float64 [3]: attention mass covered, share of its top-k covered, heads counted.
 
-    The true attention is computed from the whole host tier: costly, only for those who ask. "Covered" is slots,
-    recent and the new pair; top-k is over the tokens that are not in the recent tier. Shapes as in `decode_attention`.
+    The true attention is computed from the whole host tier: costly, only for those who ask. "Covered" is slots, sinks,
+    recent and the new pair; top-k is over the low-bit tier's tokens but the sinks. Shapes as in `decode_attention`.
     """
     length, low_bit = int(cursor[LENGTH]), int(cursor[LOW_BIT])
     wait_for_offloads(cursor)
@@ -41,11 +42,11 @@ def measure(
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
     peak, share = softmax_denominator([logits], sink)
     attention = ((logits - peak).exp() * share).sum((2, 3))  # [B, H, n + 1]
-    present = torch.zeros_like(attention, dtype=torch.int32)
-    fetched = (slot_index >= 0) & (slot_index < low_bit)
-    present.scatter_add_(2, slot_index.long().clamp(0), fetched.int())
-    present = present > 0
-    best = attention[:, :, :low_bit].topk(min(slot_index.shape[-1], low_bit), dim=-1).indices
+    kept = hidden_by(sink_index.expand(-1, heads, -1), low_bit)
+    present = torch.zeros_like(attention, dtype=torch.bool)
+    present[:, :, :low_bit] = kept | hidden_by(slot_index, low_bit)
+    missable = attention[:, :, :low_bit].masked_fill(kept, -1.0)
+    best = missable.topk(min(slot_index.shape[-1], low_bit), dim=-1).indices
     # A masked token among them (there may be fewer that are seen than k) is nothing that one could miss.
     covered = present | (attention == 0)
     recall = covered.gather(2, best).float().mean(-1) if best.shape[-1] else torch.ones_like(attention[:, :, 0])

@@ -1,8 +1,8 @@
-"""Triton: decode attention over the four tiers for all lanes, split over the cache, with the selection scores.
+"""Triton: decode attention over the device's tiers for all lanes, split over the cache, with the selection scores.
 
 The CUDA implementation of `attention.decode_attention`, in three launches:
 
-    attend_tiers   (B·H, E + S)        E shares of slots, recent and new, then S of the low-bit tier
+    attend_tiers   (B·H, E + S)        E shares of what is in 16 bits, then S of the low-bit tier
     merge_splits   (B·Hq·lanes)        log-sum-exp over the shares and the sink
     score_tokens   (B·H, C / 1024)     Σ over the query group of exp(logit - lse) of the last lane
 
@@ -31,6 +31,7 @@ from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import share_of_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_rotate import hadamard, rotated
+from specache_compile.kernels.state.triton_sinks import sinks_among
 
 from .definition import SEEN
 from .kept_logits import LOGIT_BLOCK
@@ -75,12 +76,13 @@ def attend_exact(
     # `split` of `splits`.
     bh, length, low_bit, candidates, split, splits,
     # As attend_tiers has them, but k and v at this head's first new token.
-    recent, slots, slot_index, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
-    d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, stored: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    recent, slots, slot_index, sink_pairs, sink_row, k_row, v_row, k_lane, v_lane, mask, m_token, scale, softcap,
+    d: tl.constexpr, window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr,
+    stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A share of slots, the recent ring, and the lanes' new pairs, in 16 bits: stores its sums, returns peak and total.
+    """A share of slots, the recent ring, the lanes' new pairs and the sink tokens, in 16 bits: stores its sums, returns
+    peak and total.
 
     Bytes and FLOPs: those of attend_tiers.
     """
@@ -94,10 +96,11 @@ def attend_exact(
     sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     slot_blocks: tl.constexpr = (top_k + EXACT - 1) // EXACT
     recent_blocks = tl.cdiv((length - low_bit).to(tl.int32), EXACT)
-    blocks = slot_blocks + recent_blocks + 1
+    before_sinks = slot_blocks + recent_blocks + 1
+    blocks = before_sinks + (sink_tokens + EXACT - 1) // EXACT
     share = tl.cdiv(blocks, splits)
     for block in range(split * share, tl.minimum(blocks, (split + 1) * share)):
-        # Slots, then the recent ring, then the new pairs of the lanes: where a pair lies, and its token's number.
+        # Slots, the recent ring, the new pairs of the lanes, then sinks: where a pair lies, and its token's number.
         place = block * EXACT + within
         if block < slot_blocks:
             index = tl.load(slot_index + bh * top_k + place, place < top_k, -1).to(tl.int64)
@@ -112,6 +115,13 @@ def attend_exact(
             keys_at = recent + (bh * window + tokens % window) * (2 * d)
             values_at = keys_at + d
             scored = tokens < candidates
+        elif block >= before_sinks:
+            sink = place - before_sinks * EXACT
+            tokens = tl.load(sink_row + sink, sink < sink_tokens, -1).to(tl.int64)
+            there = (tokens >= 0) & (tokens < low_bit)
+            keys_at = sink_pairs + (bh * sink_tokens + sink) * (2 * d)
+            values_at = keys_at + d
+            scored = within < 0
         else:
             there = within < lanes
             tokens = length + tl.zeros_like(within)
@@ -124,7 +134,7 @@ def attend_exact(
             values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
         logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         logits = capped(logits * scale, softcap, CAP)
-        causal = (place[None, :] < (slot_blocks + recent_blocks) * EXACT) | (within[None, :] <= lane[:, None])
+        causal = (block != before_sinks - 1) | (within[None, :] <= lane[:, None])
         seen = real[:, None] & shown(there, mask, tokens * m_token, MASK)[None, :] & causal
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         highest = tl.max(logits, 1)
@@ -151,8 +161,9 @@ def attend_tiers(
     # The low-bit tier: codes [B, H, C, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., 2·d] of q's
     # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv]: scale, then zero. Tiers are contiguous.
     codes, key_params, value_params,
-    # recent [B, H, W, 2, d], slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
-    recent, slots, slot_index,
+    # recent [B, H, W, 2, d], sink_pairs [B, H, S, 2, d] and sink_index [B, 1, S] int32 (-1: none), slots
+    # [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
+    recent, sink_pairs, sink_index, slots, slot_index,
     # shares [B, Hq, lanes, C] float32, of the center; anything where keys are not centered.
     shares,
     # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32; and of a half
@@ -167,8 +178,8 @@ def attend_tiers(
     # H, C in tokens; E, shares of the exact tiers, and S, of the low-bit tier; of all the first one of this launch.
     heads, capacity, exact, splits, first,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
-    window: tl.constexpr, top_k: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
+    window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr,
+    stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +191,7 @@ def attend_tiers(
     d, padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile,
     and tokens that have one base.
 
-    Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + lanes) in 16 bits; written:
+    Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + S + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
     A half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
     """
@@ -199,7 +210,7 @@ def attend_tiers(
     kept = real & (keeps >= 0)
     at = (bh * (exact + splits) + split) * ROWS + row
 
-    out_row = out + at * d
+    out_row, sink_row = out + at * d, sink_index + batch * sink_tokens
     if split >= exact:  # at short contexts the exact shares take longest, so they start first
         if ROTATED:
             q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
@@ -207,10 +218,10 @@ def attend_tiers(
         peak, total = attend_low_bit(
             q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
             bh=bh, low_bit=low_bit, split=split - exact, splits=splits,
-            codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index,
+            codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index, sink_row=sink_row,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
-            stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED,
+            sink_tokens=sink_tokens, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED,
             ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     else:
@@ -219,9 +230,10 @@ def attend_tiers(
         peak, total = attend_exact(
             q_row, mask_row, logits_row, base_row, out_row, real, kept, lane,
             bh=bh, length=length, low_bit=low_bit, candidates=candidates, split=split, splits=exact,
-            recent=recent, slots=slots, slot_index=slot_index, k_row=k_row, v_row=v_row, k_lane=k_lane, v_lane=v_lane,
-            mask=mask, m_token=m_token, scale=scale, softcap=softcap,
-            d=d, window=window, top_k=top_k, lanes=lanes, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP,
+            recent=recent, slots=slots, slot_index=slot_index, sink_pairs=sink_pairs, sink_row=sink_row,
+            k_row=k_row, v_row=v_row, k_lane=k_lane, v_lane=v_lane,
+            mask=mask, m_token=m_token, scale=scale, softcap=softcap, d=d, window=window, top_k=top_k,
+            sink_tokens=sink_tokens, lanes=lanes, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP,
             ROWS=ROWS, CHANNELS=CHANNELS, EXACT=EXACT, PRECISION=PRECISION,
         )  # fmt: skip
     tl.store(peaks + at, peak)
@@ -279,16 +291,16 @@ def merge_splits(
 @triton.jit(do_not_specialize=list(MASK_STRIDES))
 def score_tokens(
     # logits [B, Hq, stored, C] and base [B, Hq, stored, C/16] as attend_tiers left them, lse [B, Hq, stored] float32;
-    # mask [B, Hq, lanes, > n]; cursor int64 [4].
-    logits, base, lse, mask, cursor,
+    # mask [B, Hq, lanes, > n]; cursor int64 [4]; sink_index [B, 1, S] int32.
+    logits, base, lse, mask, cursor, sink_index,
     # Written: scores [stored, B, H, C] float32; -1: no candidate.
     scores,
     # m_batch, m_head, m_row, m_token: strides of the mask [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     m_batch, m_head, m_row, m_token,
     # H, C in tokens.
     heads, capacity,
-    lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, MASK: tl.constexpr, BASE: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, sink_tokens: tl.constexpr, MASK: tl.constexpr,
+    BASE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of tokens of one KV head, for one of the last `stored` lanes. BASE: whether there is one, of
     so many TOKENS each.
@@ -321,6 +333,7 @@ def score_tokens(
             else:
                 seen |= tl.load(mask + at, there, float("-inf")) > HIDDEN
     at = (keeps * tl.num_programs(0) + bh) * capacity
+    seen &= ~sinks_among(tokens, sink_index + bh // heads * sink_tokens, sink_tokens=sink_tokens)
     tl.store(scores + at + tokens, tl.where(there & seen, score, -1.0), tokens < capacity)
 
 
@@ -363,7 +376,7 @@ def decode_attention(
     out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], how)
     if not slots.shape[2]:
         return out, torch.full(held.codes.shape[:3], -1.0, device=q.device)
-    return out, scores_of((logits, None), lse, form, cursor, k.shape[1], lanes)[0]
+    return out, scores_of((logits, None), lse, form, cursor, held, lanes)[0]
 
 
 def group_of(codes: Tensor, key_params: Tensor, layout: Layout) -> int:
@@ -382,14 +395,14 @@ def attend(
     tier is attended to without them meanwhile, in a launch of its own.
     """
     logits, base = kept
-    codes, key_params, value_params, center, recent = tiers
+    codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, lanes, d = q.shape
     heads, capacity = k.shape[1], codes.shape[2]
     queries = query_heads // heads
     rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))
-    top_k, window = slots.shape[2] if values else 0, recent.shape[2]
-    blocks, apart = exact_blocks(top_k, window), chosen is not None
+    top_k, window, sink_tokens = slots.shape[2] if values else 0, recent.shape[2], sink_index.shape[2]
+    blocks, apart = exact_blocks(top_k, window, sink_tokens), chosen is not None
     exact, splits = shares_of(batch * heads, capacity // group, blocks, programs_at_once(q.device), apart)
     kind, mask, mask_strides = form
     value_group = d // value_params.shape[-1] if layout.is_quantised and values else d
@@ -407,7 +420,7 @@ def attend(
         shares = share_of_center(q, center, cursor, capacity, group, scale)
     given = (
         q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,
-        recent, slots,
+        recent, sink_pairs, sink_index, slots,
     )  # fmt: skip
     written = (shares, logits, peaks if base is None else base, partial, peaks, totals)
     settings = dict(
@@ -416,7 +429,7 @@ def attend(
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
         scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, exact=exact, splits=splits,
         d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
-        window=window, top_k=top_k, lanes=lanes, queries=queries,
+        window=window, top_k=top_k, sink_tokens=sink_tokens, lanes=lanes, queries=queries,
         stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered,
         MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
         SPAN=span, EXACT=EXACT_BLOCK,
@@ -451,15 +464,17 @@ def merged(
     return out, lse
 
 
-def scores_of(kept: Kept, lse: Tensor, form: MaskForm, cursor: Tensor, heads: int, lanes: int) -> Tensor:
+def scores_of(kept: Kept, lse: Tensor, form: MaskForm, cursor: Tensor, tiers: StoredTiers, lanes: int) -> Tensor:
     """`score_tokens`: [stored, B, H, C] of the lanes that kept their logits."""
     logits, base = kept
     batch, query_heads, stored, capacity = logits.shape
     kind, mask, mask_strides = form
+    heads, sink_index = tiers.codes.shape[1], tiers.sink_index
     scores = torch.empty((stored, batch, heads, capacity), dtype=torch.float32, device=logits.device)
     score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK), stored](
-        logits, lse if base is None else base, lse, lse if mask is None else mask, cursor, scores, **mask_strides,
-        heads=heads, capacity=capacity, lanes=lanes, queries=query_heads // heads, stored=stored, MASK=kind,
+        logits, lse if base is None else base, lse, lse if mask is None else mask, cursor, sink_index, scores,
+        **mask_strides, heads=heads, capacity=capacity, lanes=lanes, queries=query_heads // heads, stored=stored,
+        sink_tokens=sink_index.shape[2], MASK=kind,
         BASE=base is not None, TOKENS=LOGIT_BLOCK, BLOCK=SCORE_BLOCK, num_warps=4,
     )  # fmt: skip
     return scores
@@ -477,9 +492,9 @@ def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> M
     return ADDITIVE_MASK, mask, strides
 
 
-def exact_blocks(top_k: int, window: int) -> int:
-    """Tiles of the exact tiers, at most: slots, ring, new pairs."""
-    return triton.cdiv(top_k, EXACT_BLOCK) + triton.cdiv(window, EXACT_BLOCK) + 1
+def exact_blocks(top_k: int, window: int, sink_tokens: int) -> int:
+    """Tiles of the exact tiers, at most: slots, ring, new pairs, sinks."""
+    return sum(triton.cdiv(size, EXACT_BLOCK) for size in (top_k, window, sink_tokens)) + 1
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def either(one, other):
 
 @triton.jit
 def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
-    """bool [group]: which of the tokens from `first` on are in the slots.
+    """bool [group]: which of the tokens from `first` on are in the slots, or are sinks.
 
     Each slot sets its token's bit: comparing every token with every slot would cost as much as a whole product.
     """
@@ -228,13 +228,14 @@ def attend_low_bit(
     # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
     bh, low_bit, split, splits,
     # As attend_tiers has them.
-    codes, key_params, value_params, slot_index, mask, m_token, scale, softcap, capacity,
+    codes, key_params, value_params, slot_index, sink_row, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
-    top_k: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MASK: tl.constexpr,
-    CAP: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    top_k: tl.constexpr, sink_tokens: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    MASK: tl.constexpr, CAP: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
     SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split's share of the low-bit tier, without what is in the slots: stores its sums, returns peak and total.
+    """One split's share of the low-bit tier, without what is in the slots, and the sinks, whose logits are -inf: stores
+    its sums, returns peak and total.
 
     An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
     have one scale in a plane, EXACT tokens' logits one base. Bytes and FLOPs: those of attend_tiers.
@@ -317,7 +318,9 @@ def attend_low_bit(
 
         fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
         if KEYS:
-            seen = real[:, None] & shown(~fetched, mask, tokens * m_token, MASK)[None, :]
+            # Not `sinks_among`: a loop in this one would end its asynchronous loads.
+            apart = fetched | fetched_tokens(sink_row, tile * group, top_k=sink_tokens, group=group)
+            seen = real[:, None] & shown(~apart, mask, tokens * m_token, MASK)[None, :]
             logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         else:
             # Whole rows, for a mask of single tokens would make a load of each.

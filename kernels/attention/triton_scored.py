@@ -44,7 +44,7 @@ def score_low_bit(
         group=group_of(held.codes, held.key_params, how), values=False,
     )  # fmt: skip
     _, lse = merged(sums, q, k.shape[1], sinks, lanes, how, values=False)
-    return *kept, scores_of(kept, lse, form, cursor, k.shape[1], lanes)
+    return *kept, scores_of(kept, lse, form, cursor, held, lanes)
 
 
 def attend_scored(

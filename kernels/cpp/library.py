@@ -34,11 +34,12 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Fl
 POINTERS = {
     "q": "float", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void", "key_params": "T",
     "value_params": "T", "recent": "T", "slots": "T", "slot_index": "int32_t", "cursor": "int64_t", "shares": "float",
+    "sink_pairs": "T", "sink_index": "int32_t",
 }  # fmt: skip
 RESULTS = {"logits": "float", "scores": "float", "out": "float"}
 SIZES = (
     "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
-    "top_k", "key_bits", "value_bits", "rotation",
+    "top_k", "sink_tokens", "key_bits", "value_bits", "rotation",
 )  # fmt: skip
 STRIDES = 5
 

@@ -11,11 +11,11 @@ from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.state.segments import picked, put
+from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
+from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
 
 from .copy_queue import queue_of
-
-EMPTY = -1
 
 
 def append(
@@ -28,6 +28,8 @@ def append(
     key_params: Tensor,
     value_params: Tensor,
     center: Tensor,
+    sink_pairs: Tensor,
+    sink_index: Tensor,
     key_bits: int,
     value_bits: int,
     rotate: bool,
@@ -39,7 +41,8 @@ def append(
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
     group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays). Mutates recent
     [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params [B, H, C/g, 2, d],
-    value_params [B, H, C, 2, d/gv] and center [B, H, 4, d] (`center.py`; or [B, H, 0, d]).
+    value_params [B, H, C, 2, d/gv], center [B, H, 4, d] (`center.py`; or [B, H, 0, d]) and sink_pairs [B, H, S, 2, d],
+    whose tokens sink_index [B, 1, S] names (`sinks.py`).
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
@@ -50,7 +53,8 @@ def append(
         if not low_bit and center.shape[2] and frequencies is not None:
             there = None if padding is None else padding[..., :next_low_bit].mT
             set_center(leaving[:, :, :, 0], there, frequencies, center)
-        store_low_bit(leaving, padding, low_bit, codes, key_params, value_params, center, layout, zero_point)
+        tiers = StoredTiers(codes, key_params, value_params, center, sink_pairs, sink_index, recent)
+        store_low_bit(leaving, padding, low_bit, tiers, layout, zero_point)
     first = max(length, next_low_bit)
     stop = length + new.shape[2]
     place = torch.arange(first, stop, device=recent.device) % recent.shape[2]
@@ -58,12 +62,12 @@ def append(
 
 
 def store_low_bit(
-    pairs: Tensor, padding: Tensor | None, start: int, codes: Tensor, key_params: Tensor, value_params: Tensor,
-    center: Tensor, layout: Layout, zero_point: str,
-) -> None:  # fmt: skip
-    """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on; padding as for
-    `append`. What is centered or rotated is rounded to the pairs' dtype before."""
+    pairs: Tensor, padding: Tensor | None, start: int, tiers: StoredTiers, layout: Layout, zero_point: str
+) -> None:
+    """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on; keep the sinks
+    among them. padding: as for `append`. What is centered or rotated is rounded to the pairs' dtype before."""
     stop = start + pairs.shape[2]
+    codes, key_params, value_params, center = tiers[:4]
     if not layout.is_quantised:
         codes[:, :, start:stop] = pairs.flatten(3)
         return
@@ -75,9 +79,21 @@ def store_low_bit(
     keys, values = ((rotated(x) if layout.is_rotated else x).to(pairs.dtype) for x in (keys, values))
     there = None if padding is None else padding[..., start:stop].mT
     key_codes, value_codes = layout.split(codes[:, :, start:stop], pairs.shape[-1])
-    key_codes[...], key_params[:, :, start // group : stop // group] = quantize_keys(
-        keys, group, layout.key_bits, zero_point, there
-    )
+    key_params = key_params[:, :, start // group : stop // group]
+    sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
+    # Behind its last sink a prompt takes the way of those without: a range with exceptions takes several passes.
+    edge = -(-sinks.shape[1] // group) * group
+    if edge:
+        others = ~torch.nn.functional.pad(sinks, (0, edge - sinks.shape[1]))[:, None, :, None]
+        present = others if there is None else others & there[:, :, :edge]
+        key_codes[:, :, :edge], key_params[:, :, : edge // group] = quantize_keys(
+            keys[:, :, :edge], group, layout.key_bits, zero_point, present
+        )
+    if edge < keys.shape[2]:
+        present = None if there is None else there[:, :, edge:]
+        key_codes[:, :, edge:], key_params[:, :, edge // group :] = quantize_keys(
+            keys[:, :, edge:], group, layout.key_bits, zero_point, present
+        )
     value_codes[...], value_params[:, :, start:stop] = quantize_values(values, channels, layout.value_bits, zero_point)
 
 

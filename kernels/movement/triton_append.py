@@ -18,6 +18,7 @@ from specache_compile.kernels.state.triton_center import load_group_center, set_
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_pairs import load_pairs
 from specache_compile.kernels.state.triton_rotate import hadamard
+from specache_compile.kernels.state.triton_sinks import keep_sinks, sinks_among
 
 # Tokens of a ring write per program: 16 rows of K and V keep a warp's loads 16 bytes wide.
 RING_BLOCK = 16
@@ -44,11 +45,12 @@ def finite_range(x, seen, axis: tl.constexpr):
 
 
 @triton.jit
-def scale_and_zero(low, high, limit, bits: tl.constexpr, midpoint: tl.constexpr):
-    """Equations 2 to 4, clamped to what the model's dtype can hold."""
+def scale_and_zero(low, high, limit, bits: tl.constexpr, zero_point: tl.constexpr):
+    """The quantisers of `QUANTISERS`, clamped to what the model's dtype can hold."""
     spread = high - low
-    if midpoint and bits == 1:
-        scale, zero = spread * 0.5, low + spread * 0.25
+    if zero_point == "middles" or (zero_point == "midpoint" and bits == 1):
+        scale = spread * (1.0 / (1 << bits))
+        zero = low + scale * 0.5
     else:
         scale, zero = tl.div_rn(spread, tl.zeros_like(spread) + ((1 << bits) - 1)), low
     return tl.minimum(scale, limit), tl.minimum(tl.maximum(zero, -limit), limit)
@@ -66,16 +68,18 @@ def encode(x, scale, zero, bits: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "done"])
 def rotate_groups(
     # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
-    # are not centered; written: turned [B, H, room, 2, d], a ring.
-    k, v, cursor, recent, center, turned,
+    # are not centered; sink_index [B, 1, S] int32; written: turned [B, H, room, 2, d], a ring, and
+    # sink_pairs [B, H, S, 2, d].
+    k, v, cursor, recent, center, sink_index, turned, sink_pairs,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
     # H, and the tokens that leave the window before these.
     heads, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
-    TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values; token t goes to
-    t mod room. TURNED: they are rotated. CENTERED: before, the center is taken off the keys.
+    t mod room, and a sink, as it is, to its place. sink_tokens: S. TURNED: they are rotated. CENTERED: before, the
+    center is taken off the keys.
 
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
     """
@@ -97,6 +101,9 @@ def rotate_groups(
         v, recent, tokens, channel, channel < d,
         bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=False,
     )  # fmt: skip
+    head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
+    keep_sinks(key, tokens, channel, channel < d, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
+    keep_sinks(value, tokens, channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
     if CENTERED:
         first = start // group * group  # a group is whole blocks
         one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d)
@@ -111,24 +118,24 @@ def rotate_groups(
 @triton.jit(do_not_specialize=["heads", "done"])
 def quantize_groups(
     # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor int64 [4]; recent [B, H, W, 2, d], or what
-    # `rotate_groups` made of all three.
-    k, v, padding, cursor, recent,
+    # `rotate_groups` made of all three; sink_index [B, 1, S] int32.
+    k, v, padding, cursor, recent, sink_index,
     # Written: codes [B, H, C, w] uint8, a token's keys, then its values; key_params [B, H, C/g, 2, d], value_params
-    # [B, H, C, 2, d/gv].
-    codes, key_params, value_params,
+    # [B, H, C, 2, d/gv]; sink_pairs [B, H, S, 2, d], where `rotate_groups` has not.
+    codes, key_params, value_params, sink_pairs,
     # p_batch: from one row of the padding to the next.
     k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
     # The largest number of the model's dtype; H, C in tokens, and the tokens that leave the window before these.
     limit, heads, capacity, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
-    value_bits: tl.constexpr, midpoint: tl.constexpr, PADDED: tl.constexpr, APART: tl.constexpr,
-    KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr, PADDED: tl.constexpr,
+    APART: tl.constexpr, KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
 
-    PADDED: whether `padding` is one. APART: `recent` is what `rotate_groups` made. KEY_PLANE, VALUE_PLANE, VALUE_GROUP:
-    the bytes of a token's keys, of its values, and gv, padded. Bytes: 4·g·d read (the values again from the cache),
-    g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
+    zero_point: a quantiser's name. sink_tokens: S. PADDED: whether `padding` is one. APART: `recent` is what
+    `rotate_groups` made. KEY_PLANE, VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv,
+    padded. Bytes: 4·g·d read (the values again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
     """
     bh = tl.program_id(0).to(tl.int64)
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
@@ -145,6 +152,8 @@ def quantize_groups(
     present = tokens >= 0
     if PADDED:
         present = tl.load(padding + (bh // heads) * p_batch + tokens) != 0
+    head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
+    present = present & ~sinks_among(tokens, sink_row, sink_tokens=sink_tokens)
 
     # Keys: per channel over the group's tokens; plane p holds the channels p·width + byte.
     byte = tl.arange(0, KEY_PLANE)
@@ -157,8 +166,13 @@ def quantize_groups(
             k, recent, tokens[:, None], channel[None, :], inside[None, :],
             bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=APART,
         )  # fmt: skip
+        if not APART:
+            keep_sinks(
+                x, tokens[:, None], channel[None, :], inside[None, :], head_sinks, sink_row,
+                WHICH=0, sink_tokens=sink_tokens, d=d,
+            )  # fmt: skip
         low, high = finite_range(x, inside[None, :] & present[:, None], 0)
-        scale, zero = scale_and_zero(low, high, limit, key_bits, midpoint)
+        scale, zero = scale_and_zero(low, high, limit, key_bits, zero_point)
         scale, zero = scale.to(key_params.dtype.element_ty), zero.to(key_params.dtype.element_ty)
         tl.store(params + channel[None, :], scale, inside[None, :])
         tl.store(params + d + channel[None, :], zero, inside[None, :])
@@ -175,8 +189,13 @@ def quantize_groups(
             v, recent, tokens[:, None], (part * value_group + within)[None, :], real,
             bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
         )  # fmt: skip
+        if not APART:
+            keep_sinks(
+                x, tokens[:, None], (part * value_group + within)[None, :], real, head_sinks, sink_row,
+                WHICH=1, sink_tokens=sink_tokens, d=d,
+            )  # fmt: skip
         low, high = finite_range(x, real, 1)
-        scale, zero = scale_and_zero(low, high, limit, value_bits, midpoint)
+        scale, zero = scale_and_zero(low, high, limit, value_bits, zero_point)
         tl.store(scales[:, None] + part, scale.to(value_params.dtype.element_ty))
         tl.store(scales[:, None] + value_groups + part, zero.to(value_params.dtype.element_ty))
     tl.debug_barrier()  # the codes are rounded against the scales that were just stored
@@ -259,16 +278,16 @@ def write_recent(
 
 def append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
-    value_params: Tensor, center: Tensor, key_bits: int, value_bits: int, rotate: bool, zero_point: str,
-    frequencies: Tensor | None = None,
+    value_params: Tensor, center: Tensor, sink_pairs: Tensor, sink_index: Tensor, key_bits: int, value_bits: int,
+    rotate: bool, zero_point: str, frequencies: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `tiers.append`, the lengths read on the device: at most T // g + 1 groups can leave the window at once."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
     capacity, window = codes.shape[2], recent.shape[2]
     layout = Layout(key_bits, value_bits, rotate)
-    if zero_point not in ("midpoint", "minimum"):
-        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here knows two")
+    if zero_point not in ("midpoint", "minimum", "middles"):
+        raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here knows three")
     strides = {
         "k_batch": k.stride(0), "k_head": k.stride(1), "k_token": k.stride(2),
         "v_batch": v.stride(0), "v_head": v.stride(1), "v_token": v.stride(2),
@@ -297,16 +316,17 @@ def append(
             if apart:
                 block = rotation_block(d)
                 rotate_groups[batch * heads, step * group // ROTATED_BLOCK, d // block](
-                    k, v, cursor, recent, center, pairs, **strides, heads=heads, done=first * group,
-                    d=d, window=window, group=group, room=step * group, block=block, TURNED=layout.is_rotated,
-                    CENTERED=centered, BLOCK=ROTATED_BLOCK, num_warps=4,
+                    k, v, cursor, recent, center, sink_index, pairs, sink_pairs, **strides, heads=heads,
+                    done=first * group, d=d, window=window, group=group, room=step * group, block=block,
+                    sink_tokens=sink_index.shape[2], TURNED=layout.is_rotated, CENTERED=centered, BLOCK=ROTATED_BLOCK,
+                    num_warps=4,
                 )  # fmt: skip
             quantize_groups[batch * heads, step](
-                k, v, there, cursor, pairs, codes, key_params, value_params,
+                k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs,
                 **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
                 done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
-                key_bits=key_bits, value_bits=value_bits, midpoint=zero_point == "midpoint", PADDED=padding is not None,
-                APART=apart, KEY_PLANE=triton.next_power_of_2(key_width),
+                key_bits=key_bits, value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
+                PADDED=padding is not None, APART=apart, KEY_PLANE=triton.next_power_of_2(key_width),
                 VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
                 num_warps=8 if group * d >= 128 * 128 else 4,
             )  # fmt: skip

@@ -25,4 +25,10 @@ def midpoint(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return ((high - low) / 2, low + (high - low) / 4) if bits == 1 else minimum(low, high, bits)
 
 
-QUANTISERS: dict[str, Quantiser] = {"midpoint": midpoint, "minimum": minimum}
+def middles(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """s = (max - min) / 2**bits, z = min + s / 2: the middles of 2**bits equal parts; at 1 bit those of `midpoint`."""
+    scale = (high - low) / (1 << bits)
+    return scale, low + scale / 2
+
+
+QUANTISERS: dict[str, Quantiser] = {"midpoint": midpoint, "minimum": minimum, "middles": middles}

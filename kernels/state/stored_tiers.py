@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# In slot_index and sink_index: no token.
+EMPTY = -1
+
 
 class StoredTiers(NamedTuple):
     """The state tensors in the operand's order.
@@ -17,6 +20,8 @@ class StoredTiers(NamedTuple):
     key_params: [B, H, C/g, 2, d], scale and zero point of each group of keys.
     value_params: [B, H, C, 2, d/gv], those of each group of values.
     center: [B, H, 4, d] (`center.py`); without one [B, H, 0, d].
+    sink_pairs: [B, H, S, 2, d], the first tokens (`sinks.py`).
+    sink_index: int32 [B, 1, S], which these are; -1: none.
     recent: [B, H, W, 2, d], the window.
     """
 
@@ -24,4 +29,6 @@ class StoredTiers(NamedTuple):
     key_params: Tensor
     value_params: Tensor
     center: Tensor
+    sink_pairs: Tensor
+    sink_index: Tensor
     recent: Tensor

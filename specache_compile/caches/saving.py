@@ -54,7 +54,7 @@ SAMPLED = 256
 # The model's own, whichever cache comes to it: how its graphs are lowered and run, and what this machine may spend.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
 # What a session that was saved without an option holds.
-BEFORE = {"host_bits": 16}
+BEFORE = {"host_bits": 16, "sink_tokens": 0}
 # Layers of a cache that are their keys, their values and their numbers, and no more.
 KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Folders of tensors, and nothing else that a folder may have.
@@ -238,6 +238,8 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
     for field in fields_of(session.options, shape):
         wanted = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
         tensor = found.get(field.name)
+        if tensor is None and not wanted.numel():  # a field that was not there yet, and holds nothing
+            tensor = torch.empty(wanted, dtype=field.dtype(session.options, shape))
         if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
             raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
         if field.on_host and shape.device.type == "cpu":

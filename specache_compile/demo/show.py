@@ -18,6 +18,7 @@ TIERS = {
     "low-bit": ("low-bit tier, on the device", "tab:orange"),
     "recent": ("newest tokens, on the device", "tab:green"),
     "slots": ("fetched pairs, on the device", "tab:purple"),
+    "sinks": ("first tokens, on the device", "tab:red"),
     "host": ("all pairs, on the host (16 or 8 bits)", "0.88"),
 }
 

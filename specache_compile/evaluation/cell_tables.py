@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from .rows import Row, sources
 from .settings import UNCOMPILED
 from .tasks import FOUND_OR_NOT
 from .tasks.closeness import interval
+from .tasks.long import first_difference
 from .tasks.perplexity import RECENT
 
 # The share of the right answers below which a cell says nothing of a cache: the model itself cannot do it.
@@ -60,6 +62,34 @@ def difference(row: Row, other: Row) -> str:
     mine, theirs = (r.detail["kinds"]["forced"]["each"] for r in (row, other))
     paired = [a - b for a, b in zip(mine, theirs, strict=True)]
     return f"{sum(paired) / len(paired):+.4f} ± {interval(paired):.4f}"
+
+
+def long_table(rows: Sequence[Row]) -> str:
+    """Of own texts: a line a method and cell: KL ± its 95 % interval over texts, of the first and of the last stretch
+    too; where the texts first differ from the uncompiled model's (the median; `none` where most never do), what they
+    repeat, and their length."""
+    full = {row.cell: row for row in rows if row.method == UNCOMPILED}
+    lines = []
+    for row in rows:
+        each, stretches = row.detail["each"], row.detail["by_position"]
+        shown_kl = {place: f"{kl:.4f} ± {row.detail['intervals'][place]:.4f}" for place, kl in stretches.items()}
+        first, last = (shown_kl[place] for place in (min(shown_kl, key=int), max(shown_kl, key=int)))
+        kl = f"{row.score:.4f} ± {interval([one['kl'] for one in each]):.4f}"
+        again, length = (statistics.fmean(one[name] for one in each) for name in ("repeated", "length"))
+        told = (first, last, differs_at(row, full.get(row.cell)), f"{again:.1%}", f"{length:,.0f}")
+        lines.append([row.method, row.cell, shown_ratio(row), kl, *told])
+    names = ("KL", "first stretch", "last stretch", "differs at", "repeated", "length")
+    return aligned(lines, [rows[0].task, "context", "device KV", *names])
+
+
+def differs_at(row: Row, full: Row | None) -> str:
+    """The median place at which a row's texts leave the uncompiled model's."""
+    if full is None or full is row or full.samples != row.samples:
+        return ""
+    pairs = zip(row.detail["each"], full.detail["each"], strict=True)
+    places = [first_difference(mine["tokens"], theirs["tokens"]) for mine, theirs in pairs]
+    median = sorted(math.inf if place is None else place for place in places)[len(places) // 2]
+    return "none" if median == math.inf else f"{median:,.0f}"
 
 
 def task_table(rows: Sequence[Row]) -> str:
@@ -149,7 +179,14 @@ def table(rows: Sequence[Row]) -> str:
     """All tasks, one table under the other. device KV is that of the task's longest context."""
     tasks = dict.fromkeys(row.task for row in rows)
     by_task = ([row for row in rows if row.task == task] for task in tasks)
-    return "\n\n".join(kinds_table(mine) if "kinds" in mine[0].detail else task_table(mine) for mine in by_task)
+    return "\n\n".join(form_of(mine)(mine) for mine in by_task)
+
+
+def form_of(rows: Sequence[Row]) -> Callable[[Sequence[Row]], str]:
+    """How the rows of one task are laid out."""
+    if "kinds" in rows[0].detail:
+        return kinds_table
+    return long_table if "intervals" in rows[0].detail else task_table
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

@@ -16,6 +16,7 @@ from specache_compile.kernels.state.quantisers import QUANTISERS
 from specache_compile.kernels.state.quantize import value_group
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
+from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.options import choice, number_or_auto, one_of, option, whole
 
 from .drafting import DraftOptions
@@ -25,6 +26,7 @@ BITS = (1, 2, 4, 8, 16)
 # Of keys and values, by `bits`: keys decide which pairs are fetched, and an error of theirs is exponentiated.
 BITS_OF_BOTH: dict[float, tuple[int, int]] = {1.5: (2, 1), **{bits: (bits, bits) for bits in BITS}}
 GROUP_SIZES = (32, 64, 128)
+MOST_SINKS = 64
 
 
 def check_min_context(name: str, value: Any) -> None:
@@ -46,6 +48,11 @@ def bytes_of_memory(size: int | str) -> int:
     if found is None:
         raise ValueError(f"{size!r} is no size")
     return int(float(found[1]) * UNITS[found[2] or ""])
+
+
+def check_sinks(name: str, value: Any) -> None:
+    if type(value) is not int or not 0 <= value <= MOST_SINKS:
+        raise OptionError(f"option {name}={value!r}: give a whole number, 0 to {MOST_SINKS}")
 
 
 def check_size(name: str, value: Any) -> None:
@@ -103,6 +110,11 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
+    sink_tokens: int = option(
+        0, check_sinks,
+        "S: the first tokens of each row, padding not counted, that stay in 16 bits on the device; 0 to 64", type=int,
+        metavar="S",
+    )  # fmt: skip
     host_tier: bool = choice(
         True, (True, False),
         "keep every pair in host memory too, for fetches, extends, crops and drafts. False: nothing is "
@@ -114,7 +126,11 @@ class LowBitOptions(DraftOptions):
         "crosses the link. auto: 8 in the setting best",
         type=number_or_auto,
     )  # fmt: skip
-    zero_point: str = option("midpoint", check_quantiser, "at 1 bit, the paper's midpoint or KIVI's minimum", type=str)
+    zero_point: str = option(
+        "midpoint", check_quantiser,
+        "where a group's levels lie: minimum, its ends among them (KIVI); midpoint, at 1 bit the middles of its halves "
+        "(SpeCache), else as minimum; middles, those of equal parts at any bits", type=str,
+    )  # fmt: skip
     min_context: int | str = option(
         "auto", check_min_context,
         "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it is longer. "
@@ -131,6 +147,11 @@ class LowBitOptions(DraftOptions):
         if (self.layout.key_bits == 16) != (self.layout.value_bits == 16):
             raise OptionError(
                 f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
+            )
+        if self.sink_tokens > self.window:
+            raise OptionError(
+                f"option sink_tokens={self.sink_tokens}: more than the window of {self.window} tokens (residual_length "
+                f"{self.residual_length} + group_size {self.group_size}); take fewer"
             )
         if self.bits_on_host < 16 and self.drafts:
             raise OptionError(
@@ -168,6 +189,11 @@ class LowBitOptions(DraftOptions):
             values if self.value_bits is None else self.value_bits,
             self.rotate,
         )
+
+    @property
+    def sinks(self) -> int:
+        """S; what is not quantised keeps its first tokens whole already."""
+        return self.sink_tokens if self.layout.is_quantised else 0
 
     @property
     def in_16_bits(self) -> LowBitOptions:
@@ -224,6 +250,14 @@ def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity
     return (batch, layer.heads, rows, layer.head_dim)
 
 
+def sink_pairs_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (batch, layer.heads, options.sinks, 2, layer.head_dim)
+
+
+def sink_index_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (batch, 1, options.sinks)
+
+
 def recent_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """A ring: token t at t mod W."""
     return (batch, layer.heads, options.window, 2, layer.head_dim)
@@ -250,5 +284,10 @@ CODES = Field("codes", "low-bit", codes_shape, codes_dtype)
 KEY_PARAMS = Field("key_params", "low-bit", key_params_shape)
 VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape)
 CENTER = Field("center", "low-bit", center_shape, always(torch.float32))
+# The first tokens' pairs, and which tokens these are (`kernels/state/sinks.py`).
+SINK_PAIRS = Field("sink_pairs", "sinks", sink_pairs_shape)
+SINK_INDEX = Field("sink_index", "sinks", sink_index_shape, always(torch.int32), empty=EMPTY)
 RECENT = Field("recent", "recent", recent_shape, on_crop=refill_recent)
-LOW_BIT = (CODES, KEY_PARAMS, VALUE_PARAMS, CENTER)
+LOW_BIT = (CODES, KEY_PARAMS, VALUE_PARAMS, CENTER, SINK_PAIRS, SINK_INDEX)
+# The operands of `append`, in its order.
+APPENDED = tuple(field.name for field in (RECENT, *LOW_BIT))

@@ -14,13 +14,15 @@ from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .field import Field, LayerShape
 from .host_tier import HOST
-from .low_bit import LOW_BIT, RECENT, LowBitOptions, bits_or_memory
+from .low_bit import APPENDED, LOW_BIT, RECENT, LowBitOptions, bits_or_memory
 from .method import Method
 from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 
 # On a real checkpoint 1.5 bits, rotated and corrected, are closer to the full cache than the paper's 2 bits by far
 # (docs/evaluation.md).
-PAPER = {"bits": 2, "rotate": False, "center": "never", "correct": "never"}
+PAPER = {
+    "bits": 2, "rotate": False, "center": "never", "correct": "never", "sink_tokens": 0, "zero_point": "midpoint",
+}  # fmt: skip
 
 
 def check_selector(name: str, value: Any) -> None:
@@ -33,11 +35,15 @@ class SpecacheOptions(LowBitOptions):
 
     method: str = "specache"
     setting: str = choice(
-        "best", ("best", "paper"), "defaults of bits, rotate, center and correct: best, or as in SpeCache's paper"
+        "best",
+        ("best", "paper"),
+        "defaults of bits, rotate, center, sink_tokens, zero_point and correct: best, or as in SpeCache's paper",
     )
     bits: int | float = inherited(LowBitOptions, "bits", default=1.5)
     rotate: bool = inherited(LowBitOptions, "rotate", default=True)
     center: str = inherited(LowBitOptions, "center", default="auto")
+    sink_tokens: int = inherited(LowBitOptions, "sink_tokens", default=4)
+    zero_point: str = inherited(LowBitOptions, "zero_point", default="middles")
     host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
     selector: str = option(
@@ -126,9 +132,7 @@ def recipe(options: LowBitOptions, site: int) -> Recipe:
         scores=True,
     )
     attend = dict.fromkeys(("pre-decode", "decode", "widened"), over_tiers)
-    stores: tuple[Call, ...] = (
-        Call("append", ("recent", *low_bit), (*options.layout, options.zero_point), turned="center"),
-    )
+    stores: tuple[Call, ...] = (Call("append", APPENDED, (*options.layout, options.zero_point), turned="center"),)
     if options.host_tier:
         attend |= {"extend": Call("extend_attention", ("host",))}
         stores += (Call("offload", ("host",)),)

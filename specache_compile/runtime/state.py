@@ -16,7 +16,9 @@ from specache_compile.kernels.memory.host_memory import host_empty, host_grown
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.definition import store_low_bit
 from specache_compile.kernels.state.segments import SEGMENT, put, tokens_of
+from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_pairs import stored
+from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions
@@ -97,16 +99,16 @@ def moved_over(
         for field, shape in shapes.items()
     }
     low_bit = options.low_bit_length(length)
+    tiers = StoredTiers(*(new[name] for name in StoredTiers._fields))
+    if tiers.sink_index.shape[2]:
+        find_sinks(tiers.sink_index, None if padding is None else padding[:, 0, 0], 0, length)
     if "host" in state and new["host"] is not state["host"]:
         for start in range(0, length, MOVED):
             pairs = tokens_of(state["host"], start, min(start + MOVED, length))
             put(new["host"], start, stored(pairs, new["host"]))
     for start in range(0, low_bit, MOVED):
         pairs = codes[:, :, start : min(start + MOVED, low_bit)].unflatten(3, (2, -1))
-        store_low_bit(
-            pairs, padding, start, new["codes"], new["key_params"], new["value_params"], new["center"],
-            options.layout, options.zero_point,
-        )  # fmt: skip
+        store_low_bit(pairs, padding, start, tiers, options.layout, options.zero_point)
     adopt(new, layer)
     return new
 

@@ -16,10 +16,10 @@ from .state import device_total
 
 @dataclass(frozen=True)
 class HitRate:
-    """What slots, recent tier and new pair covered of the output token's true attention, averaged over KV heads.
+    """What slots, sinks, recent tier and new pair covered of the output token's true attention, averaged over KV heads.
 
     mass: the share of the attention mass.
-    top_k: the share of the k tokens outside the recent tier that it wanted most.
+    top_k: the share of the k tokens of the low-bit tier, without sinks, that it wanted most.
     """
 
     mass: float

@@ -65,6 +65,9 @@ class Step:
         self.session.make_room(self.tokens)
         self.point()
         self.see(padding)
+        session, progress = self.session, self.session.progress
+        there = progress.padding[:, 0, 0] if progress.padding is not None and progress.padded else None
+        session.tiers.find_sinks(there, session.length, session.length + self.tokens)
 
     def point(self) -> None:
         """Write the cursor."""

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance, grow_ahead
 from specache_compile.kernels.state.segments import SEGMENT
+from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
 from specache_compile.methods.low_bit import LowBitOptions, window_from_host
 from specache_compile.options import MethodOptions
@@ -53,6 +54,7 @@ class Tiers:
     capacity: tokens that there are places for.
     room: of those the ones that the host tier has memory for.
     allocated: what of both the state's tensors have.
+    sinks_known: tokens among which every row has all its sinks; None where one has yet to find some.
 
     `settle`, where a method takes it, is called before a tensor moves: no copy may be under way then.
     """
@@ -70,6 +72,7 @@ class Tiers:
         self.state: list[LayerState] = []
         self.capacity = self.room = 0
         self.allocated = (0, 0)
+        self.sinks_known: int | None = None
 
     @property
     def has_no_host(self) -> bool:
@@ -79,6 +82,17 @@ class Tiers:
     def fields(self, name: str) -> list[Tensor]:
         """One state tensor of each layer that has it."""
         return [layer[name] for layer in self.state if name in layer]
+
+    def find_sinks(self, there: Tensor | None, length: int, stop: int) -> None:
+        """Have each layer know which tokens are its sinks, of `stop` that `length` are cached of; there: as for
+        `sinks.find_sinks`."""
+        indices = [index for index in self.fields("sink_index") if index.shape[2]]
+        if self.sinks_known is not None or not indices:
+            return
+        for index in indices:
+            find_sinks(index, there, self.options.low_bit_length(length), stop)
+        if isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
+            self.sinks_known = stop
 
     def places(self) -> list[tuple[int, torch.Size]]:
         """Where each state tensor lies, and how large it is; fakes lie nowhere."""
@@ -152,6 +166,8 @@ class Tiers:
 
     def crop(self, length: int, before: int) -> None:
         """Keep the first `length` of `before` tokens, each field as it says."""
+        if self.sinks_known is not None and length < self.sinks_known:
+            self.sinks_known = None
         cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, before)))
         for layer, state in zip(self.layers, self.state, strict=True):
             for field in fields_of(self.options, layer):
@@ -177,7 +193,8 @@ class Tiers:
 
     def take_back(self, length: int) -> None:
         """After a step behind `length` tokens that did not finish: empty the slots, and bring back from the host what
-        it pushed out of the window."""
+        it pushed out of the window. Which tokens are sinks the step may have said wrongly."""
+        self.sinks_known = None
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         if isinstance(self.options, LowBitOptions) and not self.has_no_host:

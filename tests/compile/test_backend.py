@@ -29,7 +29,7 @@ from specache_compile.runtime.records import find_record
         ({"top_k": 1.5}, "top_k=1.5"),
         ({"residual_length": "64"}, "residual_length='64'"),
         ({"residual_length": 0}, "residual_length=0: give a whole number, 1 or more"),
-        ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum'"),
+        ({"zero_point": "mid"}, "zero_point='mid': accepted are 'midpoint', 'minimum', 'middles'"),
         ({"lowering": "cuda"}, "lowering='cuda': accepted are 'inductor', 'eager'"),
         ({"speculate": 1}, "speculate=1: accepted are True, False"),
         ({"disable_passes": "overlap"}, "give a list of pass names"),

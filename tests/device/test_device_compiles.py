@@ -16,6 +16,7 @@ from specache_compile.kernels.movement import triton_append, triton_copy, triton
 from specache_compile.kernels.state.cursor import new_cursor, publish
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
+from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate, bucket
 
@@ -56,11 +57,10 @@ def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)
     k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
     mask = torch.ones(1, 1, LANES, length + LANES + capacity // 256, dtype=torch.bool, device=CUDA)
-    low_bit = [state[name] for name in ("codes", "key_params", "value_params", "center")]
     slots = state["slots"], state["slot_index"]
     read = [state[name] for name in StoredTiers._fields], options.layout, D**-0.5, None
     triton_append.append(
-        k[:, :, :1], v[:, :, :1], None, cursor, state["recent"], *low_bit, *options.layout, options.zero_point
+        k[:, :, :1], v[:, :, :1], None, cursor, *(state[name] for name in APPENDED), *options.layout, options.zero_point
     )
     triton_decode.decode_attention(q, k, v, mask, None, cursor, *slots, *read)
     logits, base, scores = triton_scored.score_low_bit(q, k, mask, None, cursor, *read)

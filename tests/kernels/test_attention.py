@@ -50,6 +50,7 @@ class Case:
     residual: int = 32
     top_k: int = 24
     filled: int = 20
+    sink_tokens: int = 0
     mask: str = "none"
     softcap: float | None = None
     sinks: bool = False
@@ -139,12 +140,23 @@ def make_step(case: Case, seed: int = 0) -> Step:
         center, waves = make_center(low_bit, normal(*rows, d).float() * 20)
         stored_keys = stored_keys + waves
 
+    # The row b's sinks begin at its token 3·b; the last of them is none yet.
+    sink_index = torch.arange(case.sink_tokens).int() + 3 * torch.arange(case.batch).int().view(-1, 1, 1)
+    sink_index[..., -1:] = -1
+    sink_pairs = torch.full((*rows, case.sink_tokens, 2, d), math.nan, dtype=case.dtype)
+    for b in range(case.batch):
+        for place, token in enumerate(sink_index[b, 0].tolist()):
+            if 0 <= token < low_bit:
+                sink_pairs[b, :, place] = truth[b, :, token]
+                stored_keys[b, :, token], stored_values[b, :, token] = keys[b, :, token], values[b, :, token]
+
     unfetched_keys = torch.cat([stored_keys, keys[:, :, low_bit:]], 2)
     slots = torch.full((*rows, case.top_k, 2, d), math.nan, dtype=case.dtype)
     slot_index = torch.full((*rows, case.top_k), -1, dtype=torch.int32)
     for b in range(case.batch):
         for h in range(case.heads):
-            fetched = torch.randperm(low_bit, generator=generator)[: case.filled]
+            fetched = torch.randperm(low_bit, generator=generator)
+            fetched = fetched[~torch.isin(fetched, sink_index[b])][: case.filled]
             places = torch.randperm(case.top_k, generator=generator)[: len(fetched)]
             slot_index[b, h, places] = fetched.int()
             slots[b, h, places] = truth[b, h, fetched]
@@ -164,6 +176,8 @@ def make_step(case: Case, seed: int = 0) -> Step:
             "key_params": key_params,
             "value_params": value_params,
             "center": center,
+            "sink_pairs": sink_pairs,
+            "sink_index": sink_index,
             "recent": recent,
             "slots": slots,
             "slot_index": slot_index,
@@ -283,6 +297,8 @@ def expected_of(step: Step, op: str) -> tuple[Tensor, Tensor]:
     selection = torch.full(step.state["codes"].shape[:3], -1.0, dtype=torch.float64)
     candidates = min(case.low_bit(n + 1), n)
     selection[:, :, :candidates] = scores[:, :, :candidates]
+    for row, tokens in enumerate(step.state["sink_index"][:, 0].tolist()):
+        selection[row, :, [token for token in tokens if token >= 0]] = -1.0
     return out, selection
 
 
@@ -386,6 +402,33 @@ def test_contexts_longer_than_a_block(op: str, low_bit: int, mask: str) -> None:
 @pytest.mark.parametrize("mask", ["none", "padding"])
 def test_slots_empty_to_full(op: str, mask: str, filled: int) -> None:
     check(op, Case(filled=filled, mask=mask))
+
+
+@pytest.mark.parametrize("length", [40, 63, 64, 70, 200])
+@pytest.mark.parametrize("sink_tokens", [1, 5, 40])
+@pytest.mark.parametrize("mask", ["none", "padding", "position bias"])
+def test_sink_tokens_are_read_in_16_bits_and_are_no_candidates(
+    op: str, mask: str, sink_tokens: int, length: int
+) -> None:
+    """In the low-bit tier, in the window, and in the window's group that leaves it with the step."""
+    check(op, Case(sink_tokens=sink_tokens, mask=mask, length=length, batch=3))
+
+
+@pytest.mark.parametrize("bits", [1, 4, 16])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_sink_tokens_beside_all_else(op: str, lanes: int, bits: int) -> None:
+    check(
+        op, Case(sink_tokens=9, bits=bits, lanes=lanes, rotate=True, sinks=True, softcap=3.0, head_dim=64, length=350)
+    )
+
+
+def test_what_is_stored_of_a_sink_token_in_few_bits_does_not_matter(op: str) -> None:
+    step = make_step(Case(sink_tokens=8))
+    out, scores = step.run(op)
+    step.state["codes"][0, :, :7] ^= 255
+    again, scores_again = step.run(op)
+    assert torch.equal(out, again)
+    assert torch.equal(scores, scores_again)
 
 
 def test_without_slots_nothing_is_scored(op: str) -> None:
@@ -556,10 +599,11 @@ def test_extend_rows_that_see_nothing_give_zero() -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("top_k", "filled"), [(0, 0), (5, 2), (24, 12), (200, 30)])
 @pytest.mark.parametrize("mask", ["none", "padding", "additive float32"])
+@pytest.mark.parametrize("sink_tokens", [0, 5])
 def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
-    mask: str, top_k: int, filled: int, sinks: bool
+    mask: str, top_k: int, filled: int, sinks: bool, sink_tokens: int
 ) -> None:
-    case = Case(length=150, top_k=top_k, filled=filled, mask=mask, sinks=sinks)
+    case = Case(length=150, top_k=top_k, filled=filled, mask=mask, sinks=sinks, sink_tokens=sink_tokens)
     step = make_step(case)
     if step.sinks is not None:
         step.sinks[0] = 60.0
@@ -567,8 +611,8 @@ def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
     host = torch.full((case.batch, case.heads, 256, 2, case.head_dim), math.nan)
     host[:, :, :n] = torch.randn(host[:, :, :n].shape, generator=torch.Generator().manual_seed(1))
     tally = torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
-    slot_index = step.state["slot_index"]
-    given = (step.q, step.k, step.mask, step.sinks, step.cursor, host, slot_index, tally)
+    slot_index, sink_index = step.state["slot_index"], step.state["sink_index"]
+    given = (step.q, step.k, step.mask, step.sinks, step.cursor, host, slot_index, sink_index, tally)
     torch.ops.specache.measure(*given, case.head_dim**-0.5, None)
 
     keys = torch.cat([host[:, :, :n, 0], step.k[:, :, :1]], 2)
@@ -578,9 +622,10 @@ def test_measure_adds_the_covered_mass_and_the_covered_share_of_the_top_k(
     for b in range(case.batch):
         for h in range(case.heads):
             attention = true[b, h * case.ratio : (h + 1) * case.ratio, 0].sum(0).tolist()
-            fetched = set(slot_index[b, h].tolist()) - {-1}
-            mass += sum(attention[t] for t in range(n + 1) if t in fetched or t >= low_bit) / sum(attention)
-            best = sorted((t for t in range(low_bit) if attention[t] > 0), key=lambda t: -attention[t])[:top_k]
+            fetched, kept = (set(index.tolist()) - {-1} for index in (slot_index[b, h], sink_index[b, 0]))
+            mass += sum(attention[t] for t in range(n + 1) if t in fetched | kept or t >= low_bit) / sum(attention)
+            missable = (t for t in range(low_bit) if attention[t] > 0 and t not in kept)
+            best = sorted(missable, key=lambda t: -attention[t])[:top_k]
             # Where fewer are seen than k, the rest of k cannot be missed.
             size = min(top_k, low_bit)
             recall += 1 - len(set(best) - fetched) / size if size else 1.0

@@ -12,6 +12,7 @@ from specache_compile.kernels.state.cursor import new_cursor
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.kivi import KiviOptions
+from specache_compile.methods.low_bit import APPENDED
 from specache_compile.runtime.state import allocate
 
 HEADS, DIM, GROUP = 2, 64, 32
@@ -32,13 +33,12 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
     batch, _, tokens, _ = keys.shape
     state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512, 512)
-    tier = [state[name] for name in ("codes", "key_params", "value_params", "center")]
     low_bit, cursor = options.low_bit_length(tokens), new_cursor(torch.device("cpu"))
     cursor[2] = low_bit
     frequencies = FREQUENCIES if center else None
-    arguments = (keys, keys, padding, cursor, state["recent"], *tier)
+    arguments = (keys, keys, padding, cursor, *(state[name] for name in APPENDED))
     torch.ops.specache.append(*arguments, *options.layout, "midpoint", frequencies)
-    stored = low_bit_keys(*tier[:2], Layout(2, 2, False), DIM, 0, low_bit)
+    stored = low_bit_keys(state["codes"], state["key_params"], Layout(2, 2, False), DIM, 0, low_bit)
     if center:
         stored = stored + centers(state["center"], GROUP, 0, low_bit // GROUP)
     seen = torch.ones(batch, 1, low_bit, 1) if padding is None else padding[..., :low_bit].mT.float()

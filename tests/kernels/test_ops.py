@@ -26,6 +26,7 @@ load_others()  # the baselines' ops too
 OPS = registered()
 BY_NAME = {op.name: op for op in OPS}
 WINDOW, GROUP, CAPACITY, TOP_K, BUDGET = 64, 32, 256, 12, 24
+SINKS = 5
 # The cursor's last place: no queue, every copy is done before its op returns.
 NO_QUEUE = 0
 
@@ -90,6 +91,9 @@ class Inputs:
         self.center = torch.zeros(*rows, 4 if case.center else 0, d)
         if case.center and low_bit:
             set_center(self.normal(*rows, low_bit, d) + 30.0, None, self.frequencies, self.center)
+        self.sink_pairs = self.normal(*rows, SINKS if quantized else 0, 2, d)
+        self.sink_index = torch.arange(self.sink_pairs.shape[2], dtype=torch.int32).repeat(case.batch, 1, 1)
+        self.sink_index[..., -1:] = -1
         self.recent = self.normal(*rows, WINDOW, 2, d)
         self.slots = self.normal(*rows, TOP_K, 2, d)
         self.host = self.normal(*rows, CAPACITY, 2, d)
@@ -161,8 +165,8 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
     ),
     "append": lambda i: (
-        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, i.center, *i.layout,
-        "midpoint", i.frequencies if i.case.center else None,
+        i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, i.center,
+        i.sink_pairs, i.sink_index, *i.layout, "midpoint", i.frequencies if i.case.center else None,
     ),
     "offload": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.host),
     "select_topk": lambda i: (i.scores, i.wanted),
@@ -184,7 +188,7 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "keep_fp8": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.fp8_codes),
     "keep_keys": lambda i: (i.new_k, i.new_v, i.padding(), i.cursor, i.device_keys),
     "measure": lambda i: (
-        i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.tally, i.scale, i.case.softcap,
+        i.q, i.k, i.mask(1), i.sinks, i.cursor, i.host, i.slot_index, i.sink_index, i.tally, i.scale, i.case.softcap,
     ),
 }  # fmt: skip
 

@@ -62,6 +62,7 @@ class Cache:
     zero_point: str = "midpoint"
     value_bits: int | None = None
     rotate: bool = False
+    sink_tokens: int = 0
     center: Tensor = field(default_factory=lambda: torch.zeros(*ROWS, 0, 1))
     originals: list[Tensor] = field(default_factory=list)
 
@@ -79,6 +80,10 @@ class Cache:
         groups, tokens = (CAPACITY // self.group, CAPACITY) if quantized else (0, 0)
         self.key_params = torch.full((*ROWS, groups, 2, d), math.nan, dtype=self.dtype)
         self.value_params = torch.full((*ROWS, tokens, 2, d // self.size), math.nan, dtype=self.dtype)
+        self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
+        # The row b's sinks begin at its token 2·b.
+        first = 2 * torch.arange(BATCH).view(-1, 1, 1)
+        self.sink_index = (torch.arange(self.sink_tokens) + first).int()
 
     @property
     def length(self) -> int:
@@ -96,7 +101,7 @@ class Cache:
         k, v = pairs.unbind(3)
         ops.append(
             k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.center,
-            *self.layout, self.zero_point,
+            self.sink_pairs, self.sink_index, *self.layout, self.zero_point,
         )  # fmt: skip
         ops.offload(k, v, None, self.cursor, self.host)
         self.originals.append(pairs)
@@ -113,9 +118,20 @@ class Cache:
             assert self.codes[:, :, low_bit:].isnan().all()
             return
         keys, values = (rotated(truth).to(self.dtype) if self.rotate else truth)[:, :, :low_bit].unbind(3)
+        others = torch.ones(*ROWS, low_bit, dtype=torch.bool)
+        for row, tokens in enumerate(self.sink_index[:, 0].tolist()):
+            for place, token in enumerate(tokens):
+                if token < low_bit:
+                    assert torch.equal(self.sink_pairs[row, :, place], truth[row, :, token])
+                    others[row, :, token] = False
+                    # A key that is there twice changes no range.
+                    keys[row, :, token] = keys[row, :, token // self.group * self.group + self.group - 1]
+                else:
+                    assert self.sink_pairs[row, :, place].isnan().all()
         key_codes, key_params = quantize_keys(keys, self.group, self.layout.key_bits, self.zero_point)
         value_codes, value_params = quantize_values(values, self.size, self.layout.value_bits, self.zero_point)
-        assert torch.equal(self.codes[:, :, :low_bit], torch.cat([key_codes, value_codes], 3))
+        stored = torch.cat([key_codes, value_codes], 3)
+        assert torch.equal(self.codes[:, :, :low_bit][others], stored[others])
         assert (self.codes[:, :, low_bit:] == 255).all()
         groups = low_bit // self.group
         assert torch.equal(self.key_params[:, :, :groups], key_params)
@@ -144,6 +160,15 @@ def test_keys_and_values_of_their_own_bits_turned(bits: int, value_bits: int) ->
         cache.check()
 
 
+@pytest.mark.parametrize("sink_tokens", [1, 4, 20])
+@pytest.mark.parametrize("bits", [1, 2])
+def test_sink_tokens_are_kept_as_they_are_and_widen_no_group(bits: int, sink_tokens: int) -> None:
+    cache = Cache(bits, 32, 32, value_bits=1, rotate=True, sink_tokens=sink_tokens)
+    for tokens in (3, 1, 59, 1, 1, 40, 64):
+        cache.put(tokens)
+        cache.check()
+
+
 @pytest.mark.parametrize("first", [1, 100])
 def test_token_by_token_over_several_groups(first: int) -> None:
     cache = Cache(bits=2, group=32, residual=32)
@@ -155,7 +180,7 @@ def test_token_by_token_over_several_groups(first: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [80, 128])
-@pytest.mark.parametrize("zero_point", ["midpoint", "minimum"])
+@pytest.mark.parametrize("zero_point", ["midpoint", "minimum", "middles"])
 def test_half_precision_and_other_heads(zero_point: str, head_dim: int, dtype: torch.dtype) -> None:
     cache = Cache(bits=1, group=64, residual=64, head_dim=head_dim, dtype=dtype, zero_point=zero_point)
     for tokens in (150, 1, 1, 90):

@@ -36,8 +36,10 @@ from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import center, layout, triton_center, triton_rotate
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.quantize import pack
+from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
+from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
@@ -67,6 +69,7 @@ class Case:
     sinks: bool = False
     zero_point: str = "midpoint"
     center: bool = False
+    sink_tokens: int = 0
 
     def __str__(self) -> str:
         changed = [f"{name} {value}" for name, value in vars(self).items() if value != getattr(Case, name)]
@@ -77,6 +80,7 @@ class Case:
         return SpecacheOptions(
             bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, group_size=self.group, residual_length=32,
             top_k=self.top_k, correct="never", zero_point=self.zero_point, center="always" if self.center else "never",
+            sink_tokens=self.sink_tokens,
         )  # fmt: skip
 
     @property
@@ -95,6 +99,13 @@ CASES = [
     Case(),
     *(Case(bits=bits) for bits in (1, 4, 8, 16)),
     Case(bits=1, zero_point="minimum"),
+    *(Case(bits=bits, zero_point="middles") for bits in (1, 2, 4)),
+    Case(sink_tokens=4),
+    Case(sink_tokens=1, rotate=True, value_bits=1, mask="bool"),
+    Case(sink_tokens=40, rotate=True, length=150, mask="padding", sinks=True),
+    Case(sink_tokens=17, bits=1, head_dim=80, group=64, length=300, lanes=1, mask="additive"),
+    Case(sink_tokens=5, dtype=torch.float16, center=True, softcap=5.0),
+    Case(sink_tokens=4, length=66, top_k=400),  # the step lets the sinks' group out of the window
     *(Case(group=group, length=300) for group in (64, 128)),
     *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
     Case(bits=1, head_dim=80),
@@ -165,9 +176,13 @@ class Layer:
         for tokens in (case.length - 6, 1, 1, 1, 1, 2):
             self.point(at, tokens)
             k, v = self.pairs[:, :, at : at + tokens].unbind(3)
-            tier = (self.state[name] for name in ("recent", "codes", "key_params", "value_params", "center"))
+            padding, sink_index = padding_of(case, len(self)), self.state["sink_index"]
+            if sink_index.shape[2]:
+                there = None if padding is None else padding[:, 0, 0]
+                find_sinks(sink_index, there, case.options.low_bit_length(at), at + tokens)
+            tier = (self.state[name] for name in APPENDED)
             settings = (*case.options.layout, case.zero_point, case.frequencies)
-            append(k, v, padding_of(case, len(self)), self.cursor, *tier, *settings)
+            append(k, v, padding, self.cursor, *tier, *settings)
             at += tokens
         self.point(at, 1)
 
@@ -185,7 +200,8 @@ class Layer:
         slots.fill_(float("nan"))
         for row in range(BATCH):
             for head in range(self.case.heads):
-                tokens = torch.randperm(low_bit)[: self.case.top_k].to(DEVICE)
+                tokens = torch.randperm(low_bit).to(DEVICE)
+                tokens = tokens[~torch.isin(tokens, self.state["sink_index"][row])][: self.case.top_k]
                 index[row, head, : len(tokens)] = tokens.int()
                 slots[row, head, : len(tokens)] = self.pairs[row, head, tokens]
 
@@ -204,7 +220,8 @@ def padding_of(case: Case, capacity: int) -> Tensor | None:
 @every_case
 def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
     ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
-    assert torch.equal(ours.state["recent"], reference.state["recent"])
+    for field in ("recent", "sink_pairs"):
+        assert torch.equal(ours.state[field], reference.state[field]), field
     torch.testing.assert_close(ours.state["center"], reference.state["center"], atol=1e-4, rtol=1e-5)
     if case.center or (case.options.layout.is_rotated and not case.has_exact_rotation):
         assert_dequantised_alike(ours, reference)
@@ -259,7 +276,7 @@ def test_append_gives_what_is_not_finite_and_what_is_constant_the_references_cod
         pairs[1, 0] = 2.5
         pairs[1, 1, :, :, 3] = float("nan")
         layer.point(0, 90)
-        tier = (layer.state[name] for name in ("recent", "codes", "key_params", "value_params", "center"))
+        tier = (layer.state[name] for name in APPENDED)
         append(*pairs.unbind(3), None, layer.cursor, *tier, 2, 2, False, "midpoint")
         return layer
 
@@ -500,7 +517,7 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
     """Two multiprocessors' worth of shares of one head's tiers; those that are empty add nothing."""
     case = Case(heads=1, length=1000, top_k=16, rotate=rotate)
     monkeypatch.setattr(triton_decode, "programs_at_once", lambda device: 16)
-    exact, splits = triton_decode.shares_of(1, 512 // case.group, triton_decode.exact_blocks(16, 64), 16)
+    exact, splits = triton_decode.shares_of(1, 512 // case.group, triton_decode.exact_blocks(16, 64, 0), 16)
     assert exact > 1
     assert splits > 2
     layer = Layer(replace(case, length=500), tiers.append)
@@ -528,7 +545,7 @@ def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkey
 def test_shares_fill_the_gpu_and_end_together() -> None:
     """Heads of all rows, tiles of their low-bit tiers, and 1,056 programs at once, as an H200 runs: no schedule ends
     before all work has been done, and the chosen one ends within a quarter of that, or of the shortest shares."""
-    slots, blocks = 1056, triton_decode.exact_blocks(64, 128)
+    slots, blocks = 1056, triton_decode.exact_blocks(64, 128, 0)
     for rows, tiles in [(8, 128), (8, 512), (64, 512), (176, 512), (512, 512), (2000, 32)]:
         exact, splits = triton_decode.shares_of(rows, tiles, blocks, slots)
         assert exact >= 1
@@ -539,7 +556,7 @@ def test_shares_fill_the_gpu_and_end_together() -> None:
 
 
 def test_many_slots_leave_shares_to_the_low_bit_tier() -> None:
-    exact, splits = triton_decode.shares_of(1, 512, triton_decode.exact_blocks(8192, 128), 1056)
+    exact, splits = triton_decode.shares_of(1, 512, triton_decode.exact_blocks(8192, 128, 0), 1056)
     assert exact + splits <= triton_decode.MOST_PARTS
     assert splits > 16
 

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 G, R, K = 32, 32, 8
 # Its pairs are exact: the formulas round nothing but the low-bit tier.
+BEST = {"sink_tokens": 4, "zero_point": "middles"}
 SETTINGS = {"group_size": G, "residual_length": R, "top_k": K, "correct": "always", "host_bits": 16}
 
 
@@ -39,16 +40,21 @@ def hadamard(x: Tensor) -> Tensor:
     return x @ torch.tensor(signs, dtype=x.dtype) / math.sqrt(d)
 
 
-def quantised(groups: Tensor, bits: int, dim: int) -> Tensor:
-    """Each group along `dim` at 2**bits levels between its ends, at 1 bit the midpoints of its halves (section 3.4)."""
-    low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
-    scale, zero = ((high - low) / 2, low + (high - low) / 4) if bits == 1 else ((high - low) / (2**bits - 1), low)
+def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, middles: bool) -> Tensor:
+    """Each group along `dim` at 2**bits levels: the middles of equal parts of the range of what is counted, as at 1 bit
+    (section 3.4), or between its ends and these."""
+    low = groups.masked_fill(~counted, math.inf).amin(dim, keepdim=True)
+    high = groups.masked_fill(~counted, -math.inf).amax(dim, keepdim=True)
+    scale, zero = (high - low) / (2**bits - 1), low
+    if middles or bits == 1:
+        scale = (high - low) / 2**bits
+        zero = low + scale / 2
     return ((groups - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
 
 
-def simulated(key_bits: int, value_bits: int, rotate: bool, lanes: int = 1) -> Any:
+def simulated(key_bits: int, value_bits: int, rotate: bool, lanes: int = 1, sinks: int = 0) -> Any:
     """An attention of transformers: exact but for one token's, or so many tokens', whose far pairs are of low bits; of
-    those k are exact, which the tokens give most together."""
+    those k are exact, which the tokens give most together, and the first `sinks`, beside which levels are middles."""
     turn = hadamard if rotate else lambda x: x
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:
@@ -56,9 +62,14 @@ def simulated(key_bits: int, value_bits: int, rotate: bool, lanes: int = 1) -> A
         q, k, v = q.double().unflatten(1, (-1, queries)), k.double(), v.double()
         cached = k.shape[2] - q.shape[3]
         far = G * max(0, (cached - R) // G) if q.shape[3] <= lanes else 0
-        low_k = turn(quantised(turn(k[:, :, :far]).unflatten(2, (-1, G)), key_bits, 3).flatten(2, 3))
-        low_v = turn(quantised(turn(v[:, :, :far]), value_bits, 3))
-        keys, values = torch.cat([low_k, k[:, :, far:]], 2), torch.cat([low_v, v[:, :, far:]], 2)
+        first, middles = min(sinks, far), sinks > 0
+        counted = (torch.arange(far) >= first).view(-1, G, 1)
+        low_k = turn(quantised(turn(k[:, :, :far]).unflatten(2, (-1, G)), key_bits, 3, counted, middles).flatten(2, 3))
+        low_v = turn(quantised(turn(v[:, :, :far]), value_bits, 3, torch.tensor(True), middles))
+        keys, values = (
+            torch.cat([exact[:, :, :first], low[:, :, first:], exact[:, :, far:]], 2)
+            for exact, low in ((k, low_k), (v, low_v))
+        )
         causal = torch.ones(q.shape[3], k.shape[2], dtype=torch.bool).tril(cached)
 
         def weights() -> Tensor:
@@ -66,6 +77,7 @@ def simulated(key_bits: int, value_bits: int, rotate: bool, lanes: int = 1) -> A
             return logits.masked_fill(~causal, -math.inf).softmax(-1)
 
         given = weights()[..., :far].sum((2, 3))
+        given[..., :first] = -1.0
         chosen = given.topk(min(K, far), -1).indices.unsqueeze(-1).expand(-1, -1, -1, 16)
         keys.scatter_(2, chosen, k.gather(2, chosen))
         values.scatter_(2, chosen, v.gather(2, chosen))
@@ -99,22 +111,24 @@ def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "layout"),
+    ("options", "layout", "sinks"),
     [
-        ({"bits": 1}, (1, 1, True)),
-        ({}, (2, 1, True)),
-        ({"bits": 2, "rotate": False}, (2, 2, False)),
-        ({"key_bits": 1, "value_bits": 4}, (1, 4, True)),
+        ({"bits": 1}, (1, 1, True), 4),
+        ({}, (2, 1, True), 4),
+        ({"sink_tokens": 37}, (2, 1, True), 37),
+        ({"sink_tokens": 0, "zero_point": "midpoint"}, (2, 1, True), 0),
+        ({"bits": 2, "rotate": False}, (2, 2, False), 4),
+        ({"key_bits": 1, "value_bits": 4}, (1, 4, True), 4),
     ],
-    ids=["1 bit", "best", "2 bits, not rotated", "1 and 4 bits"],
+    ids=["1 bit", "best", "sinks of two groups", "no sinks", "2 bits, not rotated", "1 and 4 bits"],
 )
 def test_each_steps_logits_are_the_formulas(
-    llama: LlamaForCausalLM, options: dict[str, Any], layout: tuple[int, int, bool]
+    llama: LlamaForCausalLM, options: dict[str, Any], layout: tuple[int, int, bool], sinks: int
 ) -> None:
     ids = prompt(170)
-    with attending(llama, simulated(*layout)):
+    with attending(llama, simulated(*layout, sinks=sinks)):
         expected = forced(llama, ids, 120)
-    twin = compile_copy(llama, **SETTINGS, **{"setting": "best", "bits": 1.5, "rotate": True, **options})
+    twin = compile_copy(llama, **SETTINGS, **{"setting": "best", "bits": 1.5, "rotate": True, **BEST, **options})
     torch.testing.assert_close(forced(twin, ids, 120), expected, rtol=1e-3, atol=1e-3)
     assert sc.stats(twin).pairs_corrected > 0
 
@@ -123,9 +137,9 @@ def test_each_steps_logits_are_the_formulas(
 def test_the_logits_of_a_widened_decode_are_the_formulas(llama: LlamaForCausalLM, lanes: int) -> None:
     """Each lane sees the ones before it; pairs leave the window in between, and one choice is made for all."""
     ids = prompt(120 + 5 * lanes)
-    with attending(llama, simulated(2, 1, True, lanes)):
+    with attending(llama, simulated(2, 1, True, lanes, sinks=4)):
         expected = forced(llama, ids, 120, lanes)
-    twin = compile_copy(llama, **SETTINGS, setting="best", bits=1.5, rotate=True, lookup=True, speculate=False)
+    twin = compile_copy(llama, **SETTINGS, setting="best", **BEST, bits=1.5, rotate=True, lookup=True, speculate=False)
     torch.testing.assert_close(forced(twin, ids, 120, lanes), expected, rtol=1e-3, atol=1e-3)
     told = sc.stats(twin)
     assert (told.widened, told.extends, told.decodes) == (5, 0, 0)

@@ -53,7 +53,7 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
     ids = prompt(333, 2)
     states = []
     for least in (0, 330):
-        twin = compile_copy(llama, bits=2, top_k=16, min_context=least)
+        twin = compile_copy(llama, bits=2, top_k=16, sink_tokens=4, min_context=least)
         cache = step(twin, ids[:, :300]).past_key_values
         assert (session_of(cache).options.bits == 16) == (least > 0)
         cache = step(twin, ids[:, 300:], cache).past_key_values
@@ -62,9 +62,10 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
         session_of(cache).queue.drain()
     for one, other in zip(*states, strict=True):
         torch.testing.assert_close(*(in_order(x["host"])[:, :, :333] for x in (one, other)), atol=1e-5, rtol=1e-5)
-        for name in ("codes", "key_params", "value_params", "recent"):
+        assert one["sink_index"].tolist() == other["sink_index"].tolist() == [[[0, 1, 2, 3]]] * 2
+        for name in ("codes", "key_params", "value_params", "sink_pairs", "recent"):
             low_bit = 288  # of 333 tokens at R 32, g 32
-            end = {"key_params": low_bit // 32, "recent": 64}.get(name, low_bit)
+            end = {"key_params": low_bit // 32, "recent": 64, "sink_pairs": 4}.get(name, low_bit)
             torch.testing.assert_close(one[name][:, :, :end], other[name][:, :, :end], atol=1e-5, rtol=1e-5)
 
 

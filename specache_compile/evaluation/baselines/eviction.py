@@ -17,9 +17,9 @@ from specache_compile.errors import OptionError
 from specache_compile.kernels.attention.definition import SEEN, grouped_bias, product
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
 from specache_compile.kernels.costs import rows as heads_of
-from specache_compile.kernels.movement.definition import EMPTY
 from specache_compile.kernels.op import Op, fake_of_query
 from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
 from specache_compile.options import MethodOptions, option, whole

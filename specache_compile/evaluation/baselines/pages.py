@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specache_compile.kernels import costs
-from specache_compile.kernels.movement.definition import EMPTY
 from specache_compile.kernels.op import Op, fake_nothing
+from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.passes.recipe import Selector
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from . import (
     closeness,
+    long,
     longbench,
     longbench_v2,
     needle,
@@ -21,6 +22,7 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "shared_context": shared_context.cells,
     "perplexity": perplexity.cells,
     "closeness": closeness.cells,
+    "long": long.cells,
     "longbench": longbench.cells,
     "longbench_v2": longbench_v2.cells,
     "ruler": ruler.cells,
@@ -29,4 +31,4 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
 # Tasks whose answer is in the text, and found or not.
 FOUND_OR_NOT = ("needle", "shared_context", "ruler")
 # Tasks that measure text, not answers.
-NO_QUESTION = ("perplexity", "closeness")
+NO_QUESTION = ("perplexity", "closeness", "long")

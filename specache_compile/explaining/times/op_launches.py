@@ -162,7 +162,7 @@ def score_low_bit(call: Call) -> list[Kernel]:
 def attend_scored(call: Call) -> list[Kernel]:
     """Overlapped, the pairs in 16 bits have a launch of their own, which waits for the gather."""
     cost, load = call.cost(costs.attend_scored), call.load
-    exact = load.length - call.low + costs.fetched_pairs(load.options, load.length)
+    exact = costs.exact_pairs(load.options, load.length)
     pairs = exact * call.heads * costs.pair_bytes(load.options, load.layers[call.site]).exact
     low = Kernel("attend_tiers", memory=cost.hbm, instructions=instructions(call, "values"), tail=TAIL)
     if not call.overlapped:

@@ -1,0 +1,147 @@
+"""Over thousands of own tokens, where errors feed on themselves: a method's text, and how far each of its tokens'
+distributions is from the full cache's behind the same text.
+
+Every method draws by the same noise (Gumbel's, of the row and the position), so that two that agree say the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.runner import Runner, as_list, chunks, decode, read
+
+from .closeness import divergence, interval
+from .task import Bench, Cell, Outcome
+
+# Tokens of text that a continuation begins behind: read exactly, and few beside its own.
+PROMPT = 128
+# Own tokens behind which the full cache reads them, at once.
+STRIDE = 64
+BUCKETS = 8
+# Tokens in a row, of which a text repeats some.
+PHRASE = 4
+KINDS = ("greedy", "sampled")
+
+# (logits [rows, vocabulary], the first row's number, own tokens so far) → the next tokens [rows, 1].
+Choose = Callable[[Tensor, int, int], Tensor]
+
+
+def greedy(logits: Tensor, first: int, place: int) -> Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
+def sampled(logits: Tensor, first: int, place: int, seed: int) -> Tensor:
+    """At temperature 1, by the noise of `seed`, the row and the place."""
+    rows = []
+    for row in range(first, first + len(logits)):
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + row) * 1_000_003 + place)
+        rows.append(torch.rand(logits.shape[1], generator=generator))
+    gumbel = torch.stack(rows).clamp_(min=1e-12).log_().neg_().log_().neg_()
+    return (logits + gumbel).argmax(-1, keepdim=True)
+
+
+@dataclass
+class Said:
+    """A batch's own texts: tokens and kl (nats), [rows, n] when they are whole."""
+
+    tokens: list[Tensor] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+
+
+def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: int = 0) -> tuple[Tensor, Tensor]:
+    """What the method says behind `ids` [rows, PROMPT], the rows from `first` on: tokens [rows, tokens], and
+    KL(full || method) of each."""
+    cache, logits = runner.read(ids)
+    with runner.uncompiled():
+        full_cache, full = read(runner.model, ids)
+    said = Said()
+    for places in chunks(range(tokens), STRIDE):
+        ours, drawn = [], []
+        for place in places:
+            ours.append(logits)
+            drawn.append(choose(logits[:, -1], first, place).to(ids.device))
+            if place + 1 < tokens:
+                logits = decode(runner.model, cache, drawn[-1])
+        said.tokens.append(torch.cat(drawn, 1))
+        with runner.uncompiled():
+            behind = forced_at_once(runner.model, full_cache, said.tokens[-1])
+        pairs = zip(torch.cat([full, behind[:, :-1]], 1), torch.cat(ours, 1), strict=True)
+        said.kl.append(torch.stack([divergence(*pair) for pair in pairs]))  # a row at a time: these are large
+        full = behind[:, -1:]
+    return torch.cat(said.tokens, 1).cpu(), torch.cat(said.kl, 1)
+
+
+@torch.inference_mode()
+def forced_at_once(model: Any, cache: Any, tokens: Tensor) -> Tensor:
+    """Logits [rows, n, vocabulary] behind each of `tokens` [rows, n], which the cache reads together; float32 on the
+    host."""
+    return model(tokens, past_key_values=cache, use_cache=True).logits.float().cpu()
+
+
+def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: Choose) -> Outcome:
+    """The score is the mean KL up to each text's end; `each` has a text's own, its tokens, and what it repeats;
+    `by_position` the mean of a stretch of positions, and `intervals` its 95 % interval over texts."""
+    texts: list[list[int]] = []
+    kls: list[list[float]] = []
+    ends = set(as_list(runner.model.generation_config.eos_token_id))
+    for batch in chunks(rows, runner.batch_size):
+        said, kl = own_text(runner, runner.ids(batch), tokens, choose, first=len(texts))
+        for text, distances in zip(said.tolist(), kl.tolist(), strict=True):
+            length = next((place + 1 for place, token in enumerate(text) if token in ends), len(text))
+            texts.append(text[:length])
+            kls.append(distances[:length])
+    each = [
+        {"kl": statistics.fmean(kl), "length": len(text), "repeated": repeated(text), "tokens": text}
+        for text, kl in zip(texts, kls, strict=True)
+    ]
+    stretches = dict(by_stretch(kls, tokens))
+    detail = {
+        "each": each,
+        "by_position": {place: statistics.fmean(means) for place, means in stretches.items()},
+        "intervals": {place: interval(means) for place, means in stretches.items()},
+    }
+    return Outcome(statistics.fmean(one["kl"] for one in each), "KL to the full cache, nats", len(each), detail)
+
+
+def by_stretch(kls: Sequence[Sequence[float]], tokens: int) -> Iterator[tuple[str, list[float]]]:
+    """A stretch of own positions, by its first, and the mean in each text that comes so far."""
+    for number in range(BUCKETS):
+        start, stop = (tokens * edge // BUCKETS for edge in (number, number + 1))
+        means = [statistics.fmean(kl[start:stop]) for kl in kls if kl[start:stop]]
+        if means:
+            yield str(start), means
+
+
+def repeated(text: Sequence[int]) -> float:
+    """The share of its phrases of PHRASE tokens that it has said before."""
+    phrases = list(zip(*(text[start:] for start in range(PHRASE)), strict=False))
+    return 1 - len(set(phrases)) / len(phrases) if phrases else 0.0
+
+
+def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
+    """The place of the first token in which two texts differ; None where they are one."""
+    places = (place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(places, None if len(text) == len(other) else min(len(text), len(other)))
+
+
+def cells(bench: Bench) -> list[Cell]:
+    """Two cells a length, greedy and sampled; all but the prompt is the method's own."""
+    choices: dict[str, Choose] = {"greedy": greedy, "sampled": functools.partial(sampled, seed=bench.seed)}
+
+    prompts = bench.windows_apart(PROMPT)
+
+    def cell(length: int, kind: str) -> Cell:
+        if length <= PROMPT:
+            raise SpecacheError(f"task long: a context of {length} tokens is no more than its prompt's {PROMPT}")
+        work = functools.partial(measure, rows=prompts, tokens=length - PROMPT, choose=choices[kind])
+        return Cell(f"{length} {kind}", length, work, {"prompt": PROMPT})
+
+    return [cell(length, kind) for length in bench.lengths for kind in KINDS]

@@ -1,0 +1,134 @@
+"""Own texts of thousands of tokens: their distance from the full cache behind the same text, by position."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import byte_tokenizer, prompt, tiny_llama
+from conftest import greedy as greedily
+from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.cell_tables import table
+from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.rows import Row
+from specache_compile.evaluation.runner import Runner
+from specache_compile.evaluation.settings import parse_setting, running
+from specache_compile.evaluation.tasks import long
+from specache_compile.evaluation.tasks.long import first_difference, greedy, measure, own_text, repeated, sampled
+from specache_compile.evaluation.tasks.task import Bench, Outcome
+
+SMALL = "group_size=32,residual_length=32"
+EXACT = f"specache:bits=1,verify=4,top_k=8,{SMALL}"
+LOSSY = f"kivi:bits=1,{SMALL}"
+SAMPLED = functools.partial(sampled, seed=3)
+TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return Runner(tiny_llama(), Reader(byte_tokenizer()), batch_size=2)
+
+
+def outcome(runner: Runner, method: str, choose: Any = greedy) -> Outcome:
+    with running(runner.model, parse_setting(method), "eager"):
+        return measure(runner, prompt(64, 3).tolist(), TOKENS, choose)
+
+
+def texts(outcome: Outcome) -> list[list[int]]:
+    return [one["tokens"] for one in outcome.detail["each"]]
+
+
+@pytest.mark.parametrize("method", ["uncompiled", EXACT])
+def test_what_is_exact_says_what_the_full_cache_says_at_no_distance(runner: Runner, method: str) -> None:
+    found = outcome(runner, method)
+    ids = prompt(64, 3)
+    assert texts(found) == greedily(runner.model, ids, TOKENS)[:, 64:].tolist()
+    assert abs(found.score) < 1e-5
+
+
+def test_the_distance_is_the_full_caches_along_the_methods_own_text(runner: Runner) -> None:
+    """Position by position, against one pass of the uncompiled model over the whole text; the method's logits, against
+    those of a second run that is forced along it."""
+    ids = prompt(64, 2)
+    with running(runner.model, parse_setting(LOSSY), "eager"):
+        said, kl = own_text(runner, ids, TOKENS, SAMPLED)
+        ours = runner.forced_logits(torch.cat([ids, said], 1), 64)
+        with runner.uncompiled(), torch.no_grad():
+            full = runner.model(torch.cat([ids, said], 1)).logits[:, 63:-1]
+    expected = torch.nn.functional.kl_div(
+        ours.log_softmax(-1), full[:, 1:].log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    torch.testing.assert_close(kl[:, 1:], expected, atol=1e-4, rtol=1e-3)
+    assert kl[:, 0].abs().max() < 1e-6, "behind the prompt, which is read exactly"
+    assert kl[:, 60:].mean() > 0.01
+
+
+def test_methods_that_agree_draw_the_same_tokens(runner: Runner) -> None:
+    full, exact, lossy = (texts(outcome(runner, method, SAMPLED)) for method in ("uncompiled", EXACT, LOSSY))
+    assert full == exact != lossy
+    assert texts(outcome(runner, "uncompiled")) != full
+    assert all(a[0] == b[0] for a, b in zip(full, lossy, strict=True)), "behind a prompt that is read exactly"
+
+
+def test_a_text_ends_where_the_model_ends_it(runner: Runner) -> None:
+    text = texts(outcome(runner, "uncompiled"))[0]
+    config = runner.model.generation_config
+    config.eos_token_id = text[10]
+    try:
+        each = outcome(runner, "uncompiled").detail["each"]
+    finally:
+        config.eos_token_id = None
+    assert each[0]["length"] == text.index(text[10]) + 1
+    assert each[0]["tokens"] == text[: each[0]["length"]]
+
+
+def test_stretches_cover_all_positions_and_texts_that_came_so_far() -> None:
+    kls = [[float(place) for place in range(80)], [float(place) for place in range(15)]]
+    found = dict(long.by_stretch(kls, 80))
+    assert list(found) == ["0", "10", "20", "30", "40", "50", "60", "70"]
+    assert found["0"] == [4.5, 4.5]
+    assert found["10"] == [14.5, 12.0]
+    assert found["20"] == [24.5]
+
+
+def test_what_a_text_repeats_and_where_two_part() -> None:
+    assert repeated([1, 2, 3, 4, 5, 6]) == 0
+    assert repeated([1, 2, 3, 4] * 3) == pytest.approx(5 / 9)
+    assert repeated([1, 2]) == 0
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+
+
+def row(method: str, outcome: Outcome) -> Row:
+    return Row(
+        key=method, task="long", method=method, cell="164 greedy", context=164, score=outcome.score,
+        metric=outcome.metric, samples=outcome.samples, seed=0, kv_ratio=0.2, seconds=1.0, detail=outcome.detail,
+        provenance="x",
+    )  # fmt: skip
+
+
+def test_the_table_says_where_a_text_leaves_the_uncompiled_models(runner: Runner) -> None:
+    full, lossy = row("uncompiled", outcome(runner, "uncompiled")), row(LOSSY, outcome(runner, LOSSY))
+    lines = table([full, lossy, replace(full, method=EXACT)]).splitlines()
+    places = sorted(
+        first_difference(a, b) or 0
+        for a, b in zip(*(texts(Outcome(0, "", 3, one.detail)) for one in (full, lossy)), strict=True)
+    )
+    assert lines[0].split()[-4:] == ["differs", "at", "repeated", "length"]
+    assert f" {places[1]} " in lines[3]
+    assert " none " in lines[4]
+
+
+def test_a_context_no_longer_than_the_prompt_is_refused(tmp_path: Any) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 200)
+    bench = Bench(Reader(byte_tokenizer()), (128,), 2, 0, 4096, (text,))
+    with pytest.raises(SpecacheError, match="a context of 128 tokens is no more than its prompt's 128"):
+        long.cells(bench)
+    names = [cell.name for cell in long.cells(replace(bench, lengths=(192, 256)))]
+    assert names == ["192 greedy", "192 sampled", "256 greedy", "256 sampled"]

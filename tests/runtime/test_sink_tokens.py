@@ -1,0 +1,142 @@
+"""The first tokens in 16 bits (option `sink_tokens`), from the options to a cache that is edited.
+
+With 64 of them, R = 32 and g = 32, every one of the first 128 tokens is a sink or in the window: nothing is rounded, so
+that at 1 bit the tokens are the uncompiled model's, and would not be if one pair were another's.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import specache_compile as sc
+from conftest import compiled_with, greedy, prompt
+from held_tiers import interrupted_behind
+from specache_compile.methods import parse_options
+from specache_compile.runtime.session import session_of
+
+pytestmark = pytest.mark.one_process
+
+ALL_SINKS = {
+    "lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "sink_tokens": 64, "min_context": 0,
+}  # fmt: skip
+METHODS: dict[str, dict[str, Any]] = {
+    "kivi": {"method": "kivi"},
+    "kivi without a host tier": {"method": "kivi", "host_tier": False},
+    "corrected": {"top_k": 4, "host_bits": 16},
+    "two lanes": {"top_k": 4, "host_bits": 16, "speculate": True, "correct": "never", "rotate": False},
+}
+
+
+@pytest.fixture(params=METHODS)
+def twin(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> LlamaForCausalLM:
+    return compiled_with(llama, {**ALL_SINKS, **METHODS[request.param]})
+
+
+@torch.no_grad()
+def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
+    return model(ids, past_key_values=cache, use_cache=True, **given).past_key_values
+
+
+@pytest.mark.parametrize("length", [1, 3, 40, 90])
+def test_while_every_token_is_a_sink_or_in_the_window_nothing_is_rounded(
+    llama: LlamaForCausalLM, twin: LlamaForCausalLM, length: int
+) -> None:
+    """A prompt that is shorter than its sinks, too: the tokens behind it are."""
+    ids = prompt(length, 2)
+    assert torch.equal(greedy(twin, ids, 126 - length), greedy(llama, ids, 126 - length))
+
+
+def test_padding_is_not_counted(llama: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
+    """The second row's 100 tokens of padding and its first 64 of text make the low-bit tier, whose range they leave."""
+    ids, mask = prompt(160, 2), torch.ones(2, 160, dtype=torch.long)
+    mask[1, :100] = 0
+    expected = greedy(llama, ids, 30, attention_mask=mask)
+    assert torch.equal(greedy(twin, ids, 30, attention_mask=mask)[1], expected[1])
+
+
+def test_one_token_less_and_it_is_rounded(llama: LlamaForCausalLM) -> None:
+    """The tests above can fail."""
+    twin = compiled_with(llama, {**ALL_SINKS, "method": "kivi", "sink_tokens": 8})
+    ids = prompt(90, 2)
+    assert not torch.equal(greedy(twin, ids, 36), greedy(llama, ids, 36))
+
+
+@pytest.mark.parametrize("method", ["kivi", "corrected"])
+def test_they_outlive_chunks_crops_forks_rows_and_a_file(llama: LlamaForCausalLM, tmp_path: Path, method: str) -> None:
+    twin = compiled_with(llama, {**ALL_SINKS, **METHODS[method]})
+    ids = prompt(126, 2)
+    cache = None
+    for start, stop in ((0, 2), (2, 50), (50, 100)):
+        cache = step(twin, ids[:, start:stop], cache)
+    cache.crop(-60)
+    cache = step(twin, ids[:, 40:100], cache)
+    other = copy.deepcopy(cache)
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    sc.save(cache, tmp_path)
+    loaded = sc.load(tmp_path, twin)
+    order = {id(cache): [1, 0], id(loaded): [1, 0], id(other): [0, 1]}
+    expected = greedy(llama, ids[:, :101], 24)
+    for each in (cache, loaded, other):
+        rows = order[id(each)]
+        assert torch.equal(greedy(twin, ids[rows, :101], 24, past_key_values=each), expected[rows])
+
+
+@pytest.mark.parametrize("method", ["kivi", "corrected"])
+def test_an_interrupted_step_leaves_them(llama: LlamaForCausalLM, method: str) -> None:
+    """The first group leaves the window with the fourth step behind the prompt."""
+    twin = compiled_with(llama, {**ALL_SINKS, **METHODS[method]})
+    interrupted_behind([1, 3, 4, 5, 30], twin, llama, prompt(60, 2), 50)
+
+
+def test_a_16_bit_cache_that_moves_over_finds_its_sinks(llama: LlamaForCausalLM) -> None:
+    twin = compiled_with(llama, {**ALL_SINKS, **METHODS["corrected"], "min_context": 100})
+    ids = prompt(90, 2)
+    assert torch.equal(greedy(twin, ids, 36), greedy(llama, ids, 36))
+    assert sc.stats(twin).bytes_by_tier["sinks"] > 0
+
+
+def test_what_is_fetched_is_no_sink(llama: LlamaForCausalLM) -> None:
+    twin = compiled_with(llama, {**ALL_SINKS, "sink_tokens": 4, "top_k": 28})
+    cache = step(twin, prompt(66, 2))
+    for token in prompt(30, 2, seed=2).split(1, 1):
+        cache = step(twin, token, cache)
+        session = session_of(cache)
+        session.drain()
+        for state in session.state:
+            assert state["sink_index"][:, 0].tolist() == [[0, 1, 2, 3]] * 2
+            assert not torch.isin(state["slot_index"], state["sink_index"]).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "sinks"),
+    [({}, 4), ({"setting": "paper"}, 0), ({"method": "kivi"}, 0), ({"bits": 16}, 4), ({"sink_tokens": 16}, 16)],
+    ids=str,
+)
+def test_best_has_them_and_the_papers_have_not(options: dict[str, Any], sinks: int) -> None:
+    assert parse_options(options).sink_tokens == sinks
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sink_tokens": -1}, "sink_tokens=-1: give a whole number, 0 to 64"),
+        ({"sink_tokens": 65}, "sink_tokens=65: give a whole number, 0 to 64"),
+        ({"sink_tokens": True}, "sink_tokens=True: give a whole number, 0 to 64"),
+        (
+            {"sink_tokens": 64, "group_size": 32, "residual_length": 8},
+            r"sink_tokens=64: more than the window of 40 tokens \(residual_length 8 \+ group_size 32\); take fewer",
+        ),
+        ({"method": "full", "sink_tokens": 4}, "method 'full' has none"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_is_refused_in_a_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(sc.OptionError, match=told) as error:
+        parse_options(options)
+    assert "\n" not in str(error.value)
