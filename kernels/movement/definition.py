@@ -83,17 +83,14 @@ def store_low_bit(
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
     # Behind its last sink a prompt takes the way of those without: a range with exceptions takes several passes.
     edge = -(-sinks.shape[1] // group) * group
-    if edge:
-        others = ~torch.nn.functional.pad(sinks, (0, edge - sinks.shape[1]))[:, None, :, None]
-        present = others if there is None else others & there[:, :, :edge]
-        key_codes[:, :, :edge], key_params[:, :, : edge // group] = quantize_keys(
-            keys[:, :, :edge], group, layout.key_bits, zero_point, present
-        )
-    if edge < keys.shape[2]:
-        present = None if there is None else there[:, :, edge:]
-        key_codes[:, :, edge:], key_params[:, :, edge // group :] = quantize_keys(
-            keys[:, :, edge:], group, layout.key_bits, zero_point, present
-        )
+    others = ~torch.nn.functional.pad(sinks, (0, edge - sinks.shape[1]))[:, None, :, None]
+    first = others if there is None else others & there[:, :, :edge]
+    rest = None if there is None else there[:, :, edge:]
+    for begin, end, present in ((0, edge, first), (edge, keys.shape[2], rest)):
+        if begin < end:
+            key_codes[:, :, begin:end], key_params[:, :, begin // group : end // group] = quantize_keys(
+                keys[:, :, begin:end], group, layout.key_bits, zero_point, present
+            )
     value_codes[...], value_params[:, :, start:stop] = quantize_values(values, channels, layout.value_bits, zero_point)
 
 

@@ -98,7 +98,7 @@ def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: 
             length = next((place + 1 for place, token in enumerate(text) if token in ends), len(text))
             texts.append(text[:length])
             kls.append(distances[:length])
-    each = [
+    each: list[dict[str, Any]] = [
         {"kl": statistics.fmean(kl), "length": len(text), "repeated": repeated(text), "tokens": text}
         for text, kl in zip(texts, kls, strict=True)
     ]
