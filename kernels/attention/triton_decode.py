@@ -8,8 +8,9 @@ The CUDA implementation of `attention.decode_attention`, in three launches:
 
 before which `rotate_rows` turns q where the low-bit tier is rotated. The halves of a corrected step: `triton_scored`.
 The low-bit tier's loop is in `triton_low_bit`; one group of tokens is one tile there. In shapes: B rows, H KV heads,
-Hq query heads, G = Hq / H, n cached tokens, C tokens' capacity, W tokens' window, k slots, d channels, groups of g
-tokens or gv channels, w bytes of a token's keys and values. Strides are in elements, the channels side by side.
+Hq query heads, G = Hq / H, n cached tokens, C tokens' capacity, W tokens' window, k slots, s sink tokens, d channels,
+groups of g tokens or gv channels, w bytes of a token's keys and values. Strides are in elements, the channels side by
+side.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def attend_tiers(
     # The low-bit tier: codes [B, H, C, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., 2·d] of q's
     # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv]: scale, then zero. Tiers are contiguous.
     codes, key_params, value_params,
-    # recent [B, H, W, 2, d], sink_pairs [B, H, S, 2, d] and sink_index [B, 1, S] int32 (-1: none), slots
+    # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d] and sink_index [B, 1, s] int32 (-1: none), slots
     # [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
     recent, sink_pairs, sink_index, slots, slot_index,
     # shares [B, Hq, lanes, C] float32, of the center; anything where keys are not centered.
@@ -191,7 +192,7 @@ def attend_tiers(
     d, padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile,
     and tokens that have one base.
 
-    Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + S + lanes) in 16 bits; written:
+    Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + s + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
     A half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
     """
@@ -291,7 +292,7 @@ def merge_splits(
 @triton.jit(do_not_specialize=list(MASK_STRIDES))
 def score_tokens(
     # logits [B, Hq, stored, C] and base [B, Hq, stored, C/16] as attend_tiers left them, lse [B, Hq, stored] float32;
-    # mask [B, Hq, lanes, > n]; cursor int64 [4]; sink_index [B, 1, S] int32.
+    # mask [B, Hq, lanes, > n]; cursor int64 [4]; sink_index [B, 1, s] int32.
     logits, base, lse, mask, cursor, sink_index,
     # Written: scores [stored, B, H, C] float32; -1: no candidate.
     scores,
