@@ -89,8 +89,11 @@ def by_position(rows: Sequence[Row]) -> Any:
     figure, axes = plt.subplots(1, len(lengths), figsize=(4 * len(lengths) + 1, 3.4), squeeze=False)
     for axis, length in zip(axes.flat, lengths, strict=True):
         for row in (row for row in rows if row.cell == length):
-            points = row.detail["by_position"]
-            axis.plot([int(position) for position in points], list(points.values()), marker=".", label=row.method)
+            points, intervals = row.detail["by_position"], row.detail.get("intervals", {})
+            places, half = [int(position) for position in points], [intervals.get(position, 0.0) for position in points]
+            axis.errorbar(places, list(points.values()), half, marker=".", capsize=2, label=row.method)
+        if "intervals" in rows[0].detail:  # distances of many sizes
+            axis.set_yscale("log")
         axis.set_title(f"context {length}", fontsize=9)
         axis.set_xlabel("token position", fontsize=8)
         axis.set_ylabel(rows[0].metric, fontsize=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import byte_tokenizer, prompt, tiny_llama
 from conftest import greedy as greedily
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.cell_tables import table
+from specache_compile.evaluation.plots import draw
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.runner import Runner
@@ -112,7 +114,7 @@ def row(method: str, outcome: Outcome) -> Row:
     )  # fmt: skip
 
 
-def test_the_table_says_where_a_text_leaves_the_uncompiled_models(runner: Runner) -> None:
+def test_the_table_says_where_a_text_leaves_the_uncompiled_models(runner: Runner, tmp_path: Path) -> None:
     full, lossy = row("uncompiled", outcome(runner, "uncompiled")), row(LOSSY, outcome(runner, LOSSY))
     lines = table([full, lossy, replace(full, method=EXACT)]).splitlines()
     places = sorted(
@@ -122,9 +124,10 @@ def test_the_table_says_where_a_text_leaves_the_uncompiled_models(runner: Runner
     assert lines[0].split()[-4:] == ["differs", "at", "repeated", "length"]
     assert f" {places[1]} " in lines[3]
     assert " none " in lines[4]
+    assert {path.name for path in draw([full, lossy], tmp_path)} == {"long-position.png", "long-kv.png"}
 
 
-def test_a_context_no_longer_than_the_prompt_is_refused(tmp_path: Any) -> None:
+def test_a_context_no_longer_than_the_prompt_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 200)
     bench = Bench(Reader(byte_tokenizer()), (128,), 2, 0, 4096, (text,))
