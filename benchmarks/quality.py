@@ -21,8 +21,8 @@ RESULTS = Path("benchmarks/results/quality")
 NEEDLE = "examples/needle-llama"
 
 PAPER = "specache:bits=1,setting=paper"
-# The default before it had sink tokens.
 MIDPOINT = "zero_point=midpoint"
+# The default before it had sink tokens.
 BEFORE = f"specache:{MIDPOINT},sink_tokens=0"
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")

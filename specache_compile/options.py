@@ -34,12 +34,14 @@ def choice(default: Any, accepted: tuple[Any, ...], help: str, **flag: Any) -> A
     return option(default, lambda name, value: one_of(name, value, accepted), help, **flag)
 
 
-def whole(default: int, least: int, help: str, **flag: Any) -> Any:
-    """An option that is a whole number, `least` or more."""
+def whole(default: int, least: int, help: str, most: int | None = None, **flag: Any) -> Any:
+    """An option that is a whole number, `least` or more, and at most `most`."""
+    accepted = f"{least} or more" if most is None else f"{least} to {most}"
 
     def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(f"option {name}={value!r}: give a whole number, {least} or more")
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not fits or (most is not None and value > most):
+            raise OptionError(f"option {name}={value!r}: give a whole number, {accepted}")
 
     return option(default, check, help, **{"type": int, **flag})
 

@@ -30,6 +30,8 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 import pairwise
 from one_trace import compile_by_options
+from specache_compile.errors import OptionError
+from specache_compile.methods import parse_options
 
 # Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
 # tokens leave the window early.
@@ -176,6 +178,12 @@ def prompt(length: int, batch: int = 1, seed: int = 1, vocabulary: int = 128) ->
 
 def greedy(model: Any, ids: torch.Tensor, tokens: int = 40, **kwargs: Any) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=tokens, do_sample=False, **kwargs)
+
+
+def refused_in_a_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told) as error:
+        parse_options(options)
+    assert "\n" not in str(error.value)
 
 
 def chatted(model: Any, tokens: int) -> torch.Tensor:

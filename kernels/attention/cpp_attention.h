@@ -74,12 +74,10 @@ struct Attention {
     return x;
   }
 
-  const int32_t* sinks_of(int64_t head) const { return s.sink_index + head / s.heads * s.sink_tokens; }
-
   // Calls what(i, token) for each sink i of a head that is one of the tokens first..stop.
   template <typename Do>
   void each_sink(int64_t head, int64_t first, int64_t stop, Do&& what) const {
-    const int32_t* index = sinks_of(head);
+    const int32_t* index = s.sink_index + head / s.heads * s.sink_tokens;
     for (int64_t i = 0; i < s.sink_tokens; ++i)
       if (index[i] >= first && index[i] < stop) what(i, index[i]);
   }

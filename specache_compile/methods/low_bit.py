@@ -26,7 +26,6 @@ BITS = (1, 2, 4, 8, 16)
 # Of keys and values, by `bits`: keys decide which pairs are fetched, and an error of theirs is exponentiated.
 BITS_OF_BOTH: dict[float, tuple[int, int]] = {1.5: (2, 1), **{bits: (bits, bits) for bits in BITS}}
 GROUP_SIZES = (32, 64, 128)
-MOST_SINKS = 64
 
 
 def check_min_context(name: str, value: Any) -> None:
@@ -48,11 +47,6 @@ def bytes_of_memory(size: int | str) -> int:
     if found is None:
         raise ValueError(f"{size!r} is no size")
     return int(float(found[1]) * UNITS[found[2] or ""])
-
-
-def check_sinks(name: str, value: Any) -> None:
-    if type(value) is not int or not 0 <= value <= MOST_SINKS:
-        raise OptionError(f"option {name}={value!r}: give a whole number, 0 to {MOST_SINKS}")
 
 
 def check_size(name: str, value: Any) -> None:
@@ -110,9 +104,9 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     group_size: int = choice(64, GROUP_SIZES, "g: tokens (keys) or channels (values) that share a scale")
     residual_length: int = whole(64, 1, "R: newest tokens kept in 16 bits", metavar="R")
-    sink_tokens: int = option(
-        0, check_sinks,
-        "S: the first tokens of each row, padding not counted, that stay in 16 bits on the device; 0 to 64", type=int,
+    sink_tokens: int = whole(
+        0, 0,
+        "S: the first tokens of each row, padding not counted, that stay in 16 bits on the device; 0 to 64", most=64,
         metavar="S",
     )  # fmt: skip
     host_tier: bool = choice(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,21 +47,14 @@ def sampled(logits: Tensor, first: int, place: int, seed: int) -> Tensor:
     return (logits + gumbel).argmax(-1, keepdim=True)
 
 
-@dataclass
-class Said:
-    """A batch's own texts: tokens and kl (nats), [rows, n] when they are whole."""
-
-    tokens: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-
-
 def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: int = 0) -> tuple[Tensor, Tensor]:
     """What the method says behind `ids` [rows, PROMPT], the rows from `first` on: tokens [rows, tokens], and
     KL(full || method) of each."""
     cache, logits = runner.read(ids)
     with runner.uncompiled():
         full_cache, full = read(runner.model, ids)
-    said = Said()
+    said: list[Tensor] = []
+    kl: list[Tensor] = []
     for places in chunks(range(tokens), STRIDE):
         ours, drawn = [], []
         for place in places:
@@ -70,13 +62,13 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: in
             drawn.append(choose(logits[:, -1], first, place).to(ids.device))
             if place + 1 < tokens:
                 logits = decode(runner.model, cache, drawn[-1])
-        said.tokens.append(torch.cat(drawn, 1))
+        said.append(torch.cat(drawn, 1))
         with runner.uncompiled():
-            behind = forced_at_once(runner.model, full_cache, said.tokens[-1])
+            behind = forced_at_once(runner.model, full_cache, said[-1])
         pairs = zip(torch.cat([full, behind[:, :-1]], 1), torch.cat(ours, 1), strict=True)
-        said.kl.append(torch.stack([divergence(*pair) for pair in pairs]))  # a row at a time: these are large
+        kl.append(torch.stack([divergence(*pair) for pair in pairs]))  # a row at a time: these are large
         full = behind[:, -1:]
-    return torch.cat(said.tokens, 1).cpu(), torch.cat(said.kl, 1)
+    return torch.cat(said, 1).cpu(), torch.cat(kl, 1)
 
 
 @torch.inference_mode()
