@@ -66,20 +66,31 @@ def either(one, other):
 
 
 @triton.jit
-def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
-    """bool [group]: which of the tokens from `first` on are in the slots, or are sinks.
+def bits_of(index, first, group: tl.constexpr):
+    """int32 [group / 32]: a bit for each of the tokens from `first` on, set for those in `index` [n].
 
-    Each slot sets its token's bit: comparing every token with every slot would cost as much as a whole product.
+    Each of these sets its own: comparing every token with every one would cost as much as a whole product.
     """
-    word, bit = tl.arange(0, group // 32), tl.arange(0, 32)
+    word, place = tl.arange(0, group // 32), index - first
+    here = (place >> 5)[:, None] == word[None, :]
+    return tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
+
+
+@triton.jit
+def fetched_tokens(slot_index, first, top_k: tl.constexpr, group: tl.constexpr):
+    """`bits_of` those in the slots."""
     found = tl.zeros([group // 32], tl.int32)
     if top_k > 0:  # else `slot_index` may be anything, of any type
         for start in range(0, top_k, SLOT_BLOCK):
             slot = start + tl.arange(0, SLOT_BLOCK)
-            place = tl.load(slot_index + slot, slot < top_k, -1) - first
-            here = (place >> 5)[:, None] == word[None, :]
-            found |= tl.reduce(tl.where(here, (1 << (place & 31))[:, None], 0), 0, either)
-    return tl.reshape(((found[:, None] >> bit[None, :]) & 1) != 0, [group])
+            found |= bits_of(tl.load(slot_index + slot, slot < top_k, -1), first, group=group)
+    return found
+
+
+@triton.jit
+def set_in(bits, group: tl.constexpr):
+    """bool [group] of `bits_of`."""
+    return tl.reshape(((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0, [group])
 
 
 @triton.jit
@@ -272,6 +283,9 @@ def attend_low_bit(
         query = tl.load(q_row[:, None] + key_channel[None, :], real[:, None] & inside[None, :], 0.0)
         powers = lift / (1 << key_plane * key_bits).to(tl.float32)
         lifted = (query.to(tl.float32) * powers[None, :]).to(kind)
+        if sink_tokens > 0:  # loaded here: every turn of the loop would wait for them
+            sink = tl.arange(0, triton.next_power_of_2(sink_tokens))
+            sinks = tl.load(sink_row + sink, sink < sink_tokens, -1)
 
     # Values in parts of one scale each: `shared` planes of a span.
     span: tl.constexpr = SPAN // halves
@@ -316,10 +330,12 @@ def attend_low_bit(
                 logits += tl.load(shares_row[None, :] + tokens[:, None], real[None, :], 0.0)
             logits = tl.trans(capped(logits, softcap, CAP))
 
-        fetched = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
+        bits = fetched_tokens(slot_index + bh * top_k, tile * group, top_k=top_k, group=group)
+        fetched = set_in(bits, group=group)
         if KEYS:
-            # Not `sinks_among`: a loop in this one would end its asynchronous loads.
-            apart = fetched | fetched_tokens(sink_row, tile * group, top_k=sink_tokens, group=group)
+            apart = fetched
+            if sink_tokens > 0:
+                apart = set_in(bits | bits_of(sinks, tile * group, group=group), group=group)
             seen = real[:, None] & shown(~apart, mask, tokens * m_token, MASK)[None, :]
             logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         else:
