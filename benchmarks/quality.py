@@ -22,8 +22,9 @@ NEEDLE = "examples/needle-llama"
 
 PAPER = "specache:bits=1,setting=paper"
 MIDPOINT = "zero_point=midpoint"
+LEVELS = "value_code=levels,param_bits=16"
 # The default before it had sink tokens.
-BEFORE = f"specache:{MIDPOINT},sink_tokens=0"
+BEFORE = f"specache:{MIDPOINT},sink_tokens=0,{LEVELS}"
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
 POLICIES = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
@@ -112,6 +113,23 @@ TABLES = {
             "uncompiled",
             *(f"specache:{which},sink_tokens={n}" for which in ("bits=1", MIDPOINT) for n in (0, 1, 4, 16)),
             *(f"specache:zero_point=middles,sink_tokens={n}" for n in (0, 4)),
+        ),
+        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+    ),
+    "codes": Table(
+        "the same by how values are coded, and by the bits of scales and zero points",
+        SMOLLM2,
+        ("closeness",),
+        (
+            "uncompiled",
+            "specache",
+            f"specache:{LEVELS}",
+            "specache:value_code=levels",
+            "specache:param_bits=16",
+            "specache:top_k=32",
+            f"specache:top_k=32,{LEVELS}",
+            "specache:bits=1",
+            f"specache:bits=1,{LEVELS}",
         ),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),

@@ -16,9 +16,6 @@ constexpr int64_t kChunk = 256;
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kWorthThreads = 1 << 17;
 
-// The dtype of the pairs in 16 bits (or 32), and of the scales: each has a build of its own.
-typedef DTYPE T;
-
 // A pair in 16 bits: where it lies, which column of the mask is its own, and the first lane that sees it.
 struct Pair {
   const T* key;
@@ -150,6 +147,7 @@ struct Attention {
   void chunk_logits(int64_t head, int64_t start) const {
     const int64_t d = s.d, stop = std::min(low_bit, start + kChunk), width = bits < 16 ? d * bits / 8 : d;
     std::vector<float> tile_memory(d * kLanes), score_memory(rows * kLanes), scaled(rows * d), base(rows);
+    std::vector<float> scales(d), zeros(d);
     std::vector<uint8_t> copy;
     Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
     Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
@@ -160,12 +158,13 @@ struct Attention {
     for (int64_t t = start; t < stop; t += kLanes) {
       if constexpr (bits < 16) {
         if (t % s.group == 0) {
-          const T* scale = static_cast<const T*>(s.key_params) + (head * (s.capacity / s.group) + t / s.group) * 2 * d;
+          const Params params{s.key_params, (head * (s.capacity / s.group) + t / s.group) * 2 * d, s.param_bits == 8};
+          params.read(d, scales.data(), zeros.data());
           for (int64_t m = 0; m < rows; ++m) {
             float offset = 0.0f;
             for (int64_t c = 0; c < d; ++c) {
-              scaled[m * d + c] = q[m * d + c] * static_cast<float>(scale[c]);
-              offset += q[m * d + c] * static_cast<float>(scale[d + c]);
+              scaled[m * d + c] = q[m * d + c] * scales[c];
+              offset += q[m * d + c] * zeros[c];
             }
             base[m] = offset;
           }
@@ -201,12 +200,28 @@ struct Attention {
     });
   }
 
+  // Levels [d] of the values of a token, number `row` of all heads', to what they stand for.
+  void scale_values(int64_t row, float* value) const {
+    const bool eight = s.param_bits == 8;
+    if (s.circle) {
+      const float by = Params{s.value_params, row, eight}.scale(0), zero = -1.5f * by;
+      for (int64_t c = 0; c < s.d; ++c) value[c] = value[c] * by + zero;
+      return;
+    }
+    const int64_t groups = s.d / s.channels;
+    const Params params{s.value_params, row * 2 * groups, eight};
+    for (int64_t v = 0; v < groups; ++v) {
+      const float by = params.scale(v), zero = params.zero(groups + v, by);
+      for (int64_t c = v * s.channels; c < (v + 1) * s.channels; ++c) value[c] = value[c] * by + zero;
+    }
+  }
+
   // Attention over one chunk of the low-bit tier from its logits, without the tokens whose pair is in the slots.
   template <int bits>
   void chunk_mix(int64_t head, int64_t start, Part part) const {
     const int64_t d = s.d, count = std::min(low_bit, start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
     std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes);
-    std::vector<uint8_t> hidden(kChunk), copy;
+    std::vector<uint8_t> hidden(kChunk), copy, levels(2 * width + kLanes);
     const int32_t* index = s.slot_index + head * s.top_k;
     for (int64_t i = 0; i < s.top_k; ++i)
       if (index[i] >= start && index[i] < start + count) hidden[index[i] - start] = 1;
@@ -226,16 +241,16 @@ struct Attention {
       if constexpr (bits < 16) {
         // A token's values lie behind its keys.
         const uint8_t* codes = codes_at(head, start + t, copy) + s.row_width - width;
-        const int64_t groups = d / s.channels;
-        for (int i = 0; i < kLanes; ++i) unpack<bits>(codes + i * s.row_width, width, values.data() + i * d);
         for (int i = 0; i < kLanes; ++i) {
-          float* value = values.data() + i * d;
-          const T* scale = static_cast<const T*>(s.value_params) + (head * s.capacity + start + t + i) * 2 * groups;
-          for (int64_t v = 0; v < groups; ++v) {
-            const float by = scale[v], zero = scale[groups + v];
-            for (int64_t c = v * s.channels; c < (v + 1) * s.channels; ++c) value[c] = value[c] * by + zero;
+          const uint8_t* token = codes + i * s.row_width;
+          if (bits == 1 && s.circle) {
+            expand(token, width, s.circle, levels.data());
+            unpack<2>(levels.data(), 2 * width, values.data() + i * d);
+          } else {
+            unpack<bits>(token, width, values.data() + i * d);
           }
         }
+        for (int i = 0; i < kLanes; ++i) scale_values(head * s.capacity + start + t + i, values.data() + i * d);
       } else {
         for (int i = 0; i < kLanes; ++i) {
           const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + start + t + i + 1) * s.row_width - width;

@@ -17,6 +17,7 @@ from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_l
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.kernels.trellis.definition import circle_of, is_trellis
 
 from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
 from .kept_logits import whole_logits
@@ -46,7 +47,8 @@ def step_of(
         group=capacity // key_params.shape[2] if layout.is_quantised else 0,
         channels=d // value_params.shape[-1] if layout.is_quantised else 0,
         top_k=tensors["slots"].shape[2] if "slots" in tensors else 0, sink_tokens=tiers.sink_index.shape[2],
-        key_bits=layout.key_bits, value_bits=layout.value_bits,
+        key_bits=layout.key_bits, value_bits=layout.value_bits, param_bits=8 * key_params.dtype.itemsize,
+        circle=circle_of(d) if is_trellis(value_params) else 0,
         rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
     if bias is not None:

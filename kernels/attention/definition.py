@@ -16,10 +16,12 @@ from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.params import read_scale
 from specache_compile.kernels.state.quantize import dequantize_keys, dequantize_values
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.kernels.trellis import definition as trellis
 
 from .kept_logits import whole_logits
 
@@ -44,7 +46,10 @@ def low_bit_values(codes: Tensor, value_params: Tensor, layout: Layout, head_dim
     _, values = layout.split(codes[:, :, start:stop], head_dim)
     if not layout.is_quantised:
         return values.float()
-    return dequantize_values(values, value_params[:, :, start:stop], layout.value_bits)
+    value_params = value_params[:, :, start:stop]
+    if trellis.is_trellis(value_params):
+        return trellis.dequantize(values, read_scale(value_params))
+    return dequantize_values(values, value_params, layout.value_bits)
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:

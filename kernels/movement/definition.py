@@ -9,11 +9,14 @@ from specache_compile.kernels.attention.definition import ring_tokens
 from specache_compile.kernels.state.center import centers, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.params import stored_scale
 from specache_compile.kernels.state.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
 from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
+from specache_compile.kernels.trellis.cpp_encode import encoder
+from specache_compile.kernels.trellis.definition import is_trellis, quantize
 
 from .copy_queue import queue_of
 
@@ -41,8 +44,8 @@ def append(
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
     group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays). Mutates recent
     [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params [B, H, C/g, 2, d],
-    value_params [B, H, C, 2, d/gv], center [B, H, 4, d] (`center.py`; or [B, H, 0, d]) and sink_pairs [B, H, S, 2, d],
-    whose tokens sink_index [B, 1, S] names (`sinks.py`).
+    value_params [B, H, C, 2, d/gv] (`params.py`; or [B, H, C, 1, 1], `trellis`), center [B, H, 4, d] (`center.py`; or
+    [B, H, 0, d]) and sink_pairs [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`).
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
@@ -89,9 +92,16 @@ def store_low_bit(
     for begin, end, present in ((0, edge, first), (edge, keys.shape[2], rest)):
         if begin < end:
             key_codes[:, :, begin:end], key_params[:, :, begin // group : end // group] = quantize_keys(
-                keys[:, :, begin:end], group, layout.key_bits, zero_point, present
+                keys[:, :, begin:end], group, layout.key_bits, zero_point, key_params.dtype, present
             )
-    value_codes[...], value_params[:, :, start:stop] = quantize_values(values, channels, layout.value_bits, zero_point)
+    value_params = value_params[:, :, start:stop]
+    if is_trellis(value_params):
+        value_codes[...], scale = quantize(values, encoder(values.device))
+        value_params[...] = stored_scale(scale, value_params.dtype)
+    else:
+        value_codes[...], value_params[...] = quantize_values(
+            values, channels, layout.value_bits, zero_point, value_params.dtype
+        )
 
 
 def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .params import read_params, stored_params
 from .quantisers import QUANTISERS
 
 # Where quantisation saturates: q·s + z and every step towards it must stay finite in float32.
@@ -72,50 +73,54 @@ def ends(groups: Tensor, dim: int, there: Tensor | None) -> tuple[Tensor, Tensor
 def encode(
     groups: Tensor, dim: int, bits: int, zero_point: str, dtype: torch.dtype, there: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8, the shape of `groups`), scale and zero (`dtype`, size 1 along `dim`).
+    """Codes (uint8, the shape of `groups`), scale and zero (as `dtype` stores them, `params.py`; size 1 along `dim`).
 
     Codes are rounded against the stored scale and zero, so that what `dtype` loses costs no second error.
     +inf and -inf become the group's largest and smallest level, NaN the smallest; a constant group gives its constant.
     there: as for `scale_and_zero`.
     """
     groups = groups.float()
-    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    scale, zero = (t.clamp(-limit, limit).to(dtype) for t in scale_and_zero(groups, dim, bits, zero_point, there))
-    levels = (groups - zero.float()).div_(scale.float())  # a scale of 0: not finite, and any code will do
+    scale, zero = stored_params(*scale_and_zero(groups, dim, bits, zero_point, there), dtype)
+    step, first = read_params(scale, zero)
+    levels = (groups - first).div_(step)  # a scale of 0: not finite, and any code will do
     codes = levels.nan_to_num_(nan=0.0).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
     return codes, scale, zero
 
 
 def quantize_keys(
-    keys: Tensor, group_size: int, bits: int, zero_point: str, there: Tensor | None = None
+    keys: Tensor, group_size: int, bits: int, zero_point: str, dtype: torch.dtype, there: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Keys [B, H, T, d] with T a multiple of g → codes [B, H, T, d*bits/8], and scale|zero [B, H, T/g, 2, d].
+    """Keys [B, H, T, d] with T a multiple of g → codes [B, H, T, d*bits/8], and scale|zero [B, H, T/g, 2, d] in
+    `dtype`.
 
     there: bool [B, 1, T, 1], which tokens have a part in their group's range.
     """
     groups = keys.unflatten(2, (-1, group_size))
     if there is not None:
         there = there.unflatten(2, (-1, group_size))
-    codes, scale, zero = encode(groups, 3, bits, zero_point, keys.dtype, there)
+    codes, scale, zero = encode(groups, 3, bits, zero_point, dtype, there)
     return pack(codes.flatten(2, 3), bits), torch.cat([scale, zero], dim=3)
 
 
-def quantize_values(values: Tensor, group_size: int, bits: int, zero_point: str) -> tuple[Tensor, Tensor]:
-    """Values [B, H, T, d] → codes [B, H, T, d*bits/8], and scale|zero [B, H, T, 2, d/gv]; gv = `value_group`."""
+def quantize_values(
+    values: Tensor, group_size: int, bits: int, zero_point: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Values [B, H, T, d] → codes [B, H, T, d*bits/8], and scale|zero [B, H, T, 2, d/gv] in `dtype`; gv =
+    `value_group`."""
     groups = values.unflatten(3, (-1, value_group(values.shape[-1], group_size)))
-    codes, scale, zero = encode(groups, 4, bits, zero_point, values.dtype)
+    codes, scale, zero = encode(groups, 4, bits, zero_point, dtype)
     return pack(codes.flatten(3), bits), torch.stack([scale[..., 0], zero[..., 0]], dim=3)
 
 
 def dequantize_keys(codes: Tensor, params: Tensor, bits: int) -> Tensor:
     """X' = q·s + z (equation 2) in float32: the inverse of `quantize_keys` up to its rounding; [B, H, T, d]."""
-    scale, zero = params.float().unbind(3)
+    scale, zero = read_params(*params.unbind(3))
     groups = unpack(codes, bits).unflatten(2, (params.shape[2], -1)).float()
     return (groups * scale.unsqueeze(3) + zero.unsqueeze(3)).flatten(2, 3)
 
 
 def dequantize_values(codes: Tensor, params: Tensor, bits: int) -> Tensor:
     """X' = q·s + z (equation 2) in float32: the inverse of `quantize_values` up to its rounding; [B, H, T, d]."""
-    scale, zero = params.float().unbind(3)
+    scale, zero = read_params(*params.unbind(3))
     groups = unpack(codes, bits).unflatten(3, (params.shape[-1], -1)).float()
     return (groups * scale.unsqueeze(4) + zero.unsqueeze(4)).flatten(3)

@@ -54,7 +54,7 @@ SAMPLED = 256
 # The model's own, whichever cache comes to it: how its graphs are lowered and run, and what this machine may spend.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
 # What a session that was saved without an option holds.
-BEFORE = {"host_bits": 16, "sink_tokens": 0}
+BEFORE = {"host_bits": 16, "sink_tokens": 0, "value_code": "levels", "param_bits": 16}
 # Layers of a cache that are their keys, their values and their numbers, and no more.
 KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Folders of tensors, and nothing else that a folder may have.

@@ -12,6 +12,7 @@ import torch
 from specache_compile.errors import OptionError, no_host_tier
 from specache_compile.kernels.state import center
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.params import EIGHT_BITS
 from specache_compile.kernels.state.quantisers import QUANTISERS
 from specache_compile.kernels.state.quantize import value_group
 from specache_compile.kernels.state.segments import tokens_of
@@ -125,6 +126,14 @@ class LowBitOptions(DraftOptions):
         "where a group's levels lie: minimum, its ends among them (KIVI); midpoint, at 1 bit the middles of its halves "
         "(SpeCache), else as minimum; middles, those of equal parts at any bits", type=str,
     )  # fmt: skip
+    value_code: str = choice(
+        "levels", ("levels", "trellis", "auto"),
+        "how its values are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a value. "
+        "auto: the trellis where they have 1 bit",
+    )  # fmt: skip
+    param_bits: int = choice(
+        16, (16, 8), "of a scale or a zero point in it; 16: as many as the model's numbers have", type=int
+    )
     min_context: int | str = option(
         "auto", check_min_context,
         "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it is longer. "
@@ -141,6 +150,11 @@ class LowBitOptions(DraftOptions):
         if (self.layout.key_bits == 16) != (self.layout.value_bits == 16):
             raise OptionError(
                 f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
+            )
+        if self.value_code == "trellis" and self.layout.is_quantised and self.layout.value_bits != 1:
+            raise OptionError(
+                f"option value_code='trellis': it is a code of 1 bit, and the values have {self.layout.value_bits}; "
+                "take value_bits=1, or value_code='levels'"
             )
         if self.sink_tokens > self.window:
             raise OptionError(
@@ -183,6 +197,15 @@ class LowBitOptions(DraftOptions):
             values if self.value_bits is None else self.value_bits,
             self.rotate,
         )
+
+    @property
+    def has_trellis(self) -> bool:
+        """Whether values are in the trellis code (`kernels/trellis`)."""
+        return self.value_code != "levels" and self.layout.value_bits == 1
+
+    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of scales and zero points beside pairs of `dtype`."""
+        return EIGHT_BITS if self.param_bits == 8 and self.layout.is_quantised else dtype
 
     @property
     def sinks(self) -> int:
@@ -232,9 +255,15 @@ def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capa
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """Scale and zero of each token over a group of channels."""
+    """Scale and zero of each token over a group of channels; in the trellis code a scale."""
     tokens = capacity if options.layout.is_quantised else 0
+    if options.has_trellis:
+        return (batch, layer.heads, tokens, 1, 1)
     return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
+
+
+def params_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
+    return options.param_dtype(layer.dtype)
 
 
 def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
@@ -275,8 +304,8 @@ def window_from_host(state: LayerState, low_bit: int, length: int) -> None:
 
 
 CODES = Field("codes", "low-bit", codes_shape, codes_dtype)
-KEY_PARAMS = Field("key_params", "low-bit", key_params_shape)
-VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape)
+KEY_PARAMS = Field("key_params", "low-bit", key_params_shape, params_dtype)
+VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape, params_dtype)
 CENTER = Field("center", "low-bit", center_shape, always(torch.float32))
 # The first tokens' pairs, and which tokens these are (`kernels/state/sinks.py`).
 SINK_PAIRS = Field("sink_pairs", "sinks", sink_pairs_shape)

@@ -1,0 +1,1 @@
+"""A code over whole vectors: values at one bit a number, by a trellis (docs/design.md)."""
