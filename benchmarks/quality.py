@@ -123,15 +123,13 @@ TABLES = {
         (
             "uncompiled",
             "specache",
-            f"specache:{LEVELS}",
             "specache:value_code=levels",
-            "specache:param_bits=16",
             "specache:top_k=32",
-            f"specache:top_k=32,{LEVELS}",
             "specache:bits=1",
             f"specache:bits=1,{LEVELS}",
+            f"specache:{LEVELS}",
         ),
-        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+        (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "long": Table(
         "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import SymInt, Tensor
 
 from .attention.kept_logits import bytes_of_logit
-from .state.quantize import value_group
+from .codes.quantize import value_group
 from .state.stored_pairs import rounded_width, rounds
 
 

@@ -42,13 +42,14 @@ from specache_compile.kernels.attention import triton_decode as decode
 from specache_compile.kernels.attention import triton_extend as extend
 from specache_compile.kernels.attention import triton_scored as scored
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
+from specache_compile.kernels.codes.quantize import value_group
+from specache_compile.kernels.codes.trellis import circle_of
 from specache_compile.kernels.movement import triton_append as append
 from specache_compile.kernels.movement import triton_copy as copy
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import triton_center as center
 from specache_compile.kernels.state import triton_rotate as rotate
 from specache_compile.kernels.state.layout import Layout, rotation_block
-from specache_compile.kernels.state.quantize import value_group
 from specache_compile.kernels.state.stored_pairs import rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.methods.field import LayerShape
@@ -222,19 +223,24 @@ def print_launches() -> None:
 
 def build_attention(
     label: str, dtype: str, key_bits: int, value_bits: int, d: int, group: int, types: dict[str, str] | None = None,
-    **changes: Any,
+    trellis: bool = False, **changes: Any,
 ) -> None:  # fmt: skip
-    """`attend_tiers` as `triton_decode.attend` launches it, two lanes of four query heads, but for `changes`."""
+    """`attend_tiers` as `triton_decode.attend` launches it, two lanes of four query heads, but for `changes`. trellis:
+    of values, and all parameters of 8 bits."""
     layout = Layout(key_bits, value_bits, rotate=False)
-    gv = value_group(d, group) if layout.is_quantised else d
+    gv = value_group(d, group) if layout.is_quantised and not trellis else d
     key_width, value_width = layout.widths(d)
-    span = math.gcd(value_width, gv)
-    codes = "*i16" if key_width % 2 == span % 2 == 0 else "*u8"
+    circle = circle_of(d) // 8 if trellis else 0
+    span = 2 * value_width if trellis else math.gcd(value_width, gv)
+    codes = "*i16" if key_width % 2 == (circle or span) % 2 == 0 else "*u8"
+    if trellis:
+        types = {"key_params": "*u8", "value_params": "*u8", **(types or {})}
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
         "top_k": 64, "sink_tokens": 4, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True,
         "ROTATED": False, "CENTERED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
-        "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span, "EXACT": decode.EXACT_BLOCK,
+        "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span,
+        "EXACT": decode.EXACT_BLOCK, "CIRCLE": circle,
         "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }  # fmt: skip
     build(
@@ -243,11 +249,15 @@ def build_attention(
     )  # fmt: skip
 
 
-def build_quantiser(label: str, dtype: str, key_bits: int, value_bits: int, d: int, group: int, rotated: bool) -> None:
+def build_quantiser(
+    label: str, dtype: str, key_bits: int, value_bits: int, d: int, group: int, rotated: bool, trellis: bool = False
+) -> None:
     gv = value_group(d, group)
     key_plane, value_plane = (next_power_of_2(width) for width in Layout(key_bits, value_bits, rotated).widths(d))
     build(
-        append.quantize_groups, label, dtype, warps=8 if group * d >= 128 * 128 else 4, d=d, window=64 + group,
+        append.quantize_groups, label, dtype, warps=8 if group * d >= 128 * 128 else 4,
+        types=dict.fromkeys(("key_params", "value_params"), "*u8") if trellis else None,
+        CIRCLE=circle_of(d) if trellis else 0, d=d, window=64 + group,
         group=group, value_group=gv, key_bits=key_bits, value_bits=value_bits, zero_point="midpoint", sink_tokens=4,
         PADDED=True, APART=rotated, KEY_PLANE=key_plane, VALUE_PLANE=value_plane, VALUE_GROUP=next_power_of_2(gv),
     )  # fmt: skip
@@ -270,6 +280,13 @@ def main() -> None:
         label = f"bf16, {key_bits} and {value_bits} bits, d 128, g 64"
         build_attention(label, "bf16", key_bits, value_bits, 128, 64)
         build_quantiser(label, "bf16", key_bits, value_bits, 128, 64, rotated=True)
+    for dtype, d in (("bf16", 128), ("bf16", 64), ("fp16", 80)):
+        label = f"{dtype}, 2 bits and a trellis, d {d}, g 64"
+        build_attention(label, dtype, 2, 1, d, 64, trellis=True)
+        build_attention(f"{label}, from logits", dtype, 2, 1, d, 64, trellis=True, KEYS=False, stored=2)
+        build_attention(f"{label}, to logits", dtype, 2, 1, d, 64, {"slot_index": "*i64"}, trellis=True, VALUES=False,
+                        top_k=0, ROTATED=True, stored=2)  # fmt: skip
+        build_quantiser(label, dtype, 2, 1, d, 64, rotated=True, trellis=True)
     for label, kind in (("bool mask", decode.BOOL_MASK), ("padding", decode.PADDING)):
         build_attention(label, "bf16", 2, 2, 128, 64, MASK=kind)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)

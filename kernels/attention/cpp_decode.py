@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specache_compile.kernels.codes.trellis import circle_of, is_trellis
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
-from specache_compile.kernels.trellis.definition import circle_of, is_trellis
 
 from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
 from .kept_logits import whole_logits

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specache_compile.kernels.codes import trellis
+from specache_compile.kernels.codes.params import read_scale
+from specache_compile.kernels.codes.quantize import dequantize_keys, dequantize_values
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.params import read_scale
-from specache_compile.kernels.state.quantize import dequantize_keys, dequantize_values
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.kernels.state.stored_tiers import StoredTiers
-from specache_compile.kernels.trellis import definition as trellis
 
 from .kept_logits import whole_logits
 

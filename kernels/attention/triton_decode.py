@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.codes.trellis import circle_of, is_trellis
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -182,15 +183,15 @@ def attend_tiers(
     window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr,
     stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over a share of its tiers.
 
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
-    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. UNBIASED: its logits
-    are. MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and
-    d, padded; row r is lane r % lanes of query head r // lanes. SPAN: see triton_low_bit. EXACT: 16-bit pairs a tile,
-    and tokens that have one base.
+    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. MASK: NO_MASK,
+    BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r is
+    lane r % lanes of query head r // lanes. SPAN, CIRCLE: see triton_low_bit. EXACT: 16-bit pairs a tile, and tokens
+    that have one base.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + s + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
@@ -223,7 +224,7 @@ def attend_tiers(
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
             sink_tokens=sink_tokens, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED,
-            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION,
+            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION, CIRCLE=CIRCLE,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -408,8 +409,10 @@ def attend(
     kind, mask, mask_strides = form
     value_group = d // value_params.shape[-1] if layout.is_quantised and values else d
     key_width, value_width = layout.widths(d)
-    span = math.gcd(value_width, value_group)
-    if layout.is_quantised and key_width % 2 == span % 2 == 0:
+    in_trellis = layout.is_quantised and is_trellis(value_params)
+    circle = circle_of(d) // 8 if in_trellis else 0
+    span = 2 * value_width if in_trellis else math.gcd(value_width, value_group)
+    if layout.is_quantised and key_width % 2 == (circle or span) % 2 == 0:
         codes = codes.view(torch.int16)
 
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
@@ -433,7 +436,7 @@ def attend(
         window=window, top_k=top_k, sink_tokens=sink_tokens, lanes=lanes, queries=queries,
         stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered,
         MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
-        SPAN=span, EXACT=EXACT_BLOCK,
+        SPAN=span, EXACT=EXACT_BLOCK, CIRCLE=circle,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
     if chosen is None:

@@ -55,6 +55,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
+from specache_compile.kernels.codes.triton_trellis import load_expanded
+
 from .triton_softmax import biased, capped, finite, grown, shown
 
 SLOT_BLOCK = tl.constexpr(64)
@@ -201,7 +204,7 @@ def load_keys(
 
 @triton.jit
 def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr):
-    """A tile's key scales and zeros, each [d] in `key_columns`' order, of params [2, d].
+    """A tile's key scales and zeros as stored, each [d] in `key_columns`' order, of params [2, d].
 
     Loaded as they lie, 16 bytes a thread, which is what the compiler makes asynchronous copies of, and brought into
     order in registers: loads of single channels wait for memory in every tile.
@@ -217,6 +220,8 @@ def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
     params [group, 2, groups]; loaded as `load_key_params` does."""
     whole = tl.load(params + tl.arange(0, group * 2 * groups))
     scales, zeros = tl.split(tl.permute(tl.reshape(whole, [group, 2, groups]), (0, 2, 1)))
+    scales = read_scale(scales)
+    zeros = read_zero(zeros, scales)
     columns = (scales,)
     for step in tl.static_range(8):
         if groups >> step > 1:  # column i of 2**step holds the numbers i, i + 2**step, ...: its halves are two of twice
@@ -243,13 +248,15 @@ def attend_low_bit(
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, sink_tokens: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots, and the sinks, whose logits are -inf: stores
     its sums, returns peak and total.
 
     An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
-    have one scale in a plane, EXACT tokens' logits one base. Bytes and FLOPs: those of attend_tiers.
+    have one scale in a plane, EXACT tokens' logits one base. CIRCLE: bytes of the values' trellis code that go round, 0
+    where they are in another; as it is loaded, it becomes a code of two bits with levels s·(q - 3/2). Bytes and FLOPs:
+    those of attend_tiers.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
     plain: tl.constexpr = key_bits == 16
@@ -263,11 +270,13 @@ def attend_low_bit(
     key_width: tl.constexpr = key_plane_width // halves
     # Elements are unpacked in pairs.
     KEY_WIDTH: tl.constexpr = max(CHANNELS // (key_planes * halves), 2)
-    planes: tl.constexpr = 1 if plain else 8 // value_bits
+    level_bits: tl.constexpr = 2 if CIRCLE > 0 else value_bits
+    planes: tl.constexpr = 1 if plain else 8 // level_bits
     plane_width: tl.constexpr = d // planes
     width: tl.constexpr = plane_width // halves
-    stride: tl.constexpr = key_width + width
-    WORDS: tl.constexpr = not plain and halves == 2 and key_width % 2 == 0 and width % 2 == 0
+    stored_width: tl.constexpr = width // 2 if CIRCLE > 0 else width
+    stride: tl.constexpr = key_width + stored_width
+    WORDS: tl.constexpr = not plain and halves == 2 and key_width % 2 == 0 and stored_width % 2 == 0
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
     # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
@@ -319,8 +328,11 @@ def attend_low_bit(
                 if KEYS_AS_THEY_LIE:
                     key_scale, key_zero = load_key_params(params, d=d, planes=key_planes, halves=halves)
                 else:
-                    key_scale = tl.load(params + key_channel, inside, 0.0)
-                    key_zero = tl.load(params + d + key_channel, inside, 0.0)
+                    key_scale = tl.load(params + key_channel, inside, 0)
+                    key_zero = tl.load(params + d + key_channel, inside, 0)
+                if key_scale.dtype == tl.uint8:
+                    steps = read_scale(key_scale)
+                    key_scale, key_zero = steps.to(kind), read_zero(key_zero, steps).to(kind)
                 keys = unpacked_keys(key_codes, planes=key_planes, bits=key_bits, kind=kind)
                 logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
                 zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
@@ -358,34 +370,46 @@ def attend_low_bit(
         if VALUES:
             if not plain:
                 params = value_params + first * (2 * groups)
-                if VALUES_AS_THEY_LIE:
+                if CIRCLE > 0:
+                    value_scales = (read_scale(tl.load(value_params + first + within)),)
+                    value_zeros = -1.5 * value_scales[0][None, :]
+                elif VALUES_AS_THEY_LIE:
                     value_scales = load_value_params(params, group=group, groups=groups)
                     value_zeros = tl.trans(value_scales[groups])
                 else:
                     scales = params + within * (2 * groups)
-                    at = scales[None, :] + groups + value_number[:, None]
-                    value_zeros = tl.load(at, (value_number < groups)[:, None], 0.0)
+                    at = scales[None, :] + value_number[:, None]
+                    known = (value_number < groups)[:, None]
+                    value_zeros = read_zero(tl.load(at + groups, known, 0), read_scale(tl.load(at, known, 0)))
                 constants = constants * shrink[None, :]
-                constants = tl.dot(value_zeros, tl.trans(weights.to(kind)), constants, input_precision=PRECISION)
+                constants = tl.dot(
+                    value_zeros.to(kind), tl.trans(weights.to(kind)), constants, input_precision=PRECISION
+                )
             added = ()
             for part in tl.static_range(parts):
                 at = tile_codes + (key_width + part // runs * span)
-                value_codes = tl.trans(tl.load(at + within[:, None] * stride + piece, piece < span, 0))
+                if CIRCLE > 0:
+                    value_codes = load_expanded(
+                        at, within[:, None], piece, stride=stride, width=stored_width, circle=CIRCLE // halves
+                    )
+                else:
+                    value_codes = tl.load(at + within[:, None] * stride + piece, piece < span, 0)
+                value_codes = tl.trans(value_codes)
                 before = sums[part] * shrink[None, :]
                 if plain:
                     values, scaled = value_codes, weights
                 else:
                     values = unpacked_values(
-                        value_codes, first=part % runs * shared, shared=shared, bits=value_bits, kind=kind
+                        value_codes, first=part % runs * shared, shared=shared, bits=level_bits, kind=kind
                     )
-                    if VALUES_AS_THEY_LIE:
+                    if CIRCLE > 0 or VALUES_AS_THEY_LIE:
                         value_scale = value_scales[
                             (part % runs * shared * plane_width + part // runs * SPAN) // value_group
                         ]
                     else:
                         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
-                        value_scale = tl.load(scales + number)
-                    scaled = weights * (value_scale.to(tl.float32) * lift)[None, :]
+                        value_scale = read_scale(tl.load(scales + number))
+                    scaled = weights * (value_scale * lift)[None, :]
                 added = added + (tl.dot(values, tl.trans(scaled.to(kind)), before, input_precision=PRECISION),)
             sums = added
 
@@ -395,6 +419,6 @@ def attend_low_bit(
         )
         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
         constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
-        result = sums[part] * (undo / (1 << plane * value_bits).to(tl.float32))[:, None] + constant[None, :]
+        result = sums[part] * (undo / (1 << plane * level_bits).to(tl.float32))[:, None] + constant[None, :]
         tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (element < span)[:, None])
     return peak, total

@@ -59,6 +59,7 @@ def attend_scored(
     form = mask_form(mask, batch, query_heads, lanes)
     # A tile is a group of values, at most g, and a power of two.
     value_group = d // held.value_params.shape[-1] if how.is_quantised else 1
+    value_group = min(value_group, group_of(held.codes, held.key_params, how))
     kept = logits.contiguous(), base.contiguous()
     sums = attend(
         q, k, v, form, cursor, slots, slot_index, held, kept, how, scale, softcap,

@@ -30,12 +30,12 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Fl
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
 # shares: `center.share_of_center` of the low-bit tier. bias_strides: along [B, H, Hq/H, lanes, column]. row_width:
 # elements of a token's codes. param_bits: of a scale, 8 or T's (`params.py`). circle: numbers that the values' trellis
-# code goes round in, 0 where they are in another. rotation: channels that are rotated together, 0 where none are. scores: of
-# all lanes, or the last one's.
+# code goes round in, 0 where they are in another. rotation: channels that are rotated together, 0 where none are.
+# scores: of all lanes, or the last one's.
 POINTERS = {
     "q": "float", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void",
-    "key_params": "void", "value_params": "void", "recent": "T", "slots": "T", "slot_index": "int32_t", "cursor": "int64_t", "shares": "float",
-    "sink_pairs": "T", "sink_index": "int32_t",
+    "key_params": "void", "value_params": "void", "recent": "T", "slots": "T",
+    "slot_index": "int32_t", "cursor": "int64_t", "shares": "float", "sink_pairs": "T", "sink_index": "int32_t",
 }  # fmt: skip
 RESULTS = {"logits": "float", "scores": "float", "out": "float"}
 SIZES = (
@@ -76,7 +76,10 @@ def decode_library(dtype: torch.dtype) -> CDLL:
     """cpp_decode.cpp, for pairs of this dtype."""
     functions = {name: [POINTER(Step)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
     return compiled(
-        ("cpp/cpp_tiles.h", "attention/cpp_codes.h", "attention/cpp_attention.h", "attention/cpp_decode.cpp"), functions, dtype, declaration()
+        ("cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_attention.h", "attention/cpp_decode.cpp"),
+        functions,
+        dtype,
+        declaration(),
     )
 
 
@@ -103,7 +106,7 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
 def trellis_library() -> CDLL:
     """cpp_encode.cpp: numbers are float32."""
     pointer, number = c_void_p, c_int64
-    return compiled(("trellis/cpp_encode.cpp",), {"encode": [pointer, number, number, pointer]})
+    return compiled(("codes/cpp_trellis.cpp",), {"encode": [pointer, number, number, pointer]})
 
 
 def compiled(

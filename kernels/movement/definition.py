@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.definition import ring_tokens
+from specache_compile.kernels.codes.cpp_trellis import encoder
+from specache_compile.kernels.codes.params import stored_scale
+from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
+from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.center import centers, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.params import stored_scale
-from specache_compile.kernels.state.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, stored
 from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
-from specache_compile.kernels.trellis.cpp_encode import encoder
-from specache_compile.kernels.trellis.definition import is_trellis, quantize
 
 from .copy_queue import queue_of
 

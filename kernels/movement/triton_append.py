@@ -13,6 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.codes.trellis import circle_of, is_trellis
+from specache_compile.kernels.codes.triton_levels import (
+    encode,
+    finite_range,
+    read_scale,
+    read_zero,
+    scale_and_zero,
+    stored_params,
+)
+from specache_compile.kernels.codes.triton_trellis import encode_values
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.triton_center import load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
@@ -26,43 +36,6 @@ RING_BLOCK = 16
 COPY_BLOCK, ROTATED_BLOCK = 32, 16
 # Bytes that hold the rotated pairs of one launch, or one group of each head where that is more.
 SCRATCH = 32 << 20
-# As in `quantize.LARGEST`: q·s + z and every step towards it stays finite.
-LARGEST = tl.constexpr(2.0**126)
-# x + ROUND - ROUND rounds |x| < 2**22 to the nearest integer, ties to even, as `torch.round` does.
-ROUND = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def finite_range(x, seen, axis: tl.constexpr):
-    """Smallest and largest finite element along `axis`, 0 where there is none; both kept as a size of 1."""
-    finite = seen & (tl.abs(x) < float("inf"))  # false for NaN
-    low = tl.min(tl.where(finite, x, float("inf")), axis, keep_dims=True)
-    high = tl.max(tl.where(finite, x, float("-inf")), axis, keep_dims=True)
-    empty = low > high
-    low = tl.where(empty, 0.0, tl.minimum(tl.maximum(low, -LARGEST), LARGEST))
-    high = tl.where(empty, 0.0, tl.minimum(tl.maximum(high, -LARGEST), LARGEST))
-    return low, high
-
-
-@triton.jit
-def scale_and_zero(low, high, limit, bits: tl.constexpr, zero_point: tl.constexpr):
-    """The quantisers of `QUANTISERS`, clamped to what the model's dtype can hold."""
-    spread = high - low
-    if zero_point == "middles" or (zero_point == "midpoint" and bits == 1):
-        scale = spread * (1.0 / (1 << bits))
-        zero = low + scale * 0.5
-    else:
-        scale, zero = tl.div_rn(spread, tl.zeros_like(spread) + ((1 << bits) - 1)), low
-    return tl.minimum(scale, limit), tl.minimum(tl.maximum(zero, -limit), limit)
-
-
-@triton.jit
-def encode(x, scale, zero, bits: tl.constexpr):
-    """Codes as int32, rounded against the stored scale and zero; NaN becomes the smallest level."""
-    levels = tl.div_rn(x - zero, tl.zeros_like(x) + scale)
-    levels = tl.where(levels == levels, levels, 0.0)
-    levels = tl.minimum(tl.maximum(levels, 0.0), (1 << bits) - 1)
-    return ((levels + ROUND) - ROUND).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["heads", "done"])
@@ -129,13 +102,15 @@ def quantize_groups(
     limit, heads, capacity, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
     value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr, PADDED: tl.constexpr,
-    APART: tl.constexpr, KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr,
+    APART: tl.constexpr, CIRCLE: tl.constexpr, KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
 
     zero_point: a quantiser's name. sink_tokens: S. PADDED: whether `padding` is one. APART: `recent` is what
-    `rotate_groups` made. KEY_PLANE, VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv,
-    padded. Bytes: 4·g·d read (the values again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
+    `rotate_groups` made. CIRCLE: numbers that the values' trellis code goes round in; 0: in another. KEY_PLANE,
+    VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv, padded. Bytes: 4·g·d read (the values
+    again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
     """
     bh = tl.program_id(0).to(tl.int64)
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
@@ -172,12 +147,28 @@ def quantize_groups(
                 WHICH=0, sink_tokens=sink_tokens, d=d,
             )  # fmt: skip
         low, high = finite_range(x, inside[None, :] & present[:, None], 0)
-        scale, zero = scale_and_zero(low, high, limit, key_bits, zero_point)
-        scale, zero = scale.to(key_params.dtype.element_ty), zero.to(key_params.dtype.element_ty)
+        scale, zero = scale_and_zero(low, high, key_bits, zero_point)
+        scale, zero = stored_params(scale, zero, limit, key_params.dtype.element_ty)
         tl.store(params + channel[None, :], scale, inside[None, :])
         tl.store(params + d + channel[None, :], zero, inside[None, :])
-        packed |= encode(x, scale.to(tl.float32), zero.to(tl.float32), key_bits) << (plane * key_bits)
+        step = read_scale(scale)
+        packed |= encode(x, step, read_zero(zero, step), key_bits) << (plane * key_bits)
     tl.store(codes + row[:, None] + byte[None, :], packed.to(tl.uint8), inside[None, :])
+    if CIRCLE > 0:
+        if not APART:
+            channel = tl.arange(0, triton.next_power_of_2(d))[None, :]
+            x = load_pairs(
+                v, recent, tokens[:, None], channel, channel < d,
+                bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
+            )  # fmt: skip
+            keep_sinks(
+                x, tokens[:, None], channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d
+            )
+        encode_values(
+            v, recent, tokens, codes + row + key_width, value_params + bh * capacity + tokens, limit,
+            bh=bh, head_base=v_base, stride=v_token, length=length, window=window, d=d, circle=CIRCLE, APART=APART,
+        )  # fmt: skip
+        return
 
     # Values: per token over groups of channels, which need not fall together with planes: scales first, then codes.
     value_groups: tl.constexpr = d // value_group
@@ -195,9 +186,10 @@ def quantize_groups(
                 WHICH=1, sink_tokens=sink_tokens, d=d,
             )  # fmt: skip
         low, high = finite_range(x, real, 1)
-        scale, zero = scale_and_zero(low, high, limit, value_bits, zero_point)
-        tl.store(scales[:, None] + part, scale.to(value_params.dtype.element_ty))
-        tl.store(scales[:, None] + value_groups + part, zero.to(value_params.dtype.element_ty))
+        scale, zero = scale_and_zero(low, high, value_bits, zero_point)
+        scale, zero = stored_params(scale, zero, limit, value_params.dtype.element_ty)
+        tl.store(scales[:, None] + part, scale)
+        tl.store(scales[:, None] + value_groups + part, zero)
     tl.debug_barrier()  # the codes are rounded against the scales that were just stored
     byte = tl.arange(0, VALUE_PLANE)
     inside = byte < value_width
@@ -209,8 +201,8 @@ def quantize_groups(
             bh=bh, head_base=v_base, stride=v_token, length=length, WHICH=1, window=window, d=d, APART=APART,
         )  # fmt: skip
         at = scales[:, None] + (channel // value_group)[None, :]
-        scale = tl.load(at, inside[None, :], 1.0).to(tl.float32)
-        zero = tl.load(at + value_groups, inside[None, :], 0.0).to(tl.float32)
+        scale = read_scale(tl.load(at, inside[None, :], 1))
+        zero = read_zero(tl.load(at + value_groups, inside[None, :], 0), scale)
         packed |= encode(x, scale, zero, value_bits) << (plane * value_bits)
     tl.store(codes + row[:, None] + key_width + byte[None, :], packed.to(tl.uint8), inside[None, :])
 
@@ -301,6 +293,7 @@ def append(
         )  # fmt: skip
     else:
         group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
+        circle = circle_of(d) if is_trellis(value_params) else 0
         key_width, value_width = layout.widths(d)
         there = k if padding is None else padding.view(torch.uint8)
         groups, pairs = count // group + 1, recent
@@ -326,7 +319,8 @@ def append(
                 **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
                 done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
                 key_bits=key_bits, value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
-                PADDED=padding is not None, APART=apart, KEY_PLANE=triton.next_power_of_2(key_width),
+                PADDED=padding is not None, APART=apart, CIRCLE=circle,
+                KEY_PLANE=triton.next_power_of_2(key_width),
                 VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
                 num_warps=8 if group * d >= 128 * 128 else 4,
             )  # fmt: skip

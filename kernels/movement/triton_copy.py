@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
 from specache_compile.kernels.state.segments import span_of
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH
-
-from .triton_append import ROUND
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
 # Slots that are compared with all wanted tokens at once.

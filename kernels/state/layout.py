@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .quantize import packed_width
+from specache_compile.kernels.codes.quantize import packed_width
 
 
 class Layout(NamedTuple):

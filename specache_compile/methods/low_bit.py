@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from specache_compile.errors import OptionError, no_host_tier
+from specache_compile.kernels.codes.params import EIGHT_BITS
+from specache_compile.kernels.codes.quantisers import QUANTISERS
+from specache_compile.kernels.codes.quantize import value_group
 from specache_compile.kernels.state import center
 from specache_compile.kernels.state.layout import Layout
-from specache_compile.kernels.state.params import EIGHT_BITS
-from specache_compile.kernels.state.quantisers import QUANTISERS
-from specache_compile.kernels.state.quantize import value_group
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.kernels.state.stored_tiers import EMPTY
@@ -131,9 +131,12 @@ class LowBitOptions(DraftOptions):
         "how its values are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a value. "
         "auto: the trellis where they have 1 bit",
     )  # fmt: skip
-    param_bits: int = choice(
-        16, (16, 8), "of a scale or a zero point in it; 16: as many as the model's numbers have", type=int
-    )
+    param_bits: int | str = choice(
+        16, (16, 8, "auto"),
+        "of a scale or a zero point in it; 16: as many as the model's numbers have. auto: 8 where keys and values have "
+        "1 or 2",
+        type=number_or_auto,
+    )  # fmt: skip
     min_context: int | str = option(
         "auto", check_min_context,
         "tokens below which a cache stays in 16 bits on the device, unfetched; it moves over when it is longer. "
@@ -155,6 +158,11 @@ class LowBitOptions(DraftOptions):
             raise OptionError(
                 f"option value_code='trellis': it is a code of 1 bit, and the values have {self.layout.value_bits}; "
                 "take value_bits=1, or value_code='levels'"
+            )
+        if self.param_bits == 8 and 8 in (self.layout.key_bits, self.layout.value_bits):
+            raise OptionError(
+                "option param_bits=8 with codes of 8 bits: a scale of 3 bits of mantissa would cut their range by many "
+                "steps; take param_bits=16"
             )
         if self.sink_tokens > self.window:
             raise OptionError(
@@ -205,7 +213,9 @@ class LowBitOptions(DraftOptions):
 
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of scales and zero points beside pairs of `dtype`."""
-        return EIGHT_BITS if self.param_bits == 8 and self.layout.is_quantised else dtype
+        few = max(self.layout.key_bits, self.layout.value_bits) <= 2
+        eight = self.param_bits == 8 or (self.param_bits == "auto" and few)
+        return EIGHT_BITS if eight and self.layout.is_quantised else dtype
 
     @property
     def sinks(self) -> int:

@@ -47,7 +47,7 @@ class SpecacheOptions(LowBitOptions):
     sink_tokens: int = inherited(LowBitOptions, "sink_tokens", default=4)
     zero_point: str = inherited(LowBitOptions, "zero_point", default="middles")
     value_code: str = inherited(LowBitOptions, "value_code", default="auto")
-    param_bits: int = inherited(LowBitOptions, "param_bits", default=8)
+    param_bits: int | str = inherited(LowBitOptions, "param_bits", default="auto")
     host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
     selector: str = option(

@@ -45,6 +45,8 @@ class Case:
     bits: int = 2
     value_bits: int | None = None
     rotate: bool = False
+    trellis: bool = False
+    eight: bool = False
     center: bool = False
     group: int = 32
     residual: int = 32
@@ -128,11 +130,21 @@ def make_step(case: Case, seed: int = 0) -> Step:
         value_params = torch.full((*rows, capacity, 2, d // size), math.nan, dtype=case.dtype)
         key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 2, d) / 2**key_bits
         value_params[:, :, :low_bit] = normal(*rows, low_bit, 2, d // size) / 2**value_bits
+        if case.trellis:
+            value_params, size = value_params[:, :, :, :1, :1].contiguous(), d
+        if case.eight:
+            key_params, value_params = in_bytes(key_params, generator), in_bytes(value_params, generator)
         group_of = torch.arange(low_bit) // case.group
-        scale, zero = key_params.double()[:, :, group_of].unbind(3)
-        stored_keys = read_levels(codes[:, :, :low_bit, :width], key_bits, d) * scale + zero
-        scale, zero = value_params.double()[:, :, :low_bit][..., torch.arange(d) // size].unbind(3)
-        stored_values = read_levels(codes[:, :, :low_bit, width:], value_bits, d) * scale + zero
+        scale, zero = read_params(key_params[:, :, : low_bit // case.group])
+        stored_keys = read_levels(codes[:, :, :low_bit, :width], key_bits, d) * scale[:, :, group_of]
+        stored_keys += zero[:, :, group_of]
+        scale, zero = read_params(value_params[:, :, :low_bit])
+        if case.trellis:
+            stored_values = (read_trellis(codes[:, :, :low_bit, width:], d) - 1.5) * scale
+        else:
+            channel = torch.arange(d) // size
+            stored_values = read_levels(codes[:, :, :low_bit, width:], value_bits, d) * scale[..., channel]
+            stored_values += zero[..., channel]
         if case.rotate:
             stored_keys, stored_values = turned(stored_keys), turned(stored_values)
     center = torch.zeros(*rows, 0, d)
@@ -221,6 +233,35 @@ def read_levels(codes: Tensor, bits: int, head_dim: int) -> Tensor:
     """Codes as float64 [..., d]: channel c stands in byte c mod P, at bit `bits` * (c div P)."""
     channel, width = torch.arange(head_dim), head_dim * bits // 8
     return (codes[..., channel % width].long() // 2 ** (bits * (channel // width)) % 2**bits).double()
+
+
+def read_trellis(codes: Tensor, head_dim: int) -> Tensor:
+    """The levels q of a trellis code as float64 [..., d]: a number's bit, and the three before it in its circle."""
+    width, step = head_dim // 8, torch.arange(head_dim)
+    circle = 8 * max(size for size in range(1, 9) if width % size == 0)
+    bits = codes[..., step // 8].long() >> step % 8 & 1
+    b = [bits[..., step // circle * circle + (step - back) % circle] for back in range(4)]
+    levels = torch.empty(bits.shape, dtype=torch.float64)
+    levels[..., step % 8 * width + step // 8] = (2 * (b[0] ^ b[1] ^ b[3]) + b[2]).double()
+    return levels
+
+
+def in_bytes(params: Tensor, generator: torch.Generator) -> Tensor:
+    """Scales around a quarter and zero points of as many eighths as there may be; where params are no number, neither
+    is a scale."""
+    stored = torch.randint(0, 256, params.shape, dtype=torch.uint8, generator=generator)
+    stored[..., :1, :] = torch.randint(90, 106, stored[..., :1, :].shape, dtype=torch.uint8, generator=generator)
+    return stored.masked_fill(params.isnan(), 255)
+
+
+def read_params(params: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point as float64; of 8 bits (`params.py`) by its formula. A trellis code has no zero point."""
+    if params.dtype != torch.uint8:
+        scale, zero = params.double()[..., 0, :], params.double()[..., -1, :]
+    else:
+        scale = (1 + (params[..., 0, :] & 7).double() / 8) * 2.0 ** ((params[..., 0, :] >> 3).double() - 15)
+        zero = params[..., -1, :].view(torch.int8).double() / 8 * scale
+    return scale, zero
 
 
 def make_mask(
@@ -322,6 +363,16 @@ def test_output_and_scores_are_the_references(op: str, head_dim: int, bits: int)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96])
 def test_keys_and_values_of_their_own_bits_turned(op: str, head_dim: int, bits: tuple[int, int]) -> None:
     check(op, Case(head_dim=head_dim, bits=bits[0], value_bits=bits[1], rotate=True, mask="padding", length=350))
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize(("bits", "value_bits", "trellis"), [(2, 1, True), (1, 1, True), (2, 1, False), (4, 2, False)])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 256])
+def test_values_in_a_trellis_and_params_of_eight_bits(
+    op: str, head_dim: int, bits: int, value_bits: int, trellis: bool, eight: bool
+) -> None:
+    check(op, Case(head_dim=head_dim, bits=bits, value_bits=value_bits, trellis=trellis, eight=eight, rotate=True,
+                   length=350))  # fmt: skip
 
 
 @pytest.mark.parametrize("rotate", [False, True])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specache_compile.kernels.state.quantize import (
+from specache_compile.kernels.codes.quantize import (
     dequantize_keys,
     dequantize_values,
     encode,
@@ -53,12 +53,12 @@ def bound(low: Tensor, high: Tensor, bits: int, zero_point: str, dtype: torch.dt
 
 
 def round_trip_keys(keys: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
-    codes, params = quantize_keys(keys, group, bits, zero_point)
+    codes, params = quantize_keys(keys, group, bits, zero_point, keys.dtype)
     return dequantize_keys(codes, params, bits)
 
 
 def round_trip_values(values: Tensor, group: int, bits: int, zero_point: str) -> Tensor:
-    codes, params = quantize_values(values, group, bits, zero_point)
+    codes, params = quantize_values(values, group, bits, zero_point, values.dtype)
     return dequantize_values(codes, params, bits)
 
 
@@ -124,7 +124,7 @@ def test_keys_share_a_scale_per_channel_over_g_tokens(
     head_dim: int, group_size: int, bits: int, zero_point: str
 ) -> None:
     keys = pairs(2 * group_size, head_dim, torch.float32)
-    codes, params = quantize_keys(keys, group_size, bits, zero_point)
+    codes, params = quantize_keys(keys, group_size, bits, zero_point, keys.dtype)
     assert codes.shape == (2, 3, 2 * group_size, head_dim * bits // 8)
     assert params.shape == (2, 3, 2, 2, head_dim)
     assert params.dtype == keys.dtype
@@ -144,7 +144,7 @@ def test_values_share_a_scale_per_token_over_a_group_of_channels(
 ) -> None:
     values = pairs(11, head_dim, torch.float32)
     size = value_group(head_dim, group_size)
-    codes, params = quantize_values(values, group_size, bits, zero_point)
+    codes, params = quantize_values(values, group_size, bits, zero_point, values.dtype)
     assert codes.shape == (2, 3, 11, head_dim * bits // 8)
     assert params.shape == (2, 3, 11, 2, head_dim // size)
     assert params.dtype == values.dtype
@@ -300,8 +300,8 @@ def test_the_largest_float16_numbers_keep_the_bound(bits: int) -> None:
 @pytest.mark.parametrize("bits", [1, 8])
 def test_float64_is_quantised_within_what_float32_can_say(bits: int) -> None:
     keys = torch.randn(1, 2, 64, 16, dtype=torch.float64)
-    codes, params = quantize_keys(keys, 32, bits, "midpoint")
+    codes, params = quantize_keys(keys, 32, bits, "midpoint", keys.dtype)
     assert params.dtype == torch.float64
-    single = quantize_keys(keys.float(), 32, bits, "midpoint")
+    single = quantize_keys(keys.float(), 32, bits, "midpoint", torch.float32)
     assert torch.equal(codes, single[0])
     assert torch.equal(params.float(), single[1])

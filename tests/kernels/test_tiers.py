@@ -14,12 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from specache_compile.evaluation.baselines import pages  # noqa: F401 - declares its op
+from specache_compile.kernels.codes.cpp_trellis import encoder
+from specache_compile.kernels.codes.params import stored_scale
+from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values, value_group
+from specache_compile.kernels.codes.trellis import quantize
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.definition import refill
 from specache_compile.kernels.op import op_of
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE, new_cursor
 from specache_compile.kernels.state.layout import Layout, rotated
-from specache_compile.kernels.state.quantize import quantize_keys, quantize_values, value_group
 
 pytestmark = pytest.mark.pairwise
 
@@ -63,6 +67,8 @@ class Cache:
     value_bits: int | None = None
     rotate: bool = False
     sink_tokens: int = 0
+    trellis: bool = False
+    eight: bool = False
     center: Tensor = field(default_factory=lambda: torch.zeros(*ROWS, 0, 1))
     originals: list[Tensor] = field(default_factory=list)
 
@@ -78,8 +84,10 @@ class Cache:
         if quantized:
             self.codes = torch.full((*ROWS, CAPACITY, sum(self.layout.widths(d))), 255, dtype=torch.uint8)
         groups, tokens = (CAPACITY // self.group, CAPACITY) if quantized else (0, 0)
-        self.key_params = torch.full((*ROWS, groups, 2, d), math.nan, dtype=self.dtype)
-        self.value_params = torch.full((*ROWS, tokens, 2, d // self.size), math.nan, dtype=self.dtype)
+        dtype, nothing = (torch.uint8, 255) if self.eight else (self.dtype, math.nan)
+        self.key_params = torch.full((*ROWS, groups, 2, d), nothing, dtype=dtype)
+        of_values = (1, 1) if self.trellis else (2, d // self.size)
+        self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
         self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
         # The row b's sinks begin at its token 2·b.
         first = 2 * torch.arange(BATCH).view(-1, 1, 1)
@@ -128,16 +136,23 @@ class Cache:
                     keys[row, :, token] = keys[row, :, token // self.group * self.group + self.group - 1]
                 else:
                     assert self.sink_pairs[row, :, place].isnan().all()
-        key_codes, key_params = quantize_keys(keys, self.group, self.layout.key_bits, self.zero_point)
-        value_codes, value_params = quantize_values(values, self.size, self.layout.value_bits, self.zero_point)
+        dtype = self.key_params.dtype
+        key_codes, key_params = quantize_keys(keys, self.group, self.layout.key_bits, self.zero_point, dtype)
+        if self.trellis:
+            value_codes, scale = quantize(values, encoder(values.device))
+            value_params = stored_scale(scale, dtype)
+        else:
+            value_codes, value_params = quantize_values(
+                values, self.size, self.layout.value_bits, self.zero_point, dtype
+            )
         stored = torch.cat([key_codes, value_codes], 3)
         assert torch.equal(self.codes[:, :, :low_bit][others], stored[others])
         assert (self.codes[:, :, low_bit:] == 255).all()
         groups = low_bit // self.group
         assert torch.equal(self.key_params[:, :, :groups], key_params)
         assert torch.equal(self.value_params[:, :, :low_bit], value_params)
-        assert self.key_params[:, :, groups:].isnan().all()
-        assert self.value_params[:, :, low_bit:].isnan().all()
+        for untouched in (self.key_params[:, :, groups:], self.value_params[:, :, low_bit:]):
+            assert (untouched == 255).all() if self.eight else untouched.isnan().all()
 
 
 @pytest.mark.parametrize("residual", [0, 20, 32, 100])
@@ -164,6 +179,15 @@ def test_keys_and_values_of_their_own_bits_turned(bits: int, value_bits: int) ->
 @pytest.mark.parametrize("bits", [1, 2])
 def test_sink_tokens_are_kept_as_they_are_and_widen_no_group(bits: int, sink_tokens: int) -> None:
     cache = Cache(bits, 32, 32, value_bits=1, rotate=True, sink_tokens=sink_tokens)
+    for tokens in (3, 1, 59, 1, 1, 40, 64):
+        cache.put(tokens)
+        cache.check()
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_values_in_a_trellis(head_dim: int, eight: bool) -> None:
+    cache = Cache(2, 32, 32, head_dim=head_dim, value_bits=1, rotate=True, sink_tokens=4, trellis=True, eight=eight)
     for tokens in (3, 1, 59, 1, 1, 40, 64):
         cache.put(tokens)
         cache.check()
@@ -214,8 +238,8 @@ def test_pages_go_by_their_best_token(k: int, page: int) -> None:
     ops.select_pages(scores, wanted, page)
     for row, chosen in zip(scores.flatten(0, 1).tolist(), wanted.flatten(0, 1).tolist(), strict=True):
         runs = [range(60)[start : start + page] for start in range(0, 60, page)]
-        pages = sorted(runs, key=lambda run: -max(row[t] for t in run))
-        best = [t for p in pages[: k // page] for t in p if row[t] >= 0]
+        by_best = sorted(runs, key=lambda run: -max(row[t] for t in run))
+        best = [t for p in by_best[: k // page] for t in p if row[t] >= 0]
         assert sorted(chosen) == sorted(best + [-1] * (k - len(best)))
 
 

@@ -17,9 +17,9 @@ from specache_compile.evaluation.baselines.eviction import eviction
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.baselines.policies.history import History
 from specache_compile.kernels import ops
+from specache_compile.kernels.codes.quantisers import QUANTISERS
 from specache_compile.kernels.costs import Cost
 from specache_compile.kernels.op import Op, register
-from specache_compile.kernels.state.quantisers import QUANTISERS
 from specache_compile.methods import METHODS, Method, specache
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.offload import OffloadOptions

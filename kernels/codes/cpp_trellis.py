@@ -11,12 +11,12 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from specache_compile.kernels.cpp.library import address, trellis_library
 
-from . import definition
+from . import trellis
 
 
-def encoder(device: torch.device) -> definition.Encoder:
-    """`definition.encode`, or the same in C++ on a CPU that has a compiler."""
-    return encode if device.type == "cpu" and has_compiler() else definition.encode
+def encoder(device: torch.device) -> trellis.Encoder:
+    """`trellis.encode`, or the same in C++ on a CPU that has a compiler."""
+    return encode if device.type == "cpu" and has_compiler() else trellis.encode
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def has_compiler() -> bool:
 
 
 def encode(circles: Tensor) -> Tensor:
-    """As `definition.encode`. Of two paths that are as near as rounding tells, either."""
+    """As `trellis.encode`. Of two paths that are as near as rounding tells, either."""
     circles = circles.contiguous()
     codes = torch.empty((circles.shape[0], circles.shape[1] // 8), dtype=torch.uint8)
     trellis_library().encode(address(circles), *circles.shape, address(codes))

@@ -1,6 +1,6 @@
 """Quantisers by name: where the levels of a group lie between its least and its largest element.
 
-A new one is a function here, and a line in QUANTISERS; on CUDA also a branch of `scale_and_zero` in triton_append.py.
+A new one is a function here, and a line in QUANTISERS; on CUDA also a branch of `scale_and_zero` in triton_levels.py.
 """
 
 from __future__ import annotations

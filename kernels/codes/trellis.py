@@ -1,5 +1,5 @@
-"""Trellis-coded quantisation of a vector at one bit a number (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990), with
-Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Table I: parity checks 13 and 4).
+"""Trellis-coded quantisation of a vector at one bit a number (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990),
+with Ungerboeck's code of eight states (IEEE Trans. Inf. Theory 28, 1982, Table I: parity checks 13 and 4).
 
 A number's level is one of four, a step apart, as a code of two bits has them. Its own bit and the three before it say
 which, so that one bit a number chooses between two of them:
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.state.quantize import unpack
+from specache_compile.kernels.codes.quantize import unpack
 
 # Numbers [n, t] of unit step, t whole bytes → codes, uint8 [n, t / 8].
 Encoder = Callable[[Tensor], Tensor]
@@ -105,8 +105,8 @@ def encode(circles: Tensor) -> Tensor:
 
 
 def expanded(codes: Tensor) -> Tensor:
-    """Codes [..., d / 8] → what they stand for as codes of two bits, uint8 [..., d / 4], packed as `quantize.pack` packs
-    them: the even bits of all bytes, and behind them the odd ones."""
+    """Codes [..., d / 8] → what they stand for as codes of two bits, uint8 [..., d / 4], packed as `quantize.pack`
+    packs them: the even bits of all bytes, and behind them the odd ones."""
     codes = codes.unflatten(-1, (-1, circle_of(8 * codes.shape[-1]) // 8)).int()
     window = (codes << MEMORY | codes.roll(1, -1) >> 8 - MEMORY).flatten(-2)
     high, low = window >> 3 ^ window >> 2 ^ window, window >> 1
@@ -123,7 +123,7 @@ def quantize(values: Tensor, encode: Encoder = encode) -> tuple[Tensor, Tensor]:
     circle, square = circle_of(x.shape[-1]), (x * x).sum(-1, keepdim=True)
     step = (square / x.shape[-1]).sqrt() * STEP
     steps = in_steps(torch.where(step > 0, x / step, 0.0))
-    codes = encode(steps.reshape(-1, circle)).view(*x.shape[:-1], -1)
+    codes = encode(steps.reshape(-1, circle)).view(*x.shape[:-1], x.shape[-1] // 8)
     return codes, unbiased(x, unpack(expanded(codes), 2) - 1.5, square, peak).unsqueeze(-1)
 
 
@@ -131,7 +131,7 @@ def unbiased(x: Tensor, levels: Tensor, square: Tensor, peak: Tensor) -> Tensor:
     """peak · x·x / r·x [..., 1] of x and levels r [..., d]; square: x·x."""
     least = LEAST_COSINE * (square * (levels * levels).sum(-1, keepdim=True)).sqrt()
     along = torch.maximum((x * levels).sum(-1, keepdim=True), least)
-    return torch.where(square > 0, peak * square / along, 0.0)
+    return torch.where(square > 0, peak * (square / along), 0.0)
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// `definition.encode`: Viterbi's search, sixteen circles at once, one in each lane of a vector.
+// `trellis.encode`: Viterbi's search, sixteen circles at once, one in each lane of a vector.
 
 #include <algorithm>
 
@@ -11,7 +11,7 @@ struct Costs {
   Floats of[kStates];
 };
 
-// q of a window of four bits, the newest lowest: `definition.levels_of`.
+// q of a window of four bits, the newest lowest: `trellis.levels_of`.
 constexpr int level_of(int window) { return 2 * ((window ^ window >> 1 ^ window >> 3) & 1) + (window >> 2 & 1); }
 
 // One step on. Bit s of a lane's result: state s was reached from the one before that has its oldest bit set.

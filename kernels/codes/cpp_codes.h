@@ -1,4 +1,4 @@
-// What a stored scale, zero point and trellis code stand for: `params.py`, and `expanded` of the trellis' definition.
+// What a stored scale, zero point and trellis code stand for: `params.py`, and `trellis.expanded`.
 
 namespace {
 

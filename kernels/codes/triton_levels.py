@@ -1,0 +1,101 @@
+"""Triton: the levels of a group, as `quantize.py` has them, and its scale and zero point as `params.py` stores them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .params import DROPPED as DROPPED_BITS
+from .params import EIGHTHS as PARTS
+from .params import FARTHEST as FARTHEST_ZERO
+from .params import LARGEST_SCALE as MOST
+
+DROPPED, HALF = tl.constexpr(DROPPED_BITS), tl.constexpr(1 << DROPPED_BITS - 1)
+EIGHTHS, EIGHTH = tl.constexpr(PARTS), tl.constexpr(1 / PARTS)
+FARTHEST, LARGEST_SCALE = tl.constexpr(FARTHEST_ZERO), tl.constexpr(MOST)
+# As in `quantize.LARGEST`: q·s + z and every step towards it stays finite.
+LARGEST = tl.constexpr(2.0**126)
+# x + ROUND - ROUND rounds |x| < 2**22 to the nearest integer, ties to even, as `torch.round` does.
+ROUND = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def finite_range(x, seen, axis: tl.constexpr):
+    """Smallest and largest finite element along `axis`, 0 where there is none; both kept as a size of 1."""
+    finite = seen & (tl.abs(x) < float("inf"))  # false for NaN
+    low = tl.min(tl.where(finite, x, float("inf")), axis, keep_dims=True)
+    high = tl.max(tl.where(finite, x, float("-inf")), axis, keep_dims=True)
+    empty = low > high
+    low = tl.where(empty, 0.0, tl.minimum(tl.maximum(low, -LARGEST), LARGEST))
+    high = tl.where(empty, 0.0, tl.minimum(tl.maximum(high, -LARGEST), LARGEST))
+    return low, high
+
+
+@triton.jit
+def scale_and_zero(low, high, bits: tl.constexpr, zero_point: tl.constexpr):
+    """The quantisers of `QUANTISERS`."""
+    spread = high - low
+    if zero_point == "middles" or (zero_point == "midpoint" and bits == 1):
+        scale = spread * (1.0 / (1 << bits))
+        zero = low + scale * 0.5
+    else:
+        scale, zero = tl.div_rn(spread, tl.zeros_like(spread) + ((1 << bits) - 1)), low
+    return scale, zero
+
+
+@triton.jit
+def rounded(x, least: tl.constexpr, most: tl.constexpr):
+    """x to the nearest whole number of least to most, int32; NaN to 0."""
+    x = tl.where(x == x, x, 0.0)
+    return ((tl.minimum(tl.maximum(x, least), most) + ROUND) - ROUND).to(tl.int32)
+
+
+@triton.jit
+def encode(x, scale, zero, bits: tl.constexpr):
+    """Codes as int32, rounded against the stored scale and zero; NaN becomes the smallest level."""
+    return rounded(tl.div_rn(x - zero, tl.zeros_like(x) + scale), 0, (1 << bits) - 1)
+
+
+@triton.jit
+def stored_scale(scale, limit, kind: tl.constexpr):
+    """`params.stored_scale`. limit: the largest number of `kind`, where scales are not of 8 bits."""
+    if kind == tl.uint8:
+        halves = tl.minimum(scale, LARGEST_SCALE).to(tl.float16).to(tl.int16, bitcast=True)
+        stored = ((halves + HALF) >> DROPPED).to(tl.uint8)
+    else:
+        stored = tl.minimum(scale, limit).to(kind)
+    return stored
+
+
+@triton.jit
+def read_scale(stored):
+    """`params.read_scale`."""
+    if stored.dtype == tl.uint8:
+        scale = (stored.to(tl.int16) << DROPPED).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        scale = stored.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def stored_params(scale, zero, limit, kind: tl.constexpr):
+    """`params.stored_params`."""
+    if kind == tl.uint8:
+        farthest = tl.zeros_like(zero) + FARTHEST
+        stored = stored_scale(tl.maximum(scale, tl.div_rn(tl.abs(zero), farthest)), limit, kind)
+        eighths = rounded(tl.div_rn(zero, read_scale(stored)) * EIGHTHS, -128, 127)
+        zero_point = eighths.to(tl.int8).to(tl.uint8, bitcast=True)
+    else:
+        stored = stored_scale(scale, limit, kind)
+        zero_point = tl.minimum(tl.maximum(zero, -limit), limit).to(kind)
+    return stored, zero_point
+
+
+@triton.jit
+def read_zero(stored, scale):
+    """The zero point of `params.read_params`, whose scale is known."""
+    if stored.dtype == tl.uint8:
+        zero = stored.to(tl.int8, bitcast=True).to(tl.float32) * EIGHTH * scale
+    else:
+        zero = stored.to(tl.float32)
+    return zero

@@ -1,1 +1,0 @@
-"""A code over whole vectors: values at one bit a number, by a trellis (docs/design.md)."""

@@ -1,0 +1,106 @@
+"""The trellis code against its formula bit by bit, against every path there is, and against what theory says of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.codes import cpp_trellis, trellis
+from specache_compile.kernels.codes.quantize import unpack
+
+HEAD_DIMS = (8, 16, 40, 64, 72, 80, 96, 128, 256)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def level(b: list[int], t: int) -> int:
+    """q_t of the docstring's formula; an index below 0 is one from the end."""
+    return 2 * (b[t] ^ b[t - 1] ^ b[t - 3]) + b[t - 2]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_four_bits_that_go_round_say_a_level(head_dim: int) -> None:
+    """Bit p of byte j is the channel p·d/8 + j, and behind bit 7 comes bit 0 of the next byte of its circle."""
+    width, circle = head_dim // 8, trellis.circle_of(head_dim)
+    codes = torch.randint(0, 256, (3, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    levels = unpack(trellis.expanded(codes), 2)
+    for row, found in zip(codes.tolist(), levels.tolist(), strict=True):
+        bits = [row[t // 8] >> t % 8 & 1 for t in range(head_dim)]
+        for first in range(0, head_dim, circle):
+            b = bits[first : first + circle]
+            for t in range(circle):
+                step = first + t
+                assert found[step % 8 * width + step // 8] == level(b, t)
+
+
+@pytest.mark.parametrize(("head_dim", "circle"), [(8, 8), (64, 64), (72, 24), (80, 40), (96, 48), (128, 64), (256, 64)])
+def test_a_circle_is_whole_bytes_that_divide_a_vector(head_dim: int, circle: int) -> None:
+    assert trellis.circle_of(head_dim) == circle
+
+
+def test_a_walk_finds_the_nearest_of_all_paths_between_two_states() -> None:
+    x = normal(1, 7)
+    for begin in range(trellis.STATES):
+        costs = torch.full((1, trellis.STATES), math.inf)
+        costs[0, begin] = 0.0
+        found, choices = trellis.walked(x, costs)
+        found_path, start = trellis.followed(choices, torch.zeros(1, 1, dtype=torch.int64))
+        assert start == begin
+        before = [begin >> 2 & 1, begin >> 1 & 1, begin & 1]
+        best = dict.fromkeys(range(trellis.STATES), (math.inf, ()))
+        for path in itertools.product((0, 1), repeat=7):
+            b = [*before, *path]
+            away = sum((x[0, t].item() - (level(b, t + 3) - 1.5)) ** 2 for t in range(7))
+            end = b[-1] + 2 * b[-2] + 4 * b[-3]
+            best[end] = min(best[end], (away, path))
+        expected = torch.tensor([best[end][0] for end in range(trellis.STATES)])
+        torch.testing.assert_close(2 * found[0] + (x * x).sum(), expected, atol=1e-5, rtol=1e-5)
+        assert found_path[0].tolist() == list(best[0][1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_of_gaussian_numbers_it_leaves_less_than_two_levels_do(head_dim: int) -> None:
+    """.36 of the variance by Lloyd and Max's two levels, .25 by the best code of one bit there can be."""
+    x = normal(1, 1, 3000, head_dim)
+    codes, scale = trellis.quantize(x)
+    levels = trellis.dequantize(codes, scale) / scale[..., 0]
+    assert 0.25 < ((levels * trellis.STEP - x) ** 2).mean() < 0.315
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_one_scale_makes_a_vector_as_long_along_itself(head_dim: int) -> None:
+    x = normal(2, 3, 50, head_dim) * normal(2, 3, 50, 1, seed=1).exp()
+    decoded = trellis.dequantize(*trellis.quantize(x))
+    torch.testing.assert_close((decoded * x).sum(-1), (x * x).sum(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_what_is_large_small_zero_or_no_number() -> None:
+    x = normal(1, 1, 5, 64)
+    x[0, 0, 0] *= 1e37
+    x[0, 0, 1] *= 1e-30
+    x[0, 0, 2] = 0.0
+    x[0, 0, 3, 7], x[0, 0, 3, 9] = math.inf, math.nan
+    codes, scale = trellis.quantize(x)
+    decoded = trellis.dequantize(codes, scale)
+    assert decoded.isfinite().all()
+    assert (decoded[0, 0, 2] == 0).all()
+    x[0, 0, 3, 7], x[0, 0, 3, 9] = 0.0, 0.0
+    for row in (0, 1, 3, 4):
+        torch.testing.assert_close(
+            decoded[0, 0, row], trellis.dequantize(*trellis.quantize(x[:, :, row : row + 1]))[0, 0, 0]
+        )
+        exact = x[0, 0, row].double()
+        assert ((decoded[0, 0, row] - exact) ** 2).sum() < 0.7 * (exact * exact).sum()
+
+
+@pytest.mark.parametrize("circle", [8, 16, 24, 40, 64])
+def test_the_encoder_in_cpp_says_the_same(circle: int) -> None:
+    x = normal(1003, circle) / trellis.STEP
+    ours, expected = cpp_trellis.encode(x), trellis.encode(x)
+    assert (ours != expected).any(-1).float().mean() < 2e-3  # of two paths as near, either
