@@ -238,7 +238,7 @@ def read_levels(codes: Tensor, bits: int, head_dim: int) -> Tensor:
 def read_trellis(codes: Tensor, head_dim: int) -> Tensor:
     """The levels q of a trellis code as float64 [..., d]: a number's bit, and the three before it in its circle."""
     width, step = head_dim // 8, torch.arange(head_dim)
-    circle = 8 * max(size for size in range(1, 9) if width % size == 0)
+    circle = 32 if head_dim % 32 == 0 else 8 * max(size for size in range(1, 9) if width % size == 0)
     bits = codes[..., step // 8].long() >> step % 8 & 1
     b = [bits[..., step // circle * circle + (step - back) % circle] for back in range(4)]
     levels = torch.empty(bits.shape, dtype=torch.float64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods import parse_options
 from specache_compile.methods.low_bit import check_head_dim
@@ -29,7 +31,8 @@ pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 G, R, K = 32, 32, 8
 # Its pairs are exact: the formulas round nothing but the low-bit tier.
-BEST = {"sink_tokens": 4, "zero_point": "middles"}
+BEST = {"sink_tokens": 4, "zero_point": "middles", "value_code": "auto", "param_bits": "auto"}
+BEFORE = {"zero_point": "midpoint", "value_code": "levels", "param_bits": 16}
 SETTINGS = {"group_size": G, "residual_length": R, "top_k": K, "correct": "always", "host_bits": 16}
 
 
@@ -40,32 +43,65 @@ def hadamard(x: Tensor) -> Tensor:
     return x @ torch.tensor(signs, dtype=x.dtype) / math.sqrt(d)
 
 
-def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, middles: bool) -> Tensor:
+@dataclass(frozen=True)
+class Codes:
+    """How the low-bit tier stores pairs: bits of keys and of values; rotated or not; at 2 bits the middles of equal
+    parts or the ends of a range; values in the trellis; scales and zero points of 8 bits."""
+
+    key_bits: int = 2
+    value_bits: int = 1
+    rotate: bool = True
+    middles: bool = True
+    trellis: bool = True
+    eight: bool = True
+
+
+def quantised(groups: Tensor, bits: int, dim: int, counted: Tensor, codes: Codes) -> Tensor:
     """Each group along `dim` at 2**bits levels: the middles of equal parts of the range of what is counted, as at 1 bit
     (section 3.4), or between its ends and these."""
     low = groups.masked_fill(~counted, math.inf).amin(dim, keepdim=True)
     high = groups.masked_fill(~counted, -math.inf).amax(dim, keepdim=True)
     scale, zero = (high - low) / (2**bits - 1), low
-    if middles or bits == 1:
+    if codes.middles or bits == 1:
         scale = (high - low) / 2**bits
         zero = low + scale / 2
+    if codes.eight:
+        scale = torch.maximum(scale, zero.abs() / 14).half().double()
+        power = scale.log2().floor().exp2()
+        scale = (scale / power * 8 + 0.5).floor() / 8 * power
+        zero = (zero / scale * 8).round() / 8 * scale
     return ((groups - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
 
 
-def simulated(key_bits: int, value_bits: int, rotate: bool, lanes: int = 1, sinks: int = 0) -> Any:
+def in_trellis(values: Tensor, codes: Codes) -> Tensor:
+    """What the code makes of them, which tests/kernels/test_trellis.py holds against its formula."""
+    found, scale = trellis.quantize(values)
+    if codes.eight:
+        scale = scale.half().double()
+        power = scale.log2().floor().exp2()
+        scale = (scale / power * 8 + 0.5).floor() / 8 * power
+    return trellis.dequantize(found, scale.double())
+
+
+def simulated(codes: Codes, lanes: int = 1, sinks: int = 0) -> Any:
     """An attention of transformers: exact but for one token's, or so many tokens', whose far pairs are of low bits; of
-    those k are exact, which the tokens give most together, and the first `sinks`, beside which levels are middles."""
-    turn = hadamard if rotate else lambda x: x
+    those k are exact, which the tokens give most together, and the first `sinks`."""
+    turn = hadamard if codes.rotate else lambda x: x
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **rest: Any) -> Any:
         queries = q.shape[1] // k.shape[1]
         q, k, v = q.double().unflatten(1, (-1, queries)), k.double(), v.double()
         cached = k.shape[2] - q.shape[3]
         far = G * max(0, (cached - R) // G) if q.shape[3] <= lanes else 0
-        first, middles = min(sinks, far), sinks > 0
+        first = min(sinks, far)
         counted = (torch.arange(far) >= first).view(-1, G, 1)
-        low_k = turn(quantised(turn(k[:, :, :far]).unflatten(2, (-1, G)), key_bits, 3, counted, middles).flatten(2, 3))
-        low_v = turn(quantised(turn(v[:, :, :far]), value_bits, 3, torch.tensor(True), middles))
+        groups = turn(k[:, :, :far]).unflatten(2, (-1, G))
+        low_k = turn(quantised(groups, codes.key_bits, 3, counted, codes).flatten(2, 3))
+        values = turn(v[:, :, :far])
+        low_v = turn(
+            in_trellis(values, codes) if codes.trellis
+            else quantised(values, codes.value_bits, 3, torch.tensor(True), codes)
+        )  # fmt: skip
         keys, values = (
             torch.cat([exact[:, :, :first], low[:, :, first:], exact[:, :, far:]], 2)
             for exact, low in ((k, low_k), (v, low_v))
@@ -111,22 +147,24 @@ def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "layout", "sinks"),
+    ("options", "codes", "sinks"),
     [
-        ({"bits": 1}, (1, 1, True), 4),
-        ({}, (2, 1, True), 4),
-        ({"sink_tokens": 37}, (2, 1, True), 37),
-        ({"sink_tokens": 0, "zero_point": "midpoint"}, (2, 1, True), 0),
-        ({"bits": 2, "rotate": False}, (2, 2, False), 4),
-        ({"key_bits": 1, "value_bits": 4}, (1, 4, True), 4),
+        ({"bits": 1}, Codes(key_bits=1), 4),
+        ({}, Codes(), 4),
+        ({"sink_tokens": 37}, Codes(), 37),
+        ({"sink_tokens": 0, **BEFORE}, Codes(middles=False, trellis=False, eight=False), 0),
+        ({"value_code": "levels"}, Codes(trellis=False), 4),
+        ({"param_bits": 16}, Codes(eight=False), 4),
+        ({"bits": 2, "rotate": False}, Codes(value_bits=2, rotate=False, trellis=False), 4),
+        ({"key_bits": 1, "value_bits": 4}, Codes(1, 4, trellis=False, eight=False), 4),
     ],
-    ids=["1 bit", "best", "sinks of two groups", "no sinks", "2 bits, not rotated", "1 and 4 bits"],
+    ids=["1 bit", "best", "sinks of two groups", "before", "levels", "16", "2 bits, not rotated", "1 and 4 bits"],
 )
 def test_each_steps_logits_are_the_formulas(
-    llama: LlamaForCausalLM, options: dict[str, Any], layout: tuple[int, int, bool], sinks: int
+    llama: LlamaForCausalLM, options: dict[str, Any], codes: Codes, sinks: int
 ) -> None:
     ids = prompt(170)
-    with attending(llama, simulated(*layout, sinks=sinks)):
+    with attending(llama, simulated(codes, sinks=sinks)):
         expected = forced(llama, ids, 120)
     twin = compile_copy(llama, **SETTINGS, **{"setting": "best", "bits": 1.5, "rotate": True, **BEST, **options})
     torch.testing.assert_close(forced(twin, ids, 120), expected, rtol=1e-3, atol=1e-3)
@@ -137,7 +175,7 @@ def test_each_steps_logits_are_the_formulas(
 def test_the_logits_of_a_widened_decode_are_the_formulas(llama: LlamaForCausalLM, lanes: int) -> None:
     """Each lane sees the ones before it; pairs leave the window in between, and one choice is made for all."""
     ids = prompt(120 + 5 * lanes)
-    with attending(llama, simulated(2, 1, True, lanes, sinks=4)):
+    with attending(llama, simulated(Codes(), lanes, sinks=4)):
         expected = forced(llama, ids, 120, lanes)
     twin = compile_copy(llama, **SETTINGS, setting="best", **BEST, bits=1.5, rotate=True, lookup=True, speculate=False)
     torch.testing.assert_close(forced(twin, ids, 120, lanes), expected, rtol=1e-3, atol=1e-3)
@@ -205,6 +243,12 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
         ({"method": "full", "key_bits": 2}, "key_bits: method 'full' has none"),
         ({"key_bits": 16}, "key_bits 16 and value_bits 1: 16 bits go with 16 bits"),
         ({"correct": "sometimes"}, "correct='sometimes': accepted are 'never', 'always'"),
+        (
+            {"value_bits": 2, "value_code": "trellis"},
+            "value_code='trellis': it is a code of 1 bit",
+        ),
+        ({"bits": 8, "param_bits": 8}, "param_bits=8 with codes of 8 bits"),
+        ({"param_bits": 4}, "param_bits=4: accepted are 16, 8, 'auto'"),
     ],
 )
 def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
