@@ -56,7 +56,7 @@ import triton
 import triton.language as tl
 
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
-from specache_compile.kernels.codes.triton_trellis import load_expanded
+from specache_compile.kernels.codes.triton_trellis import load_expanded, load_expanded_words
 
 from .triton_softmax import biased, capped, finite, grown, shown
 
@@ -175,13 +175,16 @@ def unpacked_values(packed, first: tl.constexpr, shared: tl.constexpr, bits: tl.
 @triton.jit
 def value_rows(
     part: tl.constexpr, shared: tl.constexpr, runs: tl.constexpr, halves: tl.constexpr, plane_width: tl.constexpr,
-    SPAN: tl.constexpr, PIECE: tl.constexpr,
+    SPAN: tl.constexpr, PIECE: tl.constexpr, WORDED: tl.constexpr,
 ):  # fmt: skip
     """int32 [shared · halves · PIECE], a row each of a part's unpacked values: its channel, its plane, its element of
-    the span."""
+    the span. WORDED: elements are in `load_expanded_words`' order."""
     order = tl.arange(0, shared * halves * PIECE)
     plane = part % runs * shared + order // PIECE % shared
     element = order % PIECE
+    if WORDED:
+        HALF: tl.constexpr = PIECE // 2
+        element = tl.where(element % HALF < SPAN // 4, element // HALF * (SPAN // 4) + element % HALF, SPAN)
     return plane * plane_width + part // runs * SPAN + element * halves + order // PIECE // shared, plane, element
 
 
@@ -203,13 +206,18 @@ def load_keys(
 
 
 @triton.jit
-def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr):
-    """A tile's key scales and zeros as stored, each [d] in `key_columns`' order, of params [2, d].
+def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr, kind: tl.constexpr):
+    """A tile's key scales and zeros in `kind`, each [d] in `key_columns`' order, of params [2, d].
 
     Loaded as they lie, 16 bytes a thread, which is what the compiler makes asynchronous copies of, and brought into
     order in registers: loads of single channels wait for memory in every tile.
     """
-    both = tl.load(params + tl.arange(0, 2)[:, None] * d + tl.arange(0, d)[None, :])
+    if params.dtype.element_ty == tl.uint8:
+        scale = read_scale(tl.load(params + tl.arange(0, d)))
+        zero = read_zero(tl.load(params + d + tl.arange(0, d)), scale)
+        both = tl.trans(tl.join(scale.to(kind), zero.to(kind)))
+    else:
+        both = tl.load(params + tl.arange(0, 2)[:, None] * d + tl.arange(0, d)[None, :])
     both = tl.reshape(both, [2, planes // 2, 2, d // planes // halves // 2, 2, halves])
     return tl.split(tl.reshape(tl.permute(both, (5, 1, 3, 2, 4, 0)), [d, 2]))
 
@@ -275,6 +283,7 @@ def attend_low_bit(
     plane_width: tl.constexpr = d // planes
     width: tl.constexpr = plane_width // halves
     stored_width: tl.constexpr = width // 2 if CIRCLE > 0 else width
+    WORDED: tl.constexpr = CIRCLE == 4 and halves == 2
     stride: tl.constexpr = key_width + stored_width
     WORDS: tl.constexpr = not plain and halves == 2 and key_width % 2 == 0 and stored_width % 2 == 0
     groups: tl.constexpr = d // value_group
@@ -326,7 +335,7 @@ def attend_low_bit(
             else:
                 params = key_params + (bh * (capacity // group) + tile) * (2 * d)
                 if KEYS_AS_THEY_LIE:
-                    key_scale, key_zero = load_key_params(params, d=d, planes=key_planes, halves=halves)
+                    key_scale, key_zero = load_key_params(params, d=d, planes=key_planes, halves=halves, kind=kind)
                 else:
                     key_scale = tl.load(params + key_channel, inside, 0)
                     key_zero = tl.load(params + d + key_channel, inside, 0)
@@ -388,7 +397,11 @@ def attend_low_bit(
             added = ()
             for part in tl.static_range(parts):
                 at = tile_codes + (key_width + part // runs * span)
-                if CIRCLE > 0:
+                if WORDED:
+                    value_codes = load_expanded_words(
+                        at, within[:, None], stride=stride, words=stored_width // 2, WORDS=PIECE // 4
+                    )
+                elif CIRCLE > 0:
                     value_codes = load_expanded(
                         at, within[:, None], piece, stride=stride, width=stored_width, circle=CIRCLE // halves
                     )
@@ -415,7 +428,14 @@ def attend_low_bit(
 
     for part in tl.static_range(parts):
         channel, plane, element = value_rows(
-            part, shared=shared, runs=runs, halves=halves, plane_width=plane_width, SPAN=SPAN, PIECE=PIECE
+            part,
+            shared=shared,
+            runs=runs,
+            halves=halves,
+            plane_width=plane_width,
+            SPAN=SPAN,
+            PIECE=PIECE,
+            WORDED=WORDED,
         )
         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
         constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)

@@ -1,6 +1,6 @@
 """Triton: the trellis code of `trellis.py`: a group's values into it, and its codes as codes of two bits.
 
-A thread walks one vector: eight costs and as many paths of 64 bits are registers, and no path is walked back.
+A thread walks one vector: eight costs and as many paths are registers, a word each, and no path is walked back.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def walked(x, costs, marks):
         apart = apart + ((q - 1.5) * (q - 1.5) / 2 - x * (q - 1.5),)
     costs_now, marks_now = (), ()
     for state in tl.static_range(STATES):
-        one: tl.constexpr = 2 * ((state ^ (state >> 1)) & 1) + (state >> 2)
-        first = costs[state >> 1] + apart[one]
-        second = costs[(state >> 1) + STATES // 2] + apart[one ^ 2]  # the oldest bit turns the level's upper one
+        first = costs[state >> 1] + apart[2 * ((state ^ (state >> 1)) & 1) + (state >> 2)]
+        # The oldest bit turns the level's upper one.
+        second = costs[(state >> 1) + STATES // 2] + apart[2 - 2 * ((state ^ (state >> 1)) & 1) + (state >> 2)]
         nearer = second < first
         costs_now = costs_now + (tl.where(nearer, second, first),)
         marks_now = marks_now + (tl.where(nearer, marks[(state >> 1) + STATES // 2], marks[state >> 1]),)
@@ -50,7 +50,7 @@ def extended(paths, place):
     found = ()
     for state in tl.static_range(STATES):
         if state % 2 == 1:
-            found = found + (paths[state] | (tl.full(paths[state].shape, 1, tl.int64) << place),)
+            found = found + (paths[state] | (tl.full(paths[state].shape, 1, paths[state].dtype) << place),)
         else:
             found = found + (paths[state],)
     return found
@@ -95,6 +95,7 @@ def encode_values(
     unit = tl.sqrt(square / d) * STEP
     along, levels = tl.zeros_like(square), tl.zeros_like(square)
     half: tl.constexpr = circle // 2
+    word: tl.constexpr = tl.int32 if circle <= 32 else tl.int64
     for number in range(d // circle):
         first = number * circle
         # From half way round to half way round, to find where the path that goes round begins and ends.
@@ -116,7 +117,7 @@ def encode_values(
         costs, paths = (), ()
         for state in tl.static_range(STATES):
             costs = costs + (tl.where(edge == state, 0.0, FAR),)
-            paths = paths + (tl.zeros(square.shape, tl.int64),)
+            paths = paths + (tl.zeros(square.shape, word),)
         for t in range(circle):
             x = number_at(v, recent, tokens, first + t, peak, unit, bh, head_base, stride, length, window, d, APART)
             costs, paths = walked(x, costs, paths)
@@ -128,7 +129,7 @@ def encode_values(
             tl.store(codes + number * (circle // 8) + byte, (path >> 8 * byte).to(tl.uint8))
 
         for t in range(circle):
-            bits = tl.zeros(square.shape, tl.int64)
+            bits = tl.zeros(square.shape, word)
             for back in tl.static_range(MEMORY + 1):
                 bits |= ((path >> (t + circle - back) % circle) & 1) << back
             level = level_of(bits).to(tl.float32) - 1.5
@@ -141,9 +142,7 @@ def encode_values(
 
 
 @triton.jit
-def load_expanded(
-    codes, token, element, stride: tl.constexpr, width: tl.constexpr, circle: tl.constexpr,
-):  # fmt: skip
+def load_expanded(codes, token, element, stride: tl.constexpr, width: tl.constexpr, circle: tl.constexpr):
     """`trellis.expanded`: elements [tokens, 2·width] of the values as codes of two bits, of codes whose tokens are
     `stride` elements apart and have `width` of values. circle: elements. An element is one byte, or two."""
     size: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth
@@ -155,3 +154,27 @@ def load_expanded(
     window = (here << MEMORY) | (last >> (size - MEMORY))
     high, low = (window >> 3) ^ (window >> 2) ^ window, window >> 1
     return ((((high >> odd) & 0x5555) << 1) | ((low >> odd) & 0x5555)).to(codes.dtype.element_ty)
+
+
+@triton.jit
+def earlier(bits, by: tl.constexpr):
+    """Words whose bits have gone round by so many places."""
+    return (bits << by) | ((bits >> (32 - by)) & ((1 << by) - 1))
+
+
+@triton.jit
+def load_expanded_words(codes, token, stride: tl.constexpr, words: tl.constexpr, WORDS: tl.constexpr):
+    """The same where a circle is a word, each loaded once: int16 [tokens, 4·WORDS], elements of two bytes. Those of the
+    even bits are the first half. codes: of int16, `stride` a token.
+
+    A product's left side has every eighth row in one thread: with these elements innermost it expands one word a token.
+    """
+    word = tl.arange(0, WORDS)[None, :]
+    at = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    bits = tl.load(at + token * (stride // 2) + word, word < words, 0)
+    high, low = bits ^ earlier(bits, 1) ^ earlier(bits, 3), earlier(bits, 2)
+    evens = ((high & 0x55555555) << 1) | (low & 0x55555555)
+    odds = (high & ~0x55555555) | ((low >> 1) & 0x55555555)
+    both = tl.join(evens, odds)
+    halves = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16))
+    return tl.reshape(tl.permute(halves, (0, 2, 1, 3)), [halves.shape[0], 4 * WORDS])

@@ -33,6 +33,8 @@ ISSUED, SCHEDULERS = 0.65, 4
 # A warp's instructions for a stored number of the low-bit tier, with one lane and with two, of four query heads and 1
 # to 2 bits: the loops of the attention under Triton 3.6 (tools/compile_kernels.py counts those of the Triton at hand).
 INSTRUCTIONS = {"whole": (2.55, 2.93), "keys": (3.15, 3.13), "values": (2.71, 3.05)}
+# Those besides, of keys with scales and zero points of 8 bits, and of values in the trellis (sm_90 under Triton 3.7).
+EIGHT_BITS, TRELLIS = 1.2, 1.35
 # A warp's instructions, of sm_90 under Triton 3.7: of a program of `keep_best`, some 12 turns of 80 (sums of softmaxes
 # of normal logits) and 1,330 once; for a score of a token, KV head and lane; for a query head and lane that is merged.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
@@ -109,8 +111,13 @@ def instructions(call: Call, part: str) -> float:
     layout = getattr(call.load.options, "layout", None)
     if layout is None or not layout.is_quantised:
         return 0.0
-    numbers = call.heads * call.low * call.load.layers[call.site].head_dim * (2 if part == "whole" else 1)
-    return numbers * INSTRUCTIONS[part][min(call.lanes, 2) - 1] / WARP
+    options, layer = call.load.options, call.load.layers[call.site]
+    each = (2 if part == "whole" else 1) * INSTRUCTIONS[part][min(call.lanes, 2) - 1]
+    if part != "values" and options.param_dtype(layer.dtype) != layer.dtype:
+        each += EIGHT_BITS
+    if part != "keys" and options.has_trellis:
+        each += TRELLIS
+    return call.heads * call.low * layer.head_dim * each / WARP
 
 
 def turned(call: Call) -> list[Kernel]:
