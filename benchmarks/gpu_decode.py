@@ -202,7 +202,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
     for layer in session.state:
         for field, tensor in layer.items():
             if tensor.dtype == torch.uint8:
-                tensor.random_(0, 256)
+                tensor.random_(0, 256 if field == "codes" else 120)  # scales are numbers then, up to 1
             elif field == "host":  # what is fetched must be numbers; of these there are too many to draw
                 tensor[: session.tiers.room // SEGMENT].fill_(0.5)
             elif field == "sink_index":

@@ -135,7 +135,7 @@ def fill(state: LayerState, setting: Setting, generator: torch.Generator) -> Non
     """Random contents; the slots hold different tokens, and so do the wanted ones."""
     for field, tensor in state.items():
         if tensor.dtype == torch.uint8:
-            tensor.random_(0, 256, generator=generator)
+            tensor.random_(0, 256 if field == "codes" else 120, generator=generator)  # scales are numbers then
         elif tensor.is_floating_point() and field not in ("host", "tally"):
             tensor.normal_(generator=generator)
     state["host"].fill_(0.5)

@@ -7,8 +7,8 @@ which, so that one bit a number chooses between two of them:
     q_t = 2·(b_t ⊕ b_(t-1) ⊕ b_(t-3)) + b_(t-2)        x_t ≈ s·(q_t - 3/2)
 
 The bits go round: those before the first are the last (tail-biting), in circles of 32 numbers where these divide a
-vector. One s a vector,
-s = x·x / r·x for r_t = q_t - 3/2, makes the code unbiased: what errors of many tokens add up to is no shrinkage.
+vector. One s a vector, s = x·x / r·x for r_t = q_t - 3/2, makes the code unbiased: errors of many tokens add up to no
+shrinkage.
 
 Of Gaussian numbers one bit leaves .36 of the variance by two levels, .31 by this code, .25 by any (Shannon).
 """

@@ -40,12 +40,14 @@ from specache_compile.kernels.costs import CORRECTED
 # Llama-3-8B: its layers, and its bytes in 16 bits.
 LAYERS, WEIGHTS = 32, 2 * 8_030_261_248
 HOST = 100 * 2**30
+# On paper the low-bit tier was as it was before the trellis, whose instructions are others.
+LEVELS = {"value_code": "levels", "param_bits": 16}
 OPTIONS = {
     "k = 0": {"setting": "paper", "top_k": 0, "host_tier": False},
     "paper": {"setting": "paper"},
-    "best": {"speculate": True, "host_bits": 16},
-    "one lane": {"host_bits": 16},
-    "default": {},
+    "best": {"speculate": True, "host_bits": 16, **LEVELS},
+    "one lane": {"host_bits": 16, **LEVELS},
+    "default": LEVELS,
 }
 # "mended": one lane, whose correction is beside the low-bit share of the values.
 COLUMNS = ("fp16", "fp8", "k = 0", "paper", "best", "one lane", "mended")

@@ -78,7 +78,7 @@ def test_a_quantiser_is_a_function_from_a_groups_ends_to_its_levels(monkeypatch:
 
     monkeypatch.setitem(QUANTISERS, "eighths", eighths)
     (ours, *_), (paper, *_) = (
-        state_after("specache", bits=1, group_size=32, residual_length=32, zero_point=name)
+        state_after("specache", bits=1, group_size=32, residual_length=32, zero_point=name, param_bits=16)
         for name in ("eighths", "midpoint")
     )
     scale, zero = ours["key_params"][:, :, :2].unbind(3)

@@ -23,7 +23,7 @@ LAYERS = [LayerShape(8, 128, torch.bfloat16, torch.device("meta"))] * 32
 
 
 @pytest.mark.parametrize(
-    ("memory", "bits"), [("18 GiB", 16), ("9 GiB", 8), ("4 GiB", 2), (9 * 2**28, 1.5), ("2 GiB", 1)]
+    ("memory", "bits"), [("18 GiB", 16), ("9 GiB", 8), ("4 GiB", 2), ("2 GiB", 1.5), (3 * 2**29, 1)]
 )
 def test_the_most_bits_that_fit_are_taken(memory: int | str, bits: float) -> None:
     asked = parse_options({"memory": memory, "top_k": 32, "min_context": 10**6})
