@@ -135,7 +135,7 @@ DECLARED = (
         "Tensor(c!) key_params, Tensor(d!) value_params, Tensor(e!) center, Tensor(f!) sink_pairs, Tensor sink_index, "
         "int key_bits, int value_bits, bool rotate, str zero_point, Tensor? frequencies=None) -> ()",
         tiers.append, fake_nothing, ".movement.triton_append:append",
-        fused=cpp_tiers.append_fused, library=cpp_tiers.library_of, cost=costs.append, early=3,
+        fused=cpp_tiers.append_fused, library=cpp_tiers.library_of_append, cost=costs.append, early=3,
     ),
     Op(
         "measure(Tensor q, Tensor k, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, Tensor slot_index, "

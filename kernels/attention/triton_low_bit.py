@@ -428,15 +428,9 @@ def attend_low_bit(
 
     for part in tl.static_range(parts):
         channel, plane, element = value_rows(
-            part,
-            shared=shared,
-            runs=runs,
-            halves=halves,
-            plane_width=plane_width,
-            SPAN=SPAN,
-            PIECE=PIECE,
+            part, shared=shared, runs=runs, halves=halves, plane_width=plane_width, SPAN=SPAN, PIECE=PIECE,
             WORDED=WORDED,
-        )
+        )  # fmt: skip
         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
         constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
         result = sums[part] * (undo / (1 << plane * level_bits).to(tl.float32))[:, None] + constant[None, :]

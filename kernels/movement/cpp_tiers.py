@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.cpp.library import address, tiers_library
+from specache_compile.kernels.codes.trellis import is_trellis
+from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.segments import places_of, span_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED
@@ -30,6 +31,16 @@ def library_of(*arguments: Any) -> CDLL:
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     rounded = [x for x in tensors if x.dtype == ROUNDED]
     return library_for([x for x in tensors if x.is_floating_point()][-1], rounded[0]) if rounded else tiers_library()
+
+
+def library_of_append(
+    k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
+    value_params: Tensor, *rest: Any,
+) -> CDLL:  # fmt: skip
+    """The same of `append`, and what encodes values in a trellis."""
+    if is_trellis(value_params):
+        trellis_library()
+    return tiers_library()
 
 
 def library_for(pairs: Tensor, host: Tensor) -> CDLL:

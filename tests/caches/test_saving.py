@@ -73,15 +73,15 @@ def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: P
 def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
     llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    """Its header names neither host_bits nor sink_tokens, says that two lanes ran, and names an option that is gone;
+    """Its header knows none of the options that came since, says that two lanes ran, and names an option that is gone;
     its files have no sinks."""
     settings = {**SETTINGS["best"], "lowering": "eager"}
-    model = compiled_with(llama, {**settings, "host_bits": 16, "sink_tokens": 0})
+    model = compiled_with(llama, {**settings, **saving.BEFORE})
     _, cache = step(model, prompt(150, 2))
     sc.save(cache, tmp_path)
     header = json.loads((tmp_path / "session.json").read_text())
     for name in ("asked", "options"):
-        for option in ("host_bits", "sink_tokens"):
+        for option in saving.BEFORE:
             del header["options"][name][option]
         header["options"][name] |= {"speculate": True, "unbiased": False}
     for path in (tmp_path / header["folder"]).glob("layer-*"):
@@ -91,6 +91,7 @@ def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
     again = sc.load(tmp_path, compiled_with(llama, settings))
     assert session_of(again).state[0]["host"].is_floating_point()
     assert session_of(again).options.sink_tokens == 0
+    assert session_of(again).state[0]["value_params"].shape[3] == 2
     assert torch.equal(go_on(compiled_with(llama, settings), again), go_on(model, cache))
     header["options"]["asked"]["method"] = "of a package that is gone"
     (tmp_path / "session.json").write_text(json.dumps(header))

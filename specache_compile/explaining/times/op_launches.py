@@ -34,7 +34,7 @@ ISSUED, SCHEDULERS = 0.65, 4
 # to 2 bits: the loops of the attention under Triton 3.6 (tools/compile_kernels.py counts those of the Triton at hand).
 INSTRUCTIONS = {"whole": (2.55, 2.93), "keys": (3.15, 3.13), "values": (2.71, 3.05)}
 # Those besides, of keys with scales and zero points of 8 bits, and of values in the trellis (sm_90 under Triton 3.7).
-EIGHT_BITS, TRELLIS = 1.2, 1.35
+OF_SMALL_PARAMS, OF_TRELLIS = 1.2, 1.35
 # A warp's instructions, of sm_90 under Triton 3.7: of a program of `keep_best`, some 12 turns of 80 (sums of softmaxes
 # of normal logits) and 1,330 once; for a score of a token, KV head and lane; for a query head and lane that is merged.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
@@ -114,9 +114,9 @@ def instructions(call: Call, part: str) -> float:
     options, layer = call.load.options, call.load.layers[call.site]
     each = (2 if part == "whole" else 1) * INSTRUCTIONS[part][min(call.lanes, 2) - 1]
     if part != "values" and options.param_dtype(layer.dtype) != layer.dtype:
-        each += EIGHT_BITS
+        each += OF_SMALL_PARAMS
     if part != "keys" and options.has_trellis:
-        each += TRELLIS
+        each += OF_TRELLIS
     return call.heads * call.low * layer.head_dim * each / WARP
 
 
