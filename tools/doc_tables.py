@@ -358,7 +358,8 @@ def fields() -> str:
 
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
-    ("closeness", "closeness"), ("host", "closeness"), ("sinks", "closeness"), ("evictions", "closeness"),
+    ("closeness", "closeness"), ("host", "closeness"), ("sinks", "closeness"), ("codes", "closeness"),
+    ("evictions", "closeness"),
     ("paper", "closeness"), ("needles_smollm2", "needle"),
     ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
 )  # fmt: skip
