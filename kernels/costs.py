@@ -120,10 +120,10 @@ def pair_bytes(options: Any, layer: Any) -> Pair:
     layout = getattr(options, "layout", None)
     if layout is None or not layout.is_quantised:
         return Pair(exact, on_host, exact / 2, exact / 2)
-    params = 2 * layer.head_dim * options.param_dtype(layer.dtype).itemsize
-    keys = layer.head_dim * layout.key_bits / 8 + params / options.group_size
-    of_values = value_group(layer.head_dim, options.group_size) if not options.has_trellis else 2 * layer.head_dim
-    return Pair(exact, on_host, keys, layer.head_dim * layout.value_bits / 8 + params / of_values)
+    d, item = layer.head_dim, options.param_dtype(layer.dtype).itemsize
+    keys = d * layout.key_bits / 8 + 2 * item * d / options.group_size
+    numbers = 1 if options.has_trellis else 2 * d / value_group(d, options.group_size)
+    return Pair(exact, on_host, keys, d * layout.value_bits / 8 + item * numbers)
 
 
 def fetched_pairs(options: Any, length: int) -> int:

@@ -161,7 +161,8 @@ def attend_tiers(
     # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [4].
     q, turned, k, v, mask, cursor,
     # The low-bit tier: codes [B, H, C, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., 2·d] of q's
-    # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv]: scale, then zero. Tiers are contiguous.
+    # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv] (or [B, H, C, 1, 1]): scale, then zero, in
+    # this dtype or in 8 bits. Tiers are contiguous.
     codes, key_params, value_params,
     # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d] and sink_index [B, 1, s] int32 (-1: none), slots
     # [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).

@@ -39,7 +39,8 @@ def stored_params(scale: Tensor, zero: Tensor, dtype: torch.dtype) -> tuple[Tens
     farther away than its eighths reach."""
     if dtype != EIGHT_BITS:
         return stored_scale(scale, dtype), zero.clamp(-largest(dtype), largest(dtype)).to(dtype)
-    scale = stored_scale(torch.maximum(scale, zero.abs() / FARTHEST), dtype)
+    # By a tensor: CUDA multiplies by the reciprocal of a number, which is not always the quotient.
+    scale = stored_scale(torch.maximum(scale, zero.abs() / zero.new_full((), FARTHEST)), dtype)
     eighths = (zero / read_scale(scale) * EIGHTHS).nan_to_num(0.0).round().clamp(-128, 127)
     return scale, eighths.to(torch.int8).view(dtype)
 

@@ -76,7 +76,8 @@ def encode(
     """Codes (uint8, the shape of `groups`), scale and zero (as `dtype` stores them, `params.py`; size 1 along `dim`).
 
     Codes are rounded against the stored scale and zero, so that what `dtype` loses costs no second error.
-    +inf and -inf become the group's largest and smallest level, NaN the smallest; a constant group gives its constant.
+    +inf and -inf become the group's largest and smallest level, NaN the smallest; a constant group gives its constant,
+    with parameters of 8 bits nearly.
     there: as for `scale_and_zero`.
     """
     groups = groups.float()

@@ -92,10 +92,11 @@ def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
     before = torch.stack([state >> 1, state >> 1 | STATES >> 1])
     window = torch.stack([state, state | STATES])
     levels = levels_of(window) - 1.5
+    squares = levels * levels / 2
     choices = []
     for x in circles.unbind(1):
         # Half the squared distance, without what all levels have in common.
-        apart = levels * levels / 2 - x[:, None, None] * levels
+        apart = squares - x[:, None, None] * levels
         first, second = (costs[:, before] + apart).unbind(1)
         choices.append(second < first)
         costs = torch.minimum(first, second)

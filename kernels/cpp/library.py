@@ -104,7 +104,7 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
 
 @functools.cache
 def trellis_library() -> CDLL:
-    """cpp_encode.cpp: numbers are float32."""
+    """cpp_trellis.cpp: numbers are float32."""
     pointer, number = c_void_p, c_int64
     return compiled(("codes/cpp_trellis.cpp",), {"encode": [pointer, number, number, pointer]})
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -26,6 +24,7 @@ from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import MODEL, load
 from specache_compile.evaluation.tasks.task import read_text
+from specache_compile.kernels.codes.cpp_trellis import has_compiler
 
 from .measure import Demo, Size
 from .rows import DEFAULT, FULL, Row
@@ -136,9 +135,7 @@ def why_not_timed(eager: bool) -> str | None:
         return "--eager"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python's headers, which compiled code needs, are not here (apt install python3-dev)"
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+    if not has_compiler():
         return "Inductor finds no C++ compiler here (apt install g++)"
     return None
 

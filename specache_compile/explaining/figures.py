@@ -293,7 +293,7 @@ class Figures:
         for b, g, k in dict.fromkeys([own, *every]):
             options = chosen
             if (b, g, k) != own:
-                options = replace(chosen, bits=b, key_bits=None, value_bits=None, group_size=g)
+                options = replace(chosen.with_bits(b), group_size=g)
             if isinstance(options, SpecacheOptions):
                 options = replace(options, top_k=k, correct=options.correct if k else "never")
             other = replace(self, options=options)

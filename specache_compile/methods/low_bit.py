@@ -133,8 +133,8 @@ class LowBitOptions(DraftOptions):
     )  # fmt: skip
     param_bits: int | str = choice(
         16, (16, 8, "auto"),
-        "of a scale or a zero point in it; 16: as many as the model's numbers have. auto: 8 where keys and values have "
-        "1 or 2",
+        "of a scale or a zero point in it; 16: as many as the model's numbers have; 8 is coarse where a channel's keys "
+        "lie far off zero and close together. auto: 8 where keys and values have 1 or 2",
         type=number_or_auto,
     )  # fmt: skip
     min_context: int | str = option(
@@ -208,7 +208,7 @@ class LowBitOptions(DraftOptions):
 
     @property
     def has_trellis(self) -> bool:
-        """Whether values are in the trellis code (`kernels/trellis`)."""
+        """Whether values are in the trellis code (`kernels/codes/trellis.py`)."""
         return self.value_code != "levels" and self.layout.value_bits == 1
 
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -232,6 +232,15 @@ class LowBitOptions(DraftOptions):
     def drafting(self) -> str:
         """The option that has drafts made, for an error."""
         return "lookup=True" if self.lookup else f"verify={self.verify!r}"
+
+    def with_bits(self, bits: int | float) -> LowBitOptions:
+        """The same with keys and values of so many bits, and such codes and parameters as go with them."""
+        value_code = "auto" if self.value_code == "trellis" else self.value_code
+        param_bits = "auto" if self.param_bits == 8 else self.param_bits
+        return replace(
+            self, bits=bits, key_bits=None, value_bits=None, value_code=value_code, param_bits=param_bits,
+            host_bits=16 if bits == 16 else self.host_bits,  # where nothing on the device is rounded
+        )  # fmt: skip
 
     def low_bit_length(self, length: int) -> int:
         """Of `length` cached tokens, how many are in the low-bit tier: whole groups, all but the newest R..R+g-1."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from specache_compile.errors import OptionError
 from specache_compile.methods.field import LayerShape
@@ -19,11 +18,7 @@ def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: i
     if not isinstance(options, LowBitOptions) or options.memory is None:
         return options
     allowed = bytes_of_memory(options.memory)
-    # Where nothing on the device is rounded, nothing on the host is.
-    every = [
-        replace(options, bits=bits, host_bits=16 if bits == 16 else options.host_bits)
-        for bits in sorted(BITS_OF_BOTH, reverse=True)
-    ]
+    every = [options.with_bits(bits) for bits in sorted(BITS_OF_BOTH, reverse=True)]
     return next((chosen for chosen in every if device_bytes(chosen, layers, batch, length) <= allowed), every[-1])
 
 
