@@ -1,7 +1,7 @@
 """How often the speculative token is right, and what it saves: pairs fetched ahead, and pairs left to correct.
 
-    python benchmarks/guesses.py                                SmolLM2, some twelve minutes; results/guesses.json
-    python benchmarks/guesses.py --contexts 1024 --windows 1    two minutes
+    python benchmarks/guesses.py                                SmolLM2, hours on two cores; results/guesses.json
+    python benchmarks/guesses.py --contexts 1024 --windows 1    some eight minutes
 
 A text is continued by the default with one lane. Every row then reads that same continuation, token by token, and runs
 a guess of the next one beside each:
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from tqdm import tqdm
 import specache_compile as sc
 from specache_compile.bench.results import provenance
 from specache_compile.evaluation.command import load
+from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.runtime.session import session_of
 
 SETTINGS = {
@@ -47,20 +47,20 @@ class Place:
     """A step that is about to run, for who guesses the token behind its own.
 
     past: tokens up to the step's own.
-    made: what the lanes say; None in the first step.
+    made: what the lanes say.
     was_wrong: whether the guess of the step before was.
     last: that guess.
     coming: the token that does come.
     """
 
     past: Sequence[int]
-    made: int | None
+    made: int
     was_wrong: bool
     last: int | None
     coming: int
 
 
-def looked_up(at: Place) -> int | None:
+def looked_up(at: Place) -> int:
     """What followed the last two tokens where they stood last, else what was made."""
     one, other = at.past[-2:]
     for i in range(len(at.past) - 2, 0, -1):
@@ -126,10 +126,6 @@ def measured(model: Any, ids: list[int], kinds: Sequence[str], steps: int, seed:
                     "ahead": done.pairs_ahead / steps / heads,
                     "corrected": done.pairs_corrected / steps / heads,
                 }  # fmt: skip
-
-
-def interval(values: Sequence[float]) -> float:
-    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def summed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -339,9 +339,9 @@ def attend_low_bit(
                 else:
                     key_scale = tl.load(params + key_channel, inside, 0)
                     key_zero = tl.load(params + d + key_channel, inside, 0)
-                if key_scale.dtype == tl.uint8:
-                    steps = read_scale(key_scale)
-                    key_scale, key_zero = steps.to(kind), read_zero(key_zero, steps).to(kind)
+                    if key_scale.dtype == tl.uint8:
+                        steps = read_scale(key_scale)
+                        key_scale, key_zero = steps.to(kind), read_zero(key_zero, steps).to(kind)
                 keys = unpacked_keys(key_codes, planes=key_planes, bits=key_bits, kind=kind)
                 logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
                 zeros = tl.broadcast_to(key_zero[None, :], keys.shape)

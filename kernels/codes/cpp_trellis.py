@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
-from specache_compile.kernels.cpp.library import address, trellis_library
+from specache_compile.kernels.cpp.library import address, has_compiler, trellis_library
 
 from . import trellis
 
@@ -17,15 +13,6 @@ from . import trellis
 def encoder(device: torch.device) -> trellis.Encoder:
     """`trellis.encode`, or the same in C++ on a CPU that has a compiler."""
     return encode if device.type == "cpu" and has_compiler() else trellis.encode
-
-
-@functools.cache
-def has_compiler() -> bool:
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return False
-    return True
 
 
 def encode(circles: Tensor) -> Tensor:

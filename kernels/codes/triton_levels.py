@@ -5,16 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .params import DROPPED as DROPPED_BITS
-from .params import EIGHTHS as PARTS
-from .params import FARTHEST as FARTHEST_ZERO
-from .params import LARGEST_SCALE as MOST
+from . import params, quantize
 
-DROPPED, HALF = tl.constexpr(DROPPED_BITS), tl.constexpr(1 << DROPPED_BITS - 1)
-EIGHTHS, EIGHTH = tl.constexpr(PARTS), tl.constexpr(1 / PARTS)
-FARTHEST, LARGEST_SCALE = tl.constexpr(FARTHEST_ZERO), tl.constexpr(MOST)
-# As in `quantize.LARGEST`: q·s + z and every step towards it stays finite.
-LARGEST = tl.constexpr(2.0**126)
+DROPPED, HALF = tl.constexpr(params.DROPPED), tl.constexpr(1 << params.DROPPED - 1)
+EIGHTHS, EIGHTH = tl.constexpr(params.EIGHTHS), tl.constexpr(1 / params.EIGHTHS)
+FARTHEST, LARGEST_SCALE = tl.constexpr(params.FARTHEST), tl.constexpr(params.LARGEST_SCALE)
+LARGEST = tl.constexpr(quantize.LARGEST)
 # x + ROUND - ROUND rounds |x| < 2**22 to the nearest integer, ties to even, as `torch.round` does.
 ROUND = tl.constexpr(12582912.0)
 

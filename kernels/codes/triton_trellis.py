@@ -10,13 +10,11 @@ import triton.language as tl
 
 from specache_compile.kernels.state.triton_pairs import load_pairs
 
-from .trellis import LEAST_COSINE as COSINE
-from .trellis import MEMORY as BITS
-from .trellis import STEP as UNIT
+from . import trellis
 from .triton_levels import stored_scale
 
-MEMORY, STEP, LEAST_COSINE = tl.constexpr(BITS), tl.constexpr(UNIT), tl.constexpr(COSINE)
-STATES = tl.constexpr(1 << BITS)
+MEMORY, STATES = tl.constexpr(trellis.MEMORY), tl.constexpr(trellis.STATES)
+STEP, LEAST_COSINE = tl.constexpr(trellis.STEP), tl.constexpr(trellis.LEAST_COSINE)
 # The cost of where no path begins.
 FAR = tl.constexpr(1e30)
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.codecache import CppCodeCache
-from torch._inductor.cpp_builder import is_gcc
+from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
+from torch._inductor.exc import InvalidCxxCompiler
 
 # Inductor turns these off for its own kernels, which it vectorises itself. Sums may be reordered; infinities count.
 FLAGS = (
@@ -107,6 +108,16 @@ def trellis_library() -> CDLL:
     """cpp_trellis.cpp: numbers are float32."""
     pointer, number = c_void_p, c_int64
     return compiled(("codes/cpp_trellis.cpp",), {"encode": [pointer, number, number, pointer]})
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Whether Inductor finds one here."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
 
 
 def compiled(

@@ -24,7 +24,7 @@ from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import MODEL, load
 from specache_compile.evaluation.tasks.task import read_text
-from specache_compile.kernels.codes.cpp_trellis import has_compiler
+from specache_compile.kernels.cpp.library import has_compiler
 
 from .measure import Demo, Size
 from .rows import DEFAULT, FULL, Row
