@@ -1,6 +1,6 @@
 """A day with a GPU in one command, which can be given again: it goes on where it was.
 
-    python benchmarks/gpu.py                          everything, results into benchmarks/results
+    python benchmarks/gpu.py                          everything, results into build/gpu
     python benchmarks/gpu.py --limit 540              where a command may not take longer than ten minutes: until it
                                                       says that all is done
     python benchmarks/gpu.py --only kernels decode    some of it
@@ -86,7 +86,7 @@ def run(name: str, out: Path, limit: float | None, smoke: bool) -> dict[str, Any
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help="; ".join(STEPS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder (build/gpu)")
     parser.add_argument("--limit", type=float, help="seconds for this call (default: none)")
     parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
     args = parser.parse_args(arguments)

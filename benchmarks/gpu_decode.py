@@ -94,6 +94,8 @@ SMOKE_METHODS = (FULL, OFFLOADED, FP8, "16 bits, k = 0", "2-bit, k = 0", "specac
 SMOKE_ROOM = {"cuda": 1 << 19, "cpu": 1 << 20}
 # Tokens that a forced context has room to grow by.
 STEPS = 80
+# One row, as many as the full cache has room for, and as many as the method has.
+BATCHES = ("1", "equal", "largest")
 # What a step needs beside weights and cache: logits, activations, the allocator's slack.
 MARGIN = 2 * GIB
 
@@ -349,8 +351,9 @@ def run_case(
     kinds = {row["at"] for row in had}
     host, pinned = args.host_gib * GIB, sequence_bytes(model, case)[1]
     equal = min(equal, int(host // pinned)) if pinned else equal
-    for kind, batch in {"1": 1, "equal": equal, "largest": largest_batch(model, case, host)}.items():
-        if kind in kinds:
+    batches = {"1": 1, "equal": equal, "largest": largest_batch(model, case, host)}
+    for kind, batch in batches.items():
+        if kind in kinds or kind not in args.at:
             continue
         while batch and batch not in done:
             try:
@@ -452,6 +455,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--caps", type=float, nargs="+", default=[48, 0], help="GB of VRAM; 0: all (48 0)")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"(all; some with --smoke) {'; '.join(METHODS)}"
+    )
+    parser.add_argument(
+        "--at",
+        nargs="+",
+        choices=BATCHES,
+        default=BATCHES,
+        help="which batches (all): one row, the full cache's largest, its own",
     )
     parser.add_argument(
         "--reuse", type=float, nargs="+", default=[0.5, 0.0, 0.75, 1.0], help="shares of the slots that stay"

@@ -30,8 +30,8 @@ from specache_compile.bench.results import Results
 METHODS: dict[str, dict[str, Any] | None] = {
     "torch.compile": None,
     "uncompiled": None,
+    "specache best": {"min_context": 0},
     "specache 2-bit": {"setting": "paper", "bits": 2, "min_context": 0},
-    "specache 1-bit": {"setting": "paper", "bits": 1, "min_context": 0},
 }
 
 
@@ -80,7 +80,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     plain = {row["context"]: row for row in rows if row["method"] == "torch.compile"}
     lines = [
         (
-            f"{row['context']:,}", row["method"], f"{row['ms']:.1f}", f"{row['ms'] / plain[row['context']]['ms']:.2f}",
+            f"{row['context']:,}", row["method"], f"{row['ms']:.1f}", of_plain(row, plain),
             f"{row['predicted bytes'] / GIB:.2f}", f"{row.get('peak bytes', 0) / GIB:.2f}",
             f"{row.get('peak bytes', 0) / row['predicted bytes']:.2f}",
         )
@@ -90,9 +90,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return tabulate(lines, headers, disable_numparse=True)
 
 
+def of_plain(row: dict[str, Any], plain: dict[int, dict[str, Any]]) -> str:
+    return f"{row['ms'] / plain[row['context']]['ms']:.2f}" if row["context"] in plain else ""
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], help="tokens (8192 32768)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(all)")
     parser.add_argument("--repeats", type=int, default=10, help="timed prefills of each (10)")
     parser.add_argument("--smoke", action="store_true", help="tiny, to see that everything runs")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
@@ -109,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.no_grad():
         model = build("smoke" if args.smoke else "llama-3-8b", device)
         for context in args.contexts:
-            for method in METHODS:
+            for method in args.methods:
                 if not results.has(method=method, context=context):
                     results.add(measure(model, method, context, args.repeats))
     print(table(results.rows))

@@ -1,21 +1,30 @@
-"""The table of GPU figures in docs/gpu.md, from what gpu_decode.py measured, and what break_even.py should say.
+"""The tables of GPU figures in docs/gpu.md, from what gpu_decode.py and gpu_kernels.py measured, and what break_even.py
+should say. Beside each measured step: what is computed for it (`explaining/times`).
 
-python benchmarks/gpu_table.py [--out benchmarks/results/gpu_table.json]    reads gpu_decode.json beside it
+python benchmarks/gpu_table.py [--out benchmarks/results/gpu_table.json]    reads the others' results beside it
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from gpu_decode import GIB, METHODS, break_even
+from computed_steps import traced
+from gpu_decode import GIB, METHODS, SPECACHE, break_even
+
+from specache_compile.explaining.times.devices import DEVICES, Device
+from specache_compile.explaining.times.step_time import step_of
 
 HEADERS = (
-    "", "largest batch", "tokens/s", "ms", "of a 16-bit step of ours", "PCIe, MB a step", "ms waited", "roofline",
-    "CUDA graph",
+    "", "one row, ms", "computed", "largest batch", "ms", "computed", "tokens/s", "of our 16 bits", "PCIe, MB a step",
+    "ms waited", "roofline",
 )  # fmt: skip
+# Kernels at the largest of the measured sizes, by the names of gpu_kernels.py.
+KERNELS = ("attention", "scores alone", "attention from scores", "selection", "gather", "quantise")
+KERNEL_HEADERS = ("kernel", "keys, values", "µs", "GB/s", "share of it")
 # The method whose tokens a second the others' are compared with.
 OURS_IN_16_BITS = "16 bits, k = 0"
 
@@ -28,8 +37,8 @@ def why_no_figures(report: dict[str, Any]) -> str | None:
 
 
 def tables(report: dict[str, Any]) -> str:
-    """A Markdown table for each model, context and cap: every method at its largest batch."""
-    rows = [row for row in report["rows"] if row["at"] == "largest"]
+    """A Markdown table for each model, context and cap: every method with one row, and at its largest batch."""
+    rows = report["rows"]
     keys = list(dict.fromkeys((row["model"], row["context"], row["cap"]) for row in rows))
     parts = [f"{report['provenance']['device']}, torch {report['provenance']['torch']}"] if rows else []
     for model, context, cap in keys:
@@ -39,21 +48,70 @@ def tables(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+@functools.cache
+def traced_as(method: str) -> Any:
+    return traced(SPECACHE[method])
+
+
+def computed_ms(row: dict[str, Any], device: Device) -> float | None:
+    """What `explain` computes for a measured step of Llama-3-8B; None of a cache that is none of ours."""
+    if row["model"] != "llama-3-8b" or row["method"] not in SPECACHE:
+        return None
+    return 1e3 * step_of(traced_as(row["method"]), device, row["context"], row["batch"]).seconds
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """One of them, its rows in the methods' order; of several reuses the one that was measured first."""
-    first = {row["method"]: row for row in reversed(rows)}
-    base = first.get(OURS_IN_16_BITS)
-    lines = [HEADERS, ("---", *["--:"] * (len(HEADERS) - 1))]
-    for method in (method for method in METHODS if method in first):
-        row = first[method]
-        lines.append(
-            (
-                method, f"{row['batch']}", f"{row['tokens/s']:,.0f}", f"{row['ms']:.1f}",
-                f"{row['tokens/s'] / base['tokens/s']:.2f}" if base else "",
-                f"{row.get('bytes to device', 0) / 1e6:,.0f}", f"{row['waited']:.1f}" if "waited" in row else "",
-                f"{row['roofline share']:.0%}", "yes" if row["captured"] else "no",
-            )
-        )  # fmt: skip
+    first = {(row["method"], row["at"]): row for row in reversed(rows)}
+    base = first.get((OURS_IN_16_BITS, "largest"))
+    lines = []
+    for method in METHODS:
+        alone, most = (first.get((method, at)) for at in ("1", "largest"))
+        if alone or most:
+            lines.append((method, *ms(alone), *at_most(most, base)))
+    return markdown(HEADERS, lines)
+
+
+def ms(row: dict[str, Any] | None) -> tuple[str, str]:
+    """Measured and computed."""
+    if row is None:
+        return "", ""
+    computed = row.get("computed ms")
+    return f"{row['ms']:.1f}", f"{computed:.1f}" if computed else ""
+
+
+def at_most(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, ...]:
+    """What is told of a method's largest batch."""
+    if row is None:
+        return ("",) * (len(HEADERS) - 3)
+    return (
+        f"{row['batch']}", *ms(row), f"{row['tokens/s']:,.0f}",
+        f"{row['tokens/s'] / base['tokens/s']:.2f}" if base else "", f"{row.get('bytes to device', 0) / 1e6:,.0f}",
+        f"{row['waited']:.1f}" if "waited" in row else "", f"{row['roofline share']:.0%}",
+    )  # fmt: skip
+
+
+def kernel_table(report: dict[str, Any]) -> str:
+    """Each kernel at the largest batch and context that were measured."""
+    context, batch = (max(row[size] for row in report["rows"]) for size in ("context", "batch"))
+    rows = [row for row in report["rows"] if (row["context"], row["batch"]) == (context, batch)]
+    lines = [
+        (
+            row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""),
+            f"{row['bits']}, {row['value_bits']}" + (", rotated" if row["rotated"] else ""),
+            f"{1e3 * row['ms']:,.0f}", f"{row['GB/s']:,.0f}", f"{row['share']:.0%}",
+        )
+        for kernel in KERNELS for row in rows if row["kernel"] == kernel
+    ]  # fmt: skip
+    copy, link = (report["limits"][name] for name in ("copy", "to device"))
+    told = (
+        f"One layer, {batch} rows of {context:,} tokens. A copy: {copy:,.0f} GB/s within the device, {link:.0f} to it:"
+    )
+    return f"{told}\n\n{markdown(KERNEL_HEADERS, lines, left=2)}"
+
+
+def markdown(headers: tuple[str, ...], rows: list[tuple[str, ...]], left: int = 1) -> str:
+    lines = [headers, (*["---"] * left, *["--:"] * (len(headers) - left)), *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
@@ -62,9 +120,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_table.json")
     args = parser.parse_args(arguments)
     report = json.loads((args.out.parent / "gpu_decode.json").read_text())
-    no_figures = why_no_figures(report)
+    no_figures, name = why_no_figures(report), report["provenance"]["device"]
     least = break_even(report["rows"]) if no_figures is None else None
-    found = {"device": report["provenance"]["device"], "break-even": least, "tables": tables(report)}
+    device = next((device for word, device in DEVICES.items() if word in name), None) if no_figures is None else None
+    for row in report["rows"] if device else []:
+        row["computed ms"] = computed_ms(row, device)
+    found = {"device": name, "break-even": least, "tables": tables(report)}
+    if (kernels := args.out.parent / "gpu_kernels.json").exists():
+        found["tables"] += f"\n\n{kernel_table(json.loads(kernels.read_text()))}"
     args.out.write_text(json.dumps({**found, "no figures": no_figures}, indent=1) + "\n")
     print(found["tables"])
     if no_figures is not None:

@@ -1,4 +1,5 @@
-"""A pytest plugin: the tests that have passed are written down as they do, and left out of the next run.
+"""A pytest plugin: tests that pass are written down as they do, and left out of the next run;
+those that fail are written to FILE.failed, with how.
 
 PYTHONPATH=benchmarks python -m pytest -p gpu_tests --passed FILE tests/kernels/test_gpu.py
 """
@@ -25,6 +26,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in done]
 
 
+def write(file: Path, text: str) -> None:
+    with file.open("a") as lines:
+        lines.write(f"{text}\n")
+
+
 class Writer:
     """In the process that hears of all tests: the workers of a run on several processes write nothing."""
 
@@ -33,8 +39,9 @@ class Writer:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            with self.file.open("a") as lines:
-                lines.write(f"{report.nodeid}\n")
+            write(self.file, report.nodeid)
+        if report.failed:
+            write(self.file.with_suffix(".failed"), f"{report.nodeid}\n{report.longreprtext}\n")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and passed(session.config):

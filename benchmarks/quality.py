@@ -96,14 +96,14 @@ TABLES = {
         SMOLLM2,
         ("closeness",),
         ("uncompiled", "fp8", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
-        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+        (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
         SMOLLM2,
         ("closeness",),
         ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", "bits=1,") for on_host in (16, 8))),
-        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+        (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "sinks": Table(
         "the same by how many first tokens stay in 16 bits, and by where the levels of 2 bits lie",
@@ -114,7 +114,7 @@ TABLES = {
             *(f"specache:{which},sink_tokens={n}" for which in ("bits=1", MIDPOINT) for n in (0, 1, 4, 16)),
             *(f"specache:zero_point=middles,sink_tokens={n}" for n in (0, 4)),
         ),
-        (*UNSEEN, "--lengths", "2048", "--samples", "64"),
+        (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "codes": Table(
         "the same by how values are coded, and by the bits of scales and zero points",

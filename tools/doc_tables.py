@@ -235,12 +235,10 @@ def figures(name: str) -> str:
 
 def gpu() -> str:
     """What one day with a GPU has measured; a smoke run, or one on a simulated device, measures nothing."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from gpu_table import tables, why_no_figures
-
-    if not (RESULTS / "gpu_decode.json").exists() or why_no_figures(load("gpu_decode.json")) is not None:
+    if not (RESULTS / "gpu_table.json").exists() or load("gpu_table.json")["no figures"] is not None:
         return "Nothing has been measured on a GPU yet."
-    return tables(load("gpu_decode.json"))
+    tables: str = load("gpu_table.json")["tables"]
+    return tables
 
 
 def gains() -> str:

@@ -1,6 +1,7 @@
 """Triton: the trellis code of `trellis.py`: a group's values into it, and its codes as codes of two bits.
 
-A thread walks one vector: eight costs and as many paths are registers, a word each, and no path is walked back.
+A thread walks one circle of a vector: eight costs and as many paths are registers, a word each, and no path is walked
+back.
 """
 
 from __future__ import annotations
@@ -17,12 +18,8 @@ MEMORY, STATES = tl.constexpr(trellis.MEMORY), tl.constexpr(trellis.STATES)
 STEP, LEAST_COSINE = tl.constexpr(trellis.STEP), tl.constexpr(trellis.LEAST_COSINE)
 # The cost of where no path begins.
 FAR = tl.constexpr(1e30)
-
-
-@triton.jit
-def level_of(window):
-    """q of four bits, the newest lowest: `trellis.levels_of`."""
-    return 2 * ((window ^ (window >> 1) ^ (window >> 3)) & 1) + ((window >> 2) & 1)
+# Vectors are divided by their peak, or by this: the smallest numbers over it have squares.
+LEAST_PEAK = tl.constexpr(2.0**-96)
 
 
 @triton.jit
@@ -55,18 +52,52 @@ def extended(paths, place):
 
 
 @triton.jit
-def number_at(
-    v, recent, tokens, step, peak, unit,
-    bh, head_base, stride, length, window, d: tl.constexpr, APART: tl.constexpr,
+def earlier(bits, by: tl.constexpr, circle: tl.constexpr):
+    """Bits that have gone round by so many places; what is above a circle means nothing."""
+    return (bits << by) | ((bits >> (circle - by)) & ((1 << by) - 1))
+
+
+@triton.jit
+def ones_of(bits):
+    """How many bits of an int32 are set."""
+    pairs = bits - ((bits >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
+def squares_of(path, circle: tl.constexpr):
+    """r·r of a circle's levels r: 9/4 where the level's two bits are the same, 1/4 elsewhere."""
+    inner = path ^ earlier(path, 1, circle) ^ earlier(path, 2, circle) ^ earlier(path, 3, circle)
+    last, outer = ~inner, 0
+    if circle > 32:
+        outer = ones_of(last.to(tl.int32))
+        last = (last >> 32).to(tl.int32)
+    if circle % 32 > 0:
+        last = last & ((1 << circle % 32) - 1)
+    outer += ones_of(last)
+    return 0.25 * circle + 2.0 * outer.to(tl.float32)
+
+
+@triton.jit
+def numbers_at(
+    v, recent, tokens, first, inverse,
+    bh, head_base, stride, length, window, d: tl.constexpr, circle: tl.constexpr, APART: tl.constexpr,
+    CIRCLES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Number `step` of each vector as the code walks them (`trellis.in_steps`), of unit step."""
-    channel = step % 8 * (d // 8) + step // 8
-    x = load_pairs(
-        v, recent, tokens, channel, tokens >= 0,
-        bh=bh, head_base=head_base, stride=stride, length=length, WHICH=1, window=window, d=d, APART=APART,
-    )  # fmt: skip
-    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-    return tl.where(unit > 0, x / peak / unit, 0.0)
+    """Numbers first to first + AT_ONCE of every circle, in the order in which the code walks them (`trellis.in_steps`),
+    of vectors times `inverse` [n, 1]: float32 [n, CIRCLES] each, 0 where there is no circle."""
+    turn = tl.arange(0, CIRCLES)[None, :]
+    found = ()
+    for t in tl.static_range(AT_ONCE):
+        step = first + t
+        channel = step % 8 * (d // 8) + turn * (circle // 8) + step // 8
+        x = load_pairs(
+            v, recent, tokens, channel, turn < d // circle,
+            bh=bh, head_base=head_base, stride=stride, length=length, WHICH=1, window=window, d=d, APART=APART,
+        )  # fmt: skip
+        found = found + (tl.where(tl.abs(x) < float("inf"), x, 0.0) * inverse,)
+    return found
 
 
 @triton.jit
@@ -78,64 +109,87 @@ def encode_values(
 ):  # fmt: skip
     """`trellis.quantize`, from which sums of another order differ. circle: numbers.
 
-    Bytes a value: 2·d read, from the cache again in each of four walks. FLOPs: some 60 a number.
+    All circles of a vector are walked at once. The cost of the path that is taken, half the levels' squares less x·r,
+    is what the scale is made of. Bytes a value: 2·d read, from the cache again in each of four turns. FLOPs: some 60 a
+    number.
     """
-    CHANNELS: tl.constexpr = triton.next_power_of_2(d)
-    channel = tl.arange(0, CHANNELS)[None, :]
-    whole = load_pairs(
-        v, recent, tokens[:, None], channel, channel < d,
-        bh=bh, head_base=head_base, stride=stride, length=length, WHICH=1, window=window, d=d, APART=APART,
-    )  # fmt: skip
-    whole = tl.where(tl.abs(whole) < float("inf"), whole, 0.0)
-    peak = tl.max(tl.abs(whole), 1)
-    whole = tl.where(peak[:, None] > 0, whole / peak[:, None], 0.0)
-    square = tl.sum(whole * whole, 1)
-    unit = tl.sqrt(square / d) * STEP
-    along, levels = tl.zeros_like(square), tl.zeros_like(square)
+    CIRCLES: tl.constexpr = triton.next_power_of_2(d // circle)
     half: tl.constexpr = circle // 2
+    AT_ONCE: tl.constexpr = 8 if half % 8 == 0 else 4
+    PARTS: tl.constexpr = circle // AT_ONCE
     word: tl.constexpr = tl.int32 if circle <= 32 else tl.int64
-    for number in range(d // circle):
-        first = number * circle
-        # From half way round to half way round, to find where the path that goes round begins and ends.
-        costs, edges = (), ()
-        for state in tl.static_range(STATES):
-            costs = costs + (tl.zeros_like(square),)
-            edges = edges + (tl.full(square.shape, state, tl.int32),)
-        for t in range(circle - half, circle):
-            x = number_at(v, recent, tokens, first + t, peak, unit, bh, head_base, stride, length, window, d, APART)
-            costs, _ = walked(x, costs, edges)
-        for t in range(circle - half):
-            x = number_at(v, recent, tokens, first + t, peak, unit, bh, head_base, stride, length, window, d, APART)
-            costs, edges = walked(x, costs, edges)
-        best, edge = costs[0], edges[0]
-        for state in tl.static_range(1, STATES):
-            nearer = costs[state] < best
-            best, edge = tl.where(nearer, costs[state], best), tl.where(nearer, edges[state], edge)
+    turn, rows = tl.arange(0, CIRCLES)[None, :], tokens[:, None]
+    nothing = tl.zeros([tokens.shape[0], CIRCLES], tl.float32)
 
-        costs, paths = (), ()
-        for state in tl.static_range(STATES):
-            costs = costs + (tl.where(edge == state, 0.0, FAR),)
-            paths = paths + (tl.zeros(square.shape, word),)
-        for t in range(circle):
-            x = number_at(v, recent, tokens, first + t, peak, unit, bh, head_base, stride, length, window, d, APART)
-            costs, paths = walked(x, costs, paths)
-            paths = extended(paths, t)
-        path = paths[0]
-        for state in tl.static_range(1, STATES):
-            path = tl.where(edge == state, paths[state], path)
-        for byte in tl.static_range(circle // 8):
-            tl.store(codes + number * (circle // 8) + byte, (path >> 8 * byte).to(tl.uint8))
+    peak, square = nothing, nothing
+    for part in range(PARTS):
+        numbers = numbers_at(
+            v, recent, rows, part * AT_ONCE, 1.0,
+            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+        )  # fmt: skip
+        for t in tl.static_range(AT_ONCE):
+            peak = tl.maximum(peak, tl.abs(numbers[t]))
+    peak = tl.maximum(tl.max(peak, 1, keep_dims=True), LEAST_PEAK)
+    for part in range(PARTS):
+        numbers = numbers_at(
+            v, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+        )  # fmt: skip
+        for t in tl.static_range(AT_ONCE):
+            square += numbers[t] * numbers[t]
+    square = tl.sum(square, 1, keep_dims=True)
+    unit = tl.sqrt(square / d) * STEP
+    inverse = tl.where(unit > 0, 1 / unit, 0.0)
 
-        for t in range(circle):
-            bits = tl.zeros(square.shape, word)
-            for back in tl.static_range(MEMORY + 1):
-                bits |= ((path >> (t + circle - back) % circle) & 1) << back
-            level = level_of(bits).to(tl.float32) - 1.5
-            x = number_at(v, recent, tokens, first + t, peak, unit, bh, head_base, stride, length, window, d, APART)
-            along += level * (x * unit)
-            levels += level * level
+    # From half way round to half way round, to find where the path that goes round begins and ends.
+    costs, edges = (), ()
+    for state in tl.static_range(STATES):
+        costs = costs + (nothing,)
+        edges = edges + (tl.full(nothing.shape, state, tl.int32),)
+    for part in range(PARTS - half // AT_ONCE, PARTS):
+        numbers = numbers_at(
+            v, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+        )  # fmt: skip
+        for t in tl.static_range(AT_ONCE):
+            costs, _ = walked(numbers[t] * inverse, costs, edges)
+    for part in range(PARTS - half // AT_ONCE):
+        numbers = numbers_at(
+            v, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+        )  # fmt: skip
+        for t in tl.static_range(AT_ONCE):
+            costs, edges = walked(numbers[t] * inverse, costs, edges)
+    best, edge = costs[0], edges[0]
+    for state in tl.static_range(1, STATES):
+        nearer = costs[state] < best
+        best, edge = tl.where(nearer, costs[state], best), tl.where(nearer, edges[state], edge)
+
+    began, paths = (), ()
+    for state in tl.static_range(STATES):
+        began = began + (tl.where(edge == state, 0.0, FAR),)
+        paths = paths + (tl.zeros(nothing.shape, word),)
+    costs = began
+    for part in range(PARTS):
+        numbers = numbers_at(
+            v, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+        )  # fmt: skip
+        for t in tl.static_range(AT_ONCE):
+            costs, paths = walked(numbers[t] * inverse, costs, paths)
+            paths = extended(paths, part * AT_ONCE + t)
+    cost, path = costs[0], paths[0]
+    for state in tl.static_range(1, STATES):
+        cost, path = tl.where(edge == state, costs[state], cost), tl.where(edge == state, paths[state], path)
+    there = turn < d // circle
+    for byte in tl.static_range(circle // 8):
+        tl.store(codes[:, None] + turn * (circle // 8) + byte, (path >> 8 * byte).to(tl.uint8), there)
+
+    levels = squares_of(path, circle)
+    along = tl.sum(tl.where(there, levels / 2 - cost, 0.0), 1) * tl.sum(unit, 1)
+    levels, square = tl.sum(tl.where(there, levels, 0.0), 1), tl.sum(square, 1)
     along = tl.maximum(along, tl.sqrt(square * levels) * LEAST_COSINE)
-    scale = tl.where(square > 0, peak * (square / along), 0.0)
+    scale = tl.where(square > 0, tl.sum(peak, 1) * (square / along), 0.0)
     tl.store(scales, stored_scale(scale, limit, scales.dtype.element_ty))
 
 
@@ -155,12 +209,6 @@ def load_expanded(codes, token, element, stride: tl.constexpr, width: tl.constex
 
 
 @triton.jit
-def earlier(bits, by: tl.constexpr):
-    """Words whose bits have gone round by so many places."""
-    return (bits << by) | ((bits >> (32 - by)) & ((1 << by) - 1))
-
-
-@triton.jit
 def load_expanded_words(codes, token, stride: tl.constexpr, words: tl.constexpr, WORDS: tl.constexpr):
     """The same where a circle is a word, each loaded once: int16 [tokens, 4·WORDS], elements of two bytes. Those of the
     even bits are the first half. codes: of int16, `stride` a token.
@@ -170,7 +218,7 @@ def load_expanded_words(codes, token, stride: tl.constexpr, words: tl.constexpr,
     word = tl.arange(0, WORDS)[None, :]
     at = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     bits = tl.load(at + token * (stride // 2) + word, word < words, 0)
-    high, low = bits ^ earlier(bits, 1) ^ earlier(bits, 3), earlier(bits, 2)
+    high, low = bits ^ earlier(bits, 1, 32) ^ earlier(bits, 3, 32), earlier(bits, 2, 32)
     evens = ((high & 0x55555555) << 1) | (low & 0x55555555)
     odds = (high & ~0x55555555) | ((low >> 1) & 0x55555555)
     both = tl.join(evens, odds)

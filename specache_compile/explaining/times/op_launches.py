@@ -28,8 +28,9 @@ FIND, ROUND_TRIP = 4.2e-6, 2.0e-6
 # Elements of a tile of `triton_select`, of one of its warps, and its most warps; programs of a gather beside compute
 # (`triton_copy`). Those modules need Triton, which is not everywhere where something is explained.
 TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
-# Instructions that a scheduler issues in a cycle, an estimate; of a multiprocessor's four.
-ISSUED, SCHEDULERS = 0.65, 4
+# Instructions that a scheduler issues in a cycle, of a multiprocessor's four: what the attention over low bits comes to
+# on an H200, by its time (benchmarks/results/gpu_kernels.json) and the counts below.
+ISSUED, SCHEDULERS = 0.45, 4
 # A warp's instructions for a stored number of the low-bit tier, with one lane and with two, of four query heads and 1
 # to 2 bits: the loops of the attention under Triton 3.6 (tools/compile_kernels.py counts those of the Triton at hand).
 INSTRUCTIONS = {"whole": (2.55, 2.93), "keys": (3.15, 3.13), "values": (2.71, 3.05)}
