@@ -34,7 +34,11 @@ POLICIES = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
 EVICTIONS = tuple(f"{name}:budget=0.25,eviction_block=4" for name in POLICIES)
 
 # What reads a prompt exactly and then keeps a quarter of it.
-EXACT_EVICTIONS = ("snapkv:budget=0.25", *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES))
+EXACT_EVICTIONS = (
+    "snapkv:budget=0.25",
+    "expected_attention:budget=0.25",
+    *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES),
+)
 
 # With a quarter of the prompt's pairs they take a little more device memory than specache's 1 bit at 2,048 tokens.
 METHODS = ("uncompiled", *KIVI, *SPECACHE, "kcache:top_n=32", "kcache", *EVICTIONS)
@@ -167,7 +171,7 @@ TABLES = {
         "the same, the question unknown while the context is read: what an eviction then drops",
         SMOLLM2,
         ("needle",),
-        ("uncompiled", "snapkv:budget=0.25", "h2o:budget=0.25", "kivi:bits=1", "specache"),
+        ("uncompiled", *EXACT_EVICTIONS[:2], "h2o:budget=0.25", "kivi:bits=1", "specache"),
         ("--blind", *NEEDLES, *EXACT, "--lengths", "2048"),
     ),
     "paper": Table(

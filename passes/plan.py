@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from .phase import Phase
 from .reading.nodes import value_of
 from .reading.sites import Part, Site
-from .recipe import RecipeOf
+from .recipe import Call, RecipeOf
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,14 @@ def padding_input(graph_module: GraphModule, plan: Plan, site: Site) -> Node | N
     if site.padding is None:
         return None
     return add_input(graph_module, plan, "padding", Input("padding"), plan.padding)
+
+
+def frequencies_input(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> tuple[Node | None, ...]:
+    """Of a call that takes RoPE's frequencies: the input that holds them, or None where the site has none."""
+    if not call.turned or not plan.state[site.number][call.turned].shape[2]:
+        return ()
+    inputs = graph_module.graph.find_nodes(op="placeholder")
+    return (next((node for node in inputs if node.name == site.frequencies), None),)
 
 
 def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:

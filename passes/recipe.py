@@ -13,8 +13,8 @@ class Call:
 
     At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap) → out, or (out, selection
     scores) where `scores`; a mask of one row is padding, beside which an op is causal by itself. As a store: op(k, v,
-    padding, cursor, *state, *settings), and behind them RoPE's frequencies [h], or None, where the state tensor
-    `turned` [B, H, n, d] is not empty.
+    padding, cursor, *state, *settings). Behind them all RoPE's frequencies [h], or None where none were found, if the
+    state tensor `turned` [B, H, n, ...] is not empty.
     """
 
     op: str

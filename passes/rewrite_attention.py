@@ -13,6 +13,7 @@ from .plan import (
     call_by_name,
     call_op,
     cursor_input,
+    frequencies_input,
     padding_input,
     replace_attention,
     state_input,
@@ -51,7 +52,8 @@ def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) 
     named = with_tiers(call.op, state, call.settings)
     with graph.inserting_before(site.attention):
         if named is None:
-            given = (*pairs.values(), *state.values(), *call.settings, *last.values())
+            turned = frequencies_input(graph_module, plan, site, call)
+            given = (*pairs.values(), *state.values(), *call.settings, *last.values(), *turned)
             new = call_op(graph_module, site, call.op, given)
         else:
             new = call_by_name(graph_module, site, call.op, {**pairs, **named, **last})

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan, call_op, cursor_input, padding_input, state_input
+from .plan import PassReport, Plan, call_op, cursor_input, frequencies_input, padding_input, state_input
 from .reading.in_place import take_writes
 from .reading.nodes import output_node
-from .reading.sites import Site
 
 
 def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
@@ -32,16 +31,9 @@ def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRepor
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, plan.lanes) for node in (site.k, site.v))
             for call, tensors in zip(calls, state, strict=True):
-                is_turned = bool(call.turned) and plan.state[site.number][call.turned].shape[2] > 0
-                turned = (frequencies_input(graph_module, site),) if is_turned else ()
+                turned = frequencies_input(graph_module, plan, site, call)
                 call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
     return graph_module, PassReport("store", {"stored": len(plan.sites)})
-
-
-def frequencies_input(graph_module: GraphModule, site: Site) -> Node | None:
-    """The input that holds RoPE's frequencies."""
-    inputs = graph_module.graph.find_nodes(op="placeholder")
-    return next((node for node in inputs if node.name == site.frequencies), None)
 
 
 def first_lane(graph_module: GraphModule, pair: Node, lanes: int) -> Node:

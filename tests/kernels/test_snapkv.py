@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specache_compile.evaluation.baselines import snapkv
+from specache_compile.evaluation.baselines import prompt_eviction
 from specache_compile.evaluation.baselines.eviction import drop_from
 
 pytestmark = pytest.mark.pairwise
@@ -84,7 +84,7 @@ def attention(kept: list[int], row: int, head: int, token: int, given: tuple[Ten
 def test_a_prompt_is_read_exactly_and_what_its_last_queries_vote_for_stays(
     kernel: int, pooling: str, padding: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapkv, "BLOCK", 30)  # of queries that attend at a time
+    monkeypatch.setattr(prompt_eviction, "BLOCK", 30)  # of queries that attend at a time
     given = q, k, v = tokens(73)
     cache = Cache(kernel, pooling)
     out = cache.step(*given, padding)

@@ -27,10 +27,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     DEFAULT: BEST,
     "specache, two lanes": {**BEST, "speculate": True},
     "snapkv": {"method": "snapkv", "budget": 4096},
+    "expected_attention": {"method": "expected_attention", "budget": 4096},
     "roco": {"method": "roco", "budget": 4096},
 }
 # Their pairs are of one prompt: what was evicted for it cannot be cropped back, nor chosen again behind a turn.
-EVICTING = ("snapkv", "roco")
+EVICTING = ("snapkv", "expected_attention", "roco")
 
 
 def tokens(model: LlamaForCausalLM) -> Tensor:

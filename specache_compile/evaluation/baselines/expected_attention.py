@@ -1,0 +1,102 @@
+"""Expected Attention (arXiv 2510.00636, as in kvpress 0.5.5): of a prompt each KV head keeps what queries to come are
+expected to attend to, chosen once after an exact prefill by the distribution of the prompt's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.op import Op, fake_of_query
+from specache_compile.kernels.state.center import partners, quarter_turn
+from specache_compile.methods.method import Method
+from specache_compile.options import whole
+from specache_compile.passes.recipe import Call, Recipe
+
+from .prompt_eviction import FIELDS, Prompt, PromptOptions, attend_and_keep, cost
+
+
+def expected_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, compressed: Tensor,
+    compressed_token: Tensor, budget: int, first: int, ahead: int, scale: float, softcap: float | None,
+    frequencies: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`); of a prompt longer than
+    the budget b the b stay that `chosen` names. frequencies [h]: RoPE's."""
+    if frequencies is None:
+        raise SpecacheError(
+            "method='expected_attention': RoPE's frequencies were not found in this model's graph; take method='snapkv'"
+        )
+
+    def choose(prompt: Prompt) -> Tensor:
+        tokens = prompt.pairs.shape[2]
+        _, seen = prompt.attention_of(tokens - 1, tokens)
+        return chosen(prompt, seen[:, :, 0], partners(frequencies, q.shape[-1]), budget, first, ahead)
+
+    return attend_and_keep(
+        q, k, v, mask, sinks, cursor, (compressed, compressed_token), (scale, softcap), budget, choose
+    )
+
+
+def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget: int, first: int, ahead: int) -> Tensor:
+    """The places [B, H, b] of the pairs that stay of a prompt of n, in their order: the `first` that are seen, and of
+    the others those of the largest |v|·E[softmax(q·k)], the mean over the query group.
+
+    q is taken to be Gaussian, with the mean μ and covariance Σ of the prompt's queries before RoPE, turned by the mean
+    of RoPE's rotations at the next `ahead` places: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3). seen bool
+    [B, H, n]: what is not counts nowhere, and goes first. turning: θ and partner of each channel (`partners`). Of
+    equals the oldest goes.
+    """
+    (theta, partner), tokens = turning, prompt.pairs.shape[2]
+    place = torch.arange(tokens + ahead, dtype=torch.float32, device=theta.device)
+    cosine, sine = (place[:, None] * theta).cos(), (place[:, None] * theta).sin()
+    unturned = prompt.query * cosine[:tokens] - quarter_turn(prompt.query, partner) * sine[:tokens]
+    counts = seen & (seen.cumsum(-1) > first)  # [B, H, n]
+    weight = (counts / counts.sum(-1, keepdim=True).clamp(min=1))[:, :, None, :, None]
+    mean = (unturned * weight).sum(3, keepdim=True)
+    off = unturned - mean
+    spread = off.mT @ (off * weight)  # [B, H, G, d, d]
+
+    def turned(x: Tensor) -> Tensor:
+        return x * cosine[tokens:].mean(0) + quarter_turn(x, partner) * sine[tokens:].mean(0)
+
+    mean, spread = turned(mean), turned(turned(spread).mT)
+    keys, values = (x.float() for x in prompt.pairs.unbind(3))
+    keys = keys.unsqueeze(2)
+    expected = (mean @ keys.mT).squeeze(3) + ((keys @ spread) * keys).sum(-1) / 2
+    expected = (
+        expected.masked_fill(~counts.unsqueeze(2), -math.inf).softmax(-1).nan_to_num(0.0)
+    )  # of none there is none
+    score = expected.mean(2) * values.norm(dim=-1)
+    score = score.masked_fill(seen & ~counts, math.inf).masked_fill(~seen, -math.inf)
+    return score.argsort(dim=-1, stable=True)[..., tokens - budget :].sort(dim=-1).values
+
+
+ATTENTION = Op(
+    "expected_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, "
+    "Tensor(a!) compressed, Tensor(b!) compressed_token, int budget, int first, int ahead, float scale, "
+    "float? softcap, Tensor? frequencies) -> Tensor",
+    expected_attention, fake_of_query, f"{__name__}:expected_attention",
+    cost=cost, is_work=True, capturable=False,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpectedAttentionOptions(PromptOptions):
+    """The defaults are kvpress'."""
+
+    method: str = "expected_attention"
+    first: int = whole(4, 0, "first tokens of a prompt, which stay and have no part in the distribution")
+    ahead: int = whole(512, 1, "places behind the prompt at which queries are expected", metavar="TOKENS")
+
+
+def recipe(options: ExpectedAttentionOptions, site: int) -> Recipe:
+    settings = (options.budget_in_tokens(options.prompt), options.first, options.ahead)
+    attend = Call("expected_attention", tuple(field.name for field in FIELDS), settings, turned=FIELDS[0].name)
+    return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
+
+
+METHOD = Method("expected_attention", ExpectedAttentionOptions, FIELDS, recipe)

@@ -1,0 +1,129 @@
+"""Eviction once, behind an exact prefill: each KV head keeps a budget of a prompt's pairs, and whatever comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.attention.definition import BLOCK, grouped_bias
+from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, size_of
+from specache_compile.kernels.costs import rows as heads_of
+from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.stored_tiers import EMPTY
+from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
+
+from .eviction import BudgetOptions, attention_over, drop_from, rows_of
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is chosen from, n tokens.
+
+    query: scaled, [B, H, G, n, d].
+    pairs: [B, H, n, 2, d].
+    attention_of: of the queries from one to another, [B, H, G, t, n], and which pairs each sees, bool [B, H, t, n].
+    """
+
+    query: Tensor
+    pairs: Tensor
+    attention_of: Callable[[int, int], tuple[Tensor, Tensor]]
+
+
+# The places [B, H, b] of the pairs that stay, in their order.
+Choose = Callable[[Prompt], Tensor]
+
+
+def attend_and_keep(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor,
+    kept: tuple[Tensor, Tensor], scaling: tuple[float, float | None], budget: int, choose: Choose,
+) -> Tensor:  # fmt: skip
+    """Exact attention of T new tokens over the pairs that are kept and each other, which then join them. Of a prompt
+    (nothing is cached before it) longer than the budget b, the b stay that `choose` names.
+
+    q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, ≥ n + T] beside causality, column t is token t;
+    sinks [Hq]; scaling: scale, softcap. Mutates kept: compressed [B, H, N, 2, d] and compressed_token int32 [B, H, N]
+    (-1: empty), N at least b and what comes behind the prompt. A step that failed half way may be taken again. Returns
+    [B, Hq, T, d] in q's dtype.
+    """
+    (compressed, compressed_token), (scale, softcap) = kept, scaling
+    length, heads, tokens = int(cursor[LENGTH]), k.shape[1], k.shape[2]
+    query = q.float().unflatten(1, (heads, -1)) * scale
+    bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
+    sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
+    held = ((compressed_token >= 0) & (compressed_token < length)).sum(-1)  # [B, H]
+    before = int(held.max())
+    place = torch.arange(before, device=q.device)
+    there = place < held.unsqueeze(-1)
+    pairs = compressed[:, :, :before].masked_fill(~there[..., None, None], 0.0)
+    new = torch.stack([k, v], dim=3)
+    number = torch.arange(length, length + tokens, dtype=torch.int32, device=q.device).expand(*k.shape[:3])
+    every = torch.cat([pairs, new], 2)
+    token = torch.cat([compressed_token[:, :, :before].masked_fill(~there, EMPTY), number], 2)
+
+    def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Of the new queries first..stop, over what is before the last of them."""
+        keys, rows = slice(before + stop), slice(first, stop)
+        return attention_over(query[:, :, :, rows], every[:, :, keys, 0], token[:, :, keys], length + first,
+                              rows_of(bias, rows), sink, softcap)  # fmt: skip
+
+    outputs = []
+    for first in range(0, tokens, BLOCK):
+        stop = min(tokens, first + BLOCK)
+        attention, _ = attention_of(first, stop)
+        outputs.append(
+            (attention.flatten(2, 3) @ every[:, :, : before + stop, 1].float()).unflatten(2, (-1, stop - first))
+        )
+    if length == 0 and tokens > budget:
+        stays = choose(Prompt(query, every, attention_of))
+        compressed_token.fill_(EMPTY)
+        compressed[:, :, :budget] = every.gather(2, stays[..., None, None].expand(*stays.shape, *every.shape[3:]))
+        compressed_token[:, :, :budget] = token.gather(2, stays)
+    else:
+        behind = held.unsqueeze(-1) + torch.arange(tokens, device=q.device)
+        compressed.scatter_(2, behind[..., None, None].expand(new.shape), new)
+        compressed_token.scatter_(2, behind, number)
+    return torch.cat(outputs, 3).flatten(1, 2).to(q.dtype).contiguous()
+
+
+def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """The kept pairs are read, the new ones join them."""
+    q, k, pair = arguments["q"], arguments["k"], pair_bytes(load.options, load.layers[site])
+    kept = min(load.options.budget_in_tokens(load.length), load.length)
+    read = heads_of(load, site) * kept * (pair.exact + 4)
+    return Cost(4 * elements(q) * (kept + size_of(k.shape[2])), read + 2 * bytes_of(q) + 4 * bytes_of(k))
+
+
+# Prompts whose lengths lie in one step have graphs in common, and at most so many pairs of room too much.
+STEP = 32
+
+
+@dataclass(frozen=True)
+class PromptOptions(BudgetOptions):
+    """prompt: a multiple of STEP at or below the prompt's tokens, by which the room for what comes later is known; a
+    session sets it, and nobody else."""
+
+    prompt: int = 0
+
+    def for_prompt(self, tokens: int) -> PromptOptions:
+        return replace(self, budget=self.budget_in_tokens(tokens), prompt=tokens - tokens % STEP)
+
+
+def rows(options: PromptOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    """The budget, and room for all that comes behind the prompt."""
+    return (batch, layer.heads, min(capacity, options.budget_in_tokens(capacity) + capacity - options.prompt))
+
+
+def compressed_shape(options: PromptOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
+    return (*rows(options, layer, batch, capacity), 2, layer.head_dim)
+
+
+def forget(state: LayerState, cropped: Cropped) -> None:
+    drop_from(state["compressed_token"], cropped.length, state["compressed"])
+
+
+COMPRESSED = Field("compressed", "kept", compressed_shape, on_crop=forget)
+COMPRESSED_TOKEN = Field("compressed_token", "kept", rows, always(torch.int32), empty=EMPTY)
+FIELDS = (COMPRESSED, COMPRESSED_TOKEN)

@@ -1,0 +1,105 @@
+"""Expected Attention's choice against kvpress', and against a plain reference in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conftest import tiny_llama
+from specache_compile.errors import SpecacheError
+
+KVPRESS = load_file(Path(__file__).with_name("kvpress.safetensors"))
+FIRST, AHEAD = 4, 512
+
+
+def kept_of(
+    q: Tensor, k: Tensor, v: Tensor, budget: int, frequencies: Tensor | None, padding: list[int] | None = None
+) -> Tensor:
+    """The op's kept tokens [B, H, b]."""
+    batch, heads, tokens, d = k.shape
+    pairs, token = torch.zeros(batch, heads, tokens, 2, d), torch.full((batch, heads, tokens), -1, dtype=torch.int32)
+    mask = None
+    if padding is not None:
+        column = torch.arange(tokens)
+        mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= column[:, None])
+    cursor = torch.zeros(4, dtype=torch.int64)
+    torch.ops.specache.expected_attention(
+        q, k, v, mask, None, cursor, pairs, token, budget, FIRST, AHEAD, d**-0.5, None, frequencies
+    )
+    assert (token[:, :, budget:] == -1).all()
+    kept = token[:, :, :budget].long()
+    assert torch.equal(pairs[:, :, :budget, 1], v.gather(2, kept[..., None].expand(*kept.shape, d)))
+    return kept
+
+
+def turned(x: Tensor, angle: Tensor) -> Tensor:
+    """RoPE of x [..., d] by angles [..., d / 2]."""
+    low, high = x.chunk(2, -1)
+    return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], -1)
+
+
+def plain_choice(queries: Tensor, keys: Tensor, values: Tensor, budget: int, frequencies: Tensor) -> list[int]:
+    """The tokens that one KV head keeps; queries before RoPE [G, n, d], keys [n, d] at places 0 to n - 1; one place
+    and one query at a time, in float64."""
+    tokens, d = keys.shape
+    ahead = [turned(torch.eye(d, dtype=torch.float64), p * frequencies.expand(d, -1)).T
+             for p in range(tokens, tokens + AHEAD)]  # fmt: skip
+    rotation = sum(ahead) / AHEAD
+    scores = torch.zeros(tokens - FIRST, dtype=torch.float64)
+    for query in queries[:, FIRST:]:
+        mean = sum(query) / len(query)
+        spread = sum(torch.outer(x - mean, x - mean) for x in query) / len(query)
+        mean, spread = rotation @ mean, rotation @ spread @ rotation.T
+        logits = torch.stack([key @ mean / math.sqrt(d) + key @ spread @ key / (2 * d) for key in keys[FIRST:]])
+        scores += logits.softmax(0) / len(queries)
+    scores *= values[FIRST:].norm(dim=-1)
+    best = sorted(range(tokens - FIRST), key=lambda t: float(scores[t]))[-(budget - FIRST) :]
+    return [*range(FIRST), *sorted(FIRST + t for t in best)]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_it_keeps_what_kvpress_keeps(layer: int) -> None:
+    q, k, v, expected = (KVPRESS[f"{name}{layer}"] for name in ("q", "k", "v", "kept"))
+    kept = kept_of(q, k, v, expected.shape[-1], KVPRESS["frequencies"])
+    assert torch.equal(kept, expected)
+    assert not torch.equal(kept[:, 0], kept[:, 1])
+
+
+def test_padding_counts_nowhere_and_moves_no_place() -> None:
+    """A row padded on the left keeps the tokens that it keeps without."""
+    make = torch.Generator().manual_seed(3)
+    frequencies, hidden, tokens, budget = 0.7 ** torch.arange(4.0), 7, 40, 14
+    bare, k = (torch.randn(1, heads, tokens, 8, generator=make) * 2 for heads in (4, 2))
+    v = torch.randn(1, 2, tokens, 8, generator=make)
+    place = (torch.arange(tokens)[:, None] - hidden) * frequencies
+    q = turned(bare, place)
+    kept = kept_of(q, k, v, budget, frequencies, [hidden])
+    for head in range(2):
+        own = bare[0, 2 * head : 2 * head + 2, hidden:].double()
+        pairs = (x[0, head, hidden:].double() for x in (k, v))
+        expected = plain_choice(own, *pairs, budget, frequencies.double())
+        assert kept[0, head].tolist() == [hidden + token for token in expected]
+
+
+def test_without_ropes_frequencies_it_says_so() -> None:
+    q, k, v = (torch.zeros(1, 2, 12, 8) for _ in range(3))
+    with pytest.raises(SpecacheError, match=r"RoPE's frequencies were not found .* take method='snapkv'"):
+        kept_of(q, k, v, 4, None)
+
+
+def test_a_model_keeps_the_budget_and_what_comes_later() -> None:
+    """In the graph, with the model's own frequencies."""
+    model = tiny_llama()
+    model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
+    ids = torch.randint(0, model.config.vocab_size, (2, 90))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        for _ in range(5):
+            model(ids[:, :1], past_key_values=cache)
+    state = cache.layers[0].keys.handle.session.state
+    assert [int((layer["compressed_token"][0, 0] >= 0).sum()) for layer in state] == [35, 35]
