@@ -24,8 +24,8 @@ def expected_attention(
     compressed_token: Tensor, budget: int, first: int, ahead: int, scale: float, softcap: float | None,
     frequencies: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`); of a prompt longer than
-    the budget b the b stay that `chosen` names. frequencies [h]: RoPE's."""
+    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`); of a prompt longer
+    than the budget b the b stay that `chosen` names. frequencies [h]: RoPE's."""
     if frequencies is None:
         raise SpecacheError(
             "method='expected_attention': RoPE's frequencies were not found in this model's graph; take method='snapkv'"

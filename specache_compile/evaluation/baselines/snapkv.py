@@ -27,8 +27,8 @@ def snapkv_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, compressed: Tensor,
     compressed_token: Tensor, budget: int, window: int, kernel: int, pooling: str, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`); of a prompt longer than
-    the budget b the b stay that `chosen` names."""
+    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`); of a prompt longer
+    than the budget b the b stay that `chosen` names."""
 
     def choose(prompt: Prompt) -> Tensor:
         tokens = prompt.pairs.shape[2]
