@@ -2,6 +2,7 @@
 
     python benchmarks/guesses.py                                SmolLM2, hours on two cores; results/guesses.json
     python benchmarks/guesses.py --contexts 1024 --windows 1    some eight minutes
+    python benchmarks/guesses.py --resume                       the windows that --out does not have
 
 A text is continued by the default with one lane. Every row then reads that same continuation, token by token, and runs
 a guess of the next one beside each:
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import specache_compile as sc
-from specache_compile.bench.results import provenance
+from specache_compile.bench.results import Results
 from specache_compile.evaluation.command import load
 from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.runtime.session import session_of
@@ -151,19 +151,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8000], help="tokens (1024 4096 8000)")
     parser.add_argument("--windows", type=int, default=4, help="texts of each (4)")
     parser.add_argument("--steps", type=int, default=64, help="tokens of a continuation (64)")
+    parser.add_argument("--resume", action="store_true", help="keep the windows that --out has, and go on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "guesses.json")
     args = parser.parse_args(arguments)
     model, reader = load(args.model, "cpu", torch.float32)
     ids = reader.encode(args.text.read_text("utf-8"))
-    rows: list[dict[str, Any]] = []
+    settings = {"windows": args.windows, "steps": args.steps}
+    results = Results(args.out, "benchmarks/guesses.py", torch.device("cpu"), args.resume, **settings)
     for context in args.contexts:
         for window in tqdm(range(args.windows), f"{context:,} tokens", disable=None):
+            if results.has(context=context, window=window):
+                continue
             start = (len(ids) - context) * window // max(1, args.windows)
-            for row in measured(model, ids[start : start + context], ("greedy", "sampled"), args.steps, window):
-                rows.append({"context": context, "window": window, **row})
-    table = summed(rows)
-    report = {"provenance": provenance(torch.device("cpu"), "benchmarks/guesses.py"), "rows": table}
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+            text = ids[start : start + context]
+            rows = measured(model, text, ("greedy", "sampled"), args.steps, window)
+            results.add(*({"context": context, "window": window, **row} for row in rows))
+    table = summed(results.rows)
     print("Of guesses those that were what came; pairs a layer, KV head and token that came ahead, and within the step")
     shown = [
         (*(r[name] for name in ("context", "text", "setting", "guess")),
