@@ -189,6 +189,28 @@ def test_the_least_recently_wanted_slot_gives_way() -> None:
     assert missing(wanted, 4) * 3 == 1 + 1
 
 
+@pytest.mark.parametrize(
+    ("mass", "expected"), [(0.45, {1}), (0.6, {1, 3}), (0.85, {1, 3, 0}), (1.0, {1, 3, 0, 4}), (0.01, {1})]
+)
+def test_a_budget_by_mass_is_the_fewest_pairs_that_hold_it(mass: float, expected: set[int]) -> None:
+    """Of all that is scored: what is hidden (below 0) is no candidate and counts for nothing."""
+    from masses import ByMass
+
+    wanted, choose = torch.full((1, 1, 4), -1, dtype=torch.int32), ByMass(mass, layers=1)
+    choose(torch.tensor([[[0.2, 0.5, -1.0, 0.2001, 0.1, 0.0]]]), wanted)
+    assert {token for token in wanted.flatten().tolist() if token >= 0} == expected
+    assert choose.wanted[0] == [len(expected)]
+
+
+@pytest.mark.parametrize("mass", ["0", "1.5", "-0.5"])
+def test_a_mass_is_a_share(mass: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import masses
+
+    with pytest.raises(SystemExit):
+        masses.main(["--masses", "0.5", mass])
+    assert f"--masses {float(mass):g}: give shares above 0, at most 1" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_computed_steps_are_those_that_are_kept(tmp_path: Path) -> None:
     import computed_steps
@@ -320,7 +342,10 @@ def test_a_batch_that_does_not_fit_is_made_smaller_until_each_kind_has_its_row(
     monkeypatch.setattr(gpu_decode, "roofline_share", lambda *given: 0.5)
     cpu = torch.device("cpu")
     results = Results(tmp_path / "out.json", "a benchmark", cpu, resume=False)
-    case, args = gpu_decode.Case("smoke", "HF DynamicCache", 300, 0, 0.5), SimpleNamespace(host_gib=1, at=gpu_decode.BATCHES)
+    case, args = (
+        gpu_decode.Case("smoke", "HF DynamicCache", 300, 0, 0.5),
+        SimpleNamespace(host_gib=1, at=gpu_decode.BATCHES),
+    )
     gpu_decode.run_case(SimpleNamespace(device=cpu), case, 20, args, {}, results)
     assert [(row["at"], row["batch"]) for row in results.rows] == [("1", 1), ("equal", 16), ("largest", 16)]
 

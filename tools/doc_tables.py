@@ -241,6 +241,13 @@ def gpu() -> str:
     return tables
 
 
+def masses() -> str:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from masses import table
+
+    return fenced(table(load("masses.json")["rows"]))
+
+
 def gains() -> str:
     """What fits on a card of 24 GB, and how fast all of it steps; computed."""
     names = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "default": "specache, the default"}
@@ -366,7 +373,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, versions, options, methods, summary, demo, cold_start, verification, verify_families, look_ups,
-            gpu, gains, computed_steps, diagnostics, tasks, devices, passes, ops, fields,
+            gpu, masses, gains, computed_steps, diagnostics, tasks, devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
