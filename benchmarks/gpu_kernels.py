@@ -30,8 +30,8 @@ from tqdm import tqdm
 from specache_compile.bench.results import Results
 from specache_compile.kernels.attention import definition as attention
 from specache_compile.kernels.attention import triton_decode, triton_scored
+from specache_compile.kernels.movement import cpp_tiers, triton_append, triton_copy, triton_select
 from specache_compile.kernels.movement import definition as tiers
-from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state import triton_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, new_cursor
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -226,6 +226,7 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
     state = sets[0].state
     item = setting.dtype.itemsize
     exact = setting.batch * HEADS * 2 * HEAD_DIM * item
+    on_host = setting.batch * HEADS * cpp_tiers.pair_bytes(state["host"])  # one token's pairs
     parts = setting.options.layout.split(state["codes"], HEAD_DIM)
     low_keys, low_values = (
         setting.pairs * (part.nbytes + state[scales].nbytes) // tokens_of(state)
@@ -268,10 +269,10 @@ def rows_of(setting: Setting, device: torch.device, repeats: int, limit: dict[st
             turn(i).state["slot_index"].copy_(turn(i).state["wanted"])
             turn(i).state["slot_index"][:, :, kept_slots:] = -1
 
-        moved = exact * (setting.top_k - kept_slots)
+        moved = on_host * (setting.top_k - kept_slots)
         fetch = row("gather", "to device", moved, lambda i: triton_copy.gather(*fetch_arguments(turn(i))), forget)
         yield fetch | {"reuse": reuse}
-    yield row("write through", "to host", exact * LANES, lambda i: write_through(turn(i)))
+    yield row("write through", "to host", on_host * LANES, lambda i: write_through(turn(i)))
 
 
 def tokens_of(state: LayerState) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from computed_steps import traced
-from gpu_decode import GIB, METHODS, SPECACHE, break_even
+from gpu_decode import GIB, METHODS, NEVER_CAPTURED, SPECACHE, break_even
 
-from specache_compile.explaining.times.devices import DEVICES, Device
+from specache_compile.explaining.times.devices import Device, device_called
 from specache_compile.explaining.times.step_time import step_of
 
 HEADERS = (
@@ -54,8 +54,10 @@ def traced_as(method: str) -> Any:
 
 
 def computed_ms(row: dict[str, Any], device: Device) -> float | None:
-    """What `explain` computes for a measured step of Llama-3-8B; None of a cache that is none of ours."""
-    if row["model"] != "llama-3-8b" or row["method"] not in SPECACHE:
+    """What `explain` computes for a measured step of Llama-3-8B. None of a cache that is none of ours, of a step that
+    is never captured, and of a fetch that is made to wait."""
+    method = row["method"]
+    if row["model"] != "llama-3-8b" or method not in SPECACHE or method in NEVER_CAPTURED or "synchronous" in method:
         return None
     return 1e3 * step_of(traced_as(row["method"]), device, row["context"], row["batch"]).seconds
 
@@ -122,12 +124,14 @@ def main(arguments: list[str] | None = None) -> None:
     report = json.loads((args.out.parent / "gpu_decode.json").read_text())
     no_figures, name = why_no_figures(report), report["provenance"]["device"]
     least = break_even(report["rows"]) if no_figures is None else None
-    device = next((device for word, device in DEVICES.items() if word in name), None) if no_figures is None else None
+    device = device_called(name) if no_figures is None else None
     for row in report["rows"] if device else []:
         row["computed ms"] = computed_ms(row, device)
     found = {"device": name, "break-even": least, "tables": tables(report)}
-    if (kernels := args.out.parent / "gpu_kernels.json").exists():
-        found["tables"] += f"\n\n{kernel_table(json.loads(kernels.read_text()))}"
+    if (path := args.out.parent / "gpu_kernels.json").exists():
+        kernels = json.loads(path.read_text())
+        if why_no_figures(kernels) is None and kernels["provenance"]["device"] == name:
+            found["tables"] += f"\n\n{kernel_table(kernels)}"
     args.out.write_text(json.dumps({**found, "no figures": no_figures}, indent=1) + "\n")
     print(found["tables"])
     if no_figures is not None:
@@ -136,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"\nin break_even.py: MEASURED = {{{found['device']!r}: {least}}}" if least else "\nno break-even was measured"
     )
-    print("in docs/gpu.md: python tools/doc_tables.py --write")
+    print("in docs/gpu.md: gpu_*.json go into benchmarks/results, then python tools/doc_tables.py --write")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """A pytest plugin: tests that pass are written down as they do, and left out of the next run;
-those that fail are written to FILE.failed, with how.
+those that fail go into a file with the ending .failed, with how.
 
 PYTHONPATH=benchmarks python -m pytest -p gpu_tests --passed FILE tests/kernels/test_gpu.py
 """
@@ -51,4 +51,5 @@ class Writer:
 def pytest_configure(config: pytest.Config) -> None:
     file: Path | None = config.getoption("--passed")
     if file is not None and not hasattr(config, "workerinput"):
+        file.with_suffix(".failed").unlink(missing_ok=True)
         config.pluginmanager.register(Writer(file))

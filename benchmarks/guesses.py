@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     model, reader = load(args.model, "cpu", torch.float32)
     ids = reader.encode(args.text.read_text("utf-8"))
-    settings = {"windows": args.windows, "steps": args.steps}
+    settings = {"model": args.model, "text": str(args.text), "windows": args.windows, "steps": args.steps}
     results = Results(args.out, "benchmarks/guesses.py", torch.device("cpu"), args.resume, **settings)
     for context in args.contexts:
         for window in tqdm(range(args.windows), f"{context:,} tokens", disable=None):

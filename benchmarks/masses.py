@@ -5,8 +5,8 @@ hold a share of its low-bit attention.
     python benchmarks/masses.py --masses 1 0.8 --windows 2  some minutes
     python benchmarks/masses.py --resume                    the rows that --out does not have
 
-The default otherwise: each token's own choice, of at most k pairs. Distances are of 24 tokens of the text behind a
-prompt, as `specache eval --tasks closeness` has them.
+The default otherwise: each token's own choice, of at most k pairs. Distances are of the text's own 24 tokens behind a
+prompt, as `specache eval --tasks closeness` has them; pairs are counted over these, 24 greedy and 24 sampled ones.
 """
 
 from __future__ import annotations
@@ -120,7 +120,13 @@ def main(arguments: list[str] | None = None) -> None:
     if bad := [mass for mass in args.masses if not 0 < mass <= 1]:
         parser.error(f"--masses {bad[0]:g}: give shares above 0, at most 1")
     model, reader = load(args.model, "cpu", torch.float32)
-    settings = {"length": args.length, "windows": args.windows, "steps": STEPS}
+    settings = {
+        "model": args.model,
+        "text": str(args.text),
+        "length": args.length,
+        "windows": args.windows,
+        "steps": STEPS,
+    }
     results = Results(args.out, "benchmarks/masses.py", torch.device("cpu"), args.resume, **settings)
     runner = Runner(model, reader, prefills=Prefills(model.device))
     bench = Bench(reader, (args.length,), args.windows, 0, args.length, (args.text,), None, False, False)

@@ -19,6 +19,7 @@ from .plan import (
     state_input,
     with_tiers,
 )
+from .reading.find_attention import turns_neighbours
 from .reading.sites import Site
 from .recipe import Call
 
@@ -53,6 +54,8 @@ def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) 
     with graph.inserting_before(site.attention):
         if named is None:
             turned = frequencies_input(graph_module, plan, site, call)
+            if turned and turns_neighbours(site.k):
+                turned = (None,)
             given = (*pairs.values(), *state.values(), *call.settings, *last.values(), *turned)
             new = call_op(graph_module, site, call.op, given)
         else:

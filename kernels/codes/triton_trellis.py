@@ -87,13 +87,13 @@ def numbers_at(
 ):  # fmt: skip
     """Numbers first to first + AT_ONCE of every circle, in the order in which the code walks them (`trellis.in_steps`),
     of vectors times `inverse` [n, 1]: float32 [n, CIRCLES] each, 0 where there is no circle."""
-    turn = tl.arange(0, CIRCLES)[None, :]
+    number = tl.arange(0, CIRCLES)[None, :]
     found = ()
     for t in tl.static_range(AT_ONCE):
         step = first + t
-        channel = step % 8 * (d // 8) + turn * (circle // 8) + step // 8
+        channel = step % 8 * (d // 8) + number * (circle // 8) + step // 8
         x = load_pairs(
-            v, recent, tokens, channel, turn < d // circle,
+            v, recent, tokens, channel, number < d // circle,
             bh=bh, head_base=head_base, stride=stride, length=length, WHICH=1, window=window, d=d, APART=APART,
         )  # fmt: skip
         found = found + (tl.where(tl.abs(x) < float("inf"), x, 0.0) * inverse,)
@@ -110,15 +110,13 @@ def encode_values(
     """`trellis.quantize`, from which sums of another order differ. circle: numbers.
 
     All circles of a vector are walked at once. The cost of the path that is taken, half the levels' squares less x·r,
-    is what the scale is made of. Bytes a value: 2·d read, from the cache again in each of four turns. FLOPs: some 60 a
-    number.
+    is what the scale is made of. Bytes a value: 2·d read, three times more from the cache. FLOPs: some 60 a number.
     """
     CIRCLES: tl.constexpr = triton.next_power_of_2(d // circle)
-    half: tl.constexpr = circle // 2
-    AT_ONCE: tl.constexpr = 8 if half % 8 == 0 else 4
+    AT_ONCE: tl.constexpr = 8 if circle % 16 == 0 else 4  # halves of a circle are whole
     PARTS: tl.constexpr = circle // AT_ONCE
     word: tl.constexpr = tl.int32 if circle <= 32 else tl.int64
-    turn, rows = tl.arange(0, CIRCLES)[None, :], tokens[:, None]
+    number, rows = tl.arange(0, CIRCLES)[None, :], tokens[:, None]
     nothing = tl.zeros([tokens.shape[0], CIRCLES], tl.float32)
 
     peak, square = nothing, nothing
@@ -146,14 +144,14 @@ def encode_values(
     for state in tl.static_range(STATES):
         costs = costs + (nothing,)
         edges = edges + (tl.full(nothing.shape, state, tl.int32),)
-    for part in range(PARTS - half // AT_ONCE, PARTS):
+    for part in range(PARTS // 2, PARTS):
         numbers = numbers_at(
             v, recent, rows, part * AT_ONCE, 1 / peak,
             bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
         )  # fmt: skip
         for t in tl.static_range(AT_ONCE):
             costs, _ = walked(numbers[t] * inverse, costs, edges)
-    for part in range(PARTS - half // AT_ONCE):
+    for part in range(PARTS // 2):
         numbers = numbers_at(
             v, recent, rows, part * AT_ONCE, 1 / peak,
             bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
@@ -165,11 +163,10 @@ def encode_values(
         nearer = costs[state] < best
         best, edge = tl.where(nearer, costs[state], best), tl.where(nearer, edges[state], edge)
 
-    began, paths = (), ()
+    costs, paths = (), ()
     for state in tl.static_range(STATES):
-        began = began + (tl.where(edge == state, 0.0, FAR),)
+        costs = costs + (tl.where(edge == state, 0.0, FAR),)
         paths = paths + (tl.zeros(nothing.shape, word),)
-    costs = began
     for part in range(PARTS):
         numbers = numbers_at(
             v, recent, rows, part * AT_ONCE, 1 / peak,
@@ -181,9 +178,9 @@ def encode_values(
     cost, path = costs[0], paths[0]
     for state in tl.static_range(1, STATES):
         cost, path = tl.where(edge == state, costs[state], cost), tl.where(edge == state, paths[state], path)
-    there = turn < d // circle
+    there = number < d // circle
     for byte in tl.static_range(circle // 8):
-        tl.store(codes[:, None] + turn * (circle // 8) + byte, (path >> 8 * byte).to(tl.uint8), there)
+        tl.store(codes[:, None] + number * (circle // 8) + byte, (path >> 8 * byte).to(tl.uint8), there)
 
     levels = squares_of(path, circle)
     along = tl.sum(tl.where(there, levels / 2 - cost, 0.0), 1) * tl.sum(unit, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -227,6 +228,12 @@ def frequencies_of(keys: Node, head_dim: int) -> str | None:
         if is_vector and value.is_floating_point() and statically_known_true(2 * value.shape[0] <= head_dim):
             return node.name
     return None
+
+
+def turns_neighbours(keys: Node) -> bool:
+    """Whether RoPE turns channels 2·j and 2·j + 1 together, which it takes out by every second: not j and j + h."""
+    taken = (node.args[1] for node in nodes_behind(keys) if node.target is operator.getitem)
+    return any(isinstance(one, slice) and one.step == 2 for of in taken if isinstance(of, tuple) for one in of)
 
 
 def has_bias(keys: Node) -> bool:

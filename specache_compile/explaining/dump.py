@@ -13,7 +13,7 @@ from specache_compile.passes.reading.nodes import is_weight
 from specache_compile.runtime.variant import Variant
 
 from .explain import explanation_of
-from .times.devices import DEVICES, Device, find_device
+from .times.devices import Device, device_called, find_device
 
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
@@ -42,5 +42,4 @@ def device_at(place: torch.device) -> Device:
     """The device that runs a model, where its figures are known; the default one elsewhere."""
     if place.type != "cuda":
         return find_device()
-    name = torch.cuda.get_device_name(place)
-    return next((device for key, device in DEVICES.items() if key.split()[-1] in name), find_device())
+    return device_called(torch.cuda.get_device_name(place)) or find_device()

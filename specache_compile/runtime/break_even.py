@@ -15,9 +15,9 @@ from .state import full_cache_bytes
 # Tokens of one row, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand
 # here.
 MEASURED: dict[str, int] = {}
+NEVER = 1 << 40  # at no context up to 131,072 tokens
 # Until then, by a word of that name, what benchmarks/computed_steps.py computes for an 8B model: of a step that fetches
 # nothing, of one that fetches ahead, and of one that corrects.
-NEVER = 1 << 40  # at no context up to 131,072 tokens
 COMPUTED: dict[str, tuple[int, int, int]] = {
     "A6000": (1600, 4224, 6912),
     "A100": (4288, 13824, 27584),

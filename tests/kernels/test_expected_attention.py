@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import CohereConfig, CohereForCausalLM
 
 from conftest import tiny_llama
 from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.baselines.expected_attention import expected_attention
 
 KVPRESS = load_file(Path(__file__).with_name("kvpress.safetensors"))
 FIRST, AHEAD = 4, 512
@@ -28,9 +30,7 @@ def kept_of(
         column = torch.arange(tokens)
         mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= column[:, None])
     cursor = torch.zeros(4, dtype=torch.int64)
-    torch.ops.specache.expected_attention(
-        q, k, v, mask, None, cursor, pairs, token, budget, FIRST, AHEAD, d**-0.5, None, frequencies
-    )
+    expected_attention(q, k, v, mask, None, cursor, pairs, token, budget, FIRST, AHEAD, d**-0.5, None, frequencies)
     assert (token[:, :, budget:] == -1).all()
     kept = token[:, :, :budget].long()
     assert torch.equal(pairs[:, :, :budget, 1], v.gather(2, kept[..., None].expand(*kept.shape, d)))
@@ -86,10 +86,18 @@ def test_padding_counts_nowhere_and_moves_no_place() -> None:
         assert kept[0, head].tolist() == [hidden + token for token in expected]
 
 
-def test_without_ropes_frequencies_it_says_so() -> None:
-    q, k, v = (torch.zeros(1, 2, 12, 8) for _ in range(3))
-    with pytest.raises(SpecacheError, match=r"RoPE's frequencies were not found .* take method='snapkv'"):
-        kept_of(q, k, v, 4, None)
+def test_a_budget_of_fewer_than_the_first_tokens_keeps_the_first_of_them() -> None:
+    q, k, v = (torch.randn(1, heads, 20, 8) for heads in (4, 2, 2))
+    assert kept_of(q, k, v, 2, 0.7 ** torch.arange(4.0)).tolist() == [[[0, 1], [0, 1]]]
+
+
+def test_a_model_whose_rope_turns_neighbours_is_refused() -> None:
+    """As Cohere's, whose frequencies are there, but for other pairs of channels."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = CohereForCausalLM(CohereConfig(vocab_size=64, num_hidden_layers=1, **sizes)).eval()
+    model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
+    with torch.no_grad(), pytest.raises(SpecacheError, match=r"turns no channels j and j \+ h .* take method='snapkv'"):
+        model(torch.randint(0, 64, (1, 90)), use_cache=True)
 
 
 def test_a_model_keeps_the_budget_and_what_comes_later() -> None:

@@ -28,7 +28,8 @@ def expected_attention(
     than the budget b the b stay that `chosen` names. frequencies [h]: RoPE's."""
     if frequencies is None:
         raise SpecacheError(
-            "method='expected_attention': RoPE's frequencies were not found in this model's graph; take method='snapkv'"
+            "method='expected_attention': this model's graph turns no channels j and j + h by RoPE's frequencies [h], "
+            "as Llama's does; take method='snapkv'"
         )
 
     def choose(prompt: Prompt) -> Tensor:
@@ -48,7 +49,7 @@ def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget:
     q is taken to be Gaussian, with the mean μ and covariance Σ of the prompt's queries before RoPE, turned by the mean
     of RoPE's rotations at the next `ahead` places: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3). seen bool
     [B, H, n]: what is not counts nowhere, and goes first. turning: θ and partner of each channel (`partners`). Of
-    equals the oldest goes.
+    equals the newest goes.
     """
     (theta, partner), tokens = turning, prompt.pairs.shape[2]
     place = torch.arange(tokens + ahead, dtype=torch.float32, device=theta.device)
@@ -67,12 +68,11 @@ def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget:
     keys, values = (x.float() for x in prompt.pairs.unbind(3))
     keys = keys.unsqueeze(2)
     expected = (mean @ keys.mT).squeeze(3) + ((keys @ spread) * keys).sum(-1) / 2
-    expected = (
-        expected.masked_fill(~counts.unsqueeze(2), -math.inf).softmax(-1).nan_to_num(0.0)
-    )  # of none there is none
+    # Where nothing counts, softmax makes no numbers.
+    expected = expected.masked_fill(~counts.unsqueeze(2), -math.inf).softmax(-1).nan_to_num(0.0)
     score = expected.mean(2) * values.norm(dim=-1)
     score = score.masked_fill(seen & ~counts, math.inf).masked_fill(~seen, -math.inf)
-    return score.argsort(dim=-1, stable=True)[..., tokens - budget :].sort(dim=-1).values
+    return score.argsort(dim=-1, descending=True, stable=True)[..., :budget].sort(dim=-1).values
 
 
 ATTENTION = Op(

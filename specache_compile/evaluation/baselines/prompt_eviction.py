@@ -24,7 +24,7 @@ class Prompt:
 
     query: scaled, [B, H, G, n, d].
     pairs: [B, H, n, 2, d].
-    attention_of: of the queries from one to another, [B, H, G, t, n], and which pairs each sees, bool [B, H, t, n].
+    attention_of: of the queries `first` to `stop`, [B, H, G, t, stop], and which pairs each sees, bool [B, H, t, stop].
     """
 
     query: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +48,13 @@ DEVICES = {
     )
 }
 DEFAULT_DEVICE = "A100"
+
+
+def device_called(name: str) -> Device | None:
+    """The device that CUDA calls so, a whole one of its kind; None where its figures are not known."""
+    if re.search(r"\b(MIG|Laptop)\b", name):  # a part of one, or a slower one
+        return None
+    return next((device for key, device in DEVICES.items() if re.search(rf"\b{key.split()[-1]}\b", name)), None)
 
 
 def find_device(
