@@ -60,9 +60,12 @@ def earlier(bits, by: tl.constexpr, circle: tl.constexpr):
 @triton.jit
 def ones_of(bits):
     """How many bits of an int32 are set."""
+    bits = bits.to(tl.uint32, bitcast=True)
     pairs = bits - ((bits >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
-    return (((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    sixteens = eights + (eights >> 8)
+    return ((sixteens + (sixteens >> 16)) & 0x3F).to(tl.int32)
 
 
 @triton.jit
