@@ -59,7 +59,7 @@ def computed_ms(row: dict[str, Any], device: Device) -> float | None:
     method = row["method"]
     if row["model"] != "llama-3-8b" or method not in SPECACHE or method in NEVER_CAPTURED or "synchronous" in method:
         return None
-    return 1e3 * step_of(traced_as(row["method"]), device, row["context"], row["batch"]).seconds
+    return 1e3 * step_of(traced_as(method), device, row["context"], row["batch"]).seconds
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -12,10 +12,10 @@ from specache_compile.options import MethodOptions
 
 from .state import full_cache_bytes
 
+NEVER = 1 << 40  # at no context up to 131,072 tokens
 # Tokens of one row, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand
 # here.
 MEASURED: dict[str, int] = {}
-NEVER = 1 << 40  # at no context up to 131,072 tokens
 # Until then, by a word of that name, what benchmarks/computed_steps.py computes for an 8B model: of a step that fetches
 # nothing, of one that fetches ahead, and of one that corrects.
 COMPUTED: dict[str, tuple[int, int, int]] = {
@@ -44,9 +44,15 @@ def known(name: str, options: MethodOptions) -> int:
     if name in MEASURED:
         return MEASURED[name]
     kind = 0 if not options.top_k else 1 if options.correct == "never" else 2
+    word = word_of(name, COMPUTED)
+    return 0 if word is None else COMPUTED[word][kind]
+
+
+def word_of(name: str, words: Iterable[str]) -> str | None:
+    """The one of `words` by which CUDA's name for a device tells its kind; None where it is none of them."""
     if re.search(r"\b(MIG|Laptop)\b", name):  # a part of it, or a slower one
-        return 0
-    return next((tokens[kind] for word, tokens in COMPUTED.items() if re.search(rf"\b{word}\b", name)), 0)
+        return None
+    return next((word for word in words if re.search(rf"\b{word}\b", name)), None)
 
 
 def stays_in_16_bits(

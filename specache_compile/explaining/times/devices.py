@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specache_compile.errors import SpecacheError
+from specache_compile.runtime.break_even import word_of
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ DEFAULT_DEVICE = "A100"
 
 def device_called(name: str) -> Device | None:
     """The device that CUDA calls so, a whole one of its kind; None where its figures are not known."""
-    if re.search(r"\b(MIG|Laptop)\b", name):  # a part of one, or a slower one
-        return None
-    return next((device for key, device in DEVICES.items() if re.search(rf"\b{key.split()[-1]}\b", name)), None)
+    by_word = {key.split()[-1]: device for key, device in DEVICES.items()}
+    word = word_of(name, by_word)
+    return None if word is None else by_word[word]
 
 
 def find_device(
