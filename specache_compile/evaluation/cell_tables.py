@@ -19,7 +19,7 @@ from .tasks.closeness import interval
 from .tasks.long import first_difference
 from .tasks.perplexity import RECENT
 
-# The share of the right answers below which a cell says nothing of a cache: the model itself cannot do it.
+# Below this share of right answers by the uncompiled model a cell says nothing about a cache.
 GATE = 0.8
 MARK = "*"
 FAILED = f"{MARK} the uncompiled model itself is right in less than {GATE:.0%}: in no mean, and evidence of nothing"
@@ -43,8 +43,8 @@ def aligned(lines: Sequence[Sequence[str | None]], headers: Sequence[str]) -> st
 
 
 def kinds_table(rows: Sequence[Row]) -> str:
-    """Of rows with `kinds`: a line a method and cell, for each kind KL ± its 95 % interval and the top-1 agreement; and
-    the KL's paired difference to the last method's on forced text."""
+    """Rows with `kinds`, a line for each method and cell: per kind the KL ± its 95 % interval and the top-1 agreement;
+    last, the KL's paired difference to the last method's on forced text."""
     kinds = list(rows[0].detail["kinds"])
     last = {row.cell: row for row in rows}
     lines = []
@@ -65,9 +65,11 @@ def difference(row: Row, other: Row) -> str:
 
 
 def long_table(rows: Sequence[Row]) -> str:
-    """Of own texts: a line a method and cell: KL ± its 95 % interval over texts, of the first and of the last stretch
-    too; where the texts first differ from the uncompiled model's (the median; `none` where most never do), what they
-    repeat, and their length."""
+    """Own texts, a line for each method and cell.
+
+    KL ± its 95 % interval over texts; the KL of the first and of the last stretch; the median place where a text first
+    differs from the uncompiled model's (`none` where most never do); the share of repeated phrases; the length.
+    """
     full = {row.cell: row for row in rows if row.method == UNCOMPILED}
     lines = []
     for row in rows:
@@ -93,9 +95,12 @@ def differs_at(row: Row, full: Row | None) -> str:
 
 
 def task_table(rows: Sequence[Row]) -> str:
-    """One task: a line a method, a column a cell, the mean where it means something, the paired difference to the
-    uncompiled model, the device's KV share at the longest context. Cells that the uncompiled model itself fails are
-    marked, and in no mean. Of perplexity a line more: the uncompiled model's behind its last tokens alone."""
+    """One task: a line for each method, a column for each cell.
+
+    Then come the mean where it means something, the paired difference to the uncompiled model, and the device's KV
+    share at the longest context. Cells that the uncompiled model itself fails are marked and are in no mean. Perplexity
+    has one more line: the uncompiled model's behind the last tokens alone.
+    """
     cells = list(dict.fromkeys(row.cell for row in rows))
     methods = list(dict.fromkeys(row.method for row in rows))
     at = {(row.method, row.cell): row for row in rows}
@@ -125,13 +130,13 @@ def task_table(rows: Sequence[Row]) -> str:
 
 
 def failed_cells(rows: Sequence[Row]) -> set[str]:
-    """Of one task's cells those that the uncompiled model itself fails."""
+    """The cells of one task that the uncompiled model itself fails."""
     return {row.cell for row in rows if row.method == UNCOMPILED and fails(row)}
 
 
 def fails(row: Row) -> bool:
-    """Whether the uncompiled model's row is evidence of nothing: it finds too little, or its perplexity is not shown,
-    with 95 % confidence, to be below the one that it has behind its last tokens alone."""
+    """Whether the uncompiled model's row is evidence of nothing: either it finds too little, or its perplexity is not
+    below the one behind the last tokens alone with 95 % confidence."""
     if "recent" in row.detail:
         gains = [near - whole for near, whole in zip(row.detail["recent"], row.detail["nats"], strict=True)]
         return not sum(gains) / len(gains) > interval(gains)
@@ -139,19 +144,21 @@ def fails(row: Row) -> bool:
 
 
 def recent_perplexity(row: Row | None) -> str:
-    """The uncompiled model's, where it knows the last tokens alone; "" where that was not measured."""
+    """The uncompiled model's perplexity behind the last tokens alone; "" where it was not measured."""
     nats = [] if row is None else row.detail.get("recent", [])
     return f"{math.exp(sum(nats) / len(nats)):.3f}" if nats else ""
 
 
 def paired_scores(row: Row) -> list[float]:
-    """What can be paired with another method's: each answer's score, or each window's nats a token; [] of old rows."""
+    """Scores to pair with another method's: each answer's score, or each window's nats a token; [] for old rows."""
     return row.detail.get("nats") or [one["score"] for one in row.detail.get("each", [])]
 
 
 def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
-    """Mean over cells ± 95 % of the paired differences to the uncompiled model, in points of a hundred, or in nats a
-    token where the scores are perplexities; and of how many answers or windows. "" where a cell has no pairs."""
+    """Mean over cells ± 95 % of the paired differences to the uncompiled model, and the number of answers or windows.
+
+    In points of a hundred, or in nats a token for perplexities. "" where a cell has no pairs.
+    """
     means, squares, count = [], [], 0
     for row in rows:
         other = full.get(row.cell)

@@ -36,7 +36,7 @@ from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
-# Tasks that are gone, and which one has what they had.
+# Removed tasks, and the task that measures the same.
 INSTEAD = {"fidelity": "closeness", "multikey": "shared_context", "variables": "ruler", "aggregation": "ruler"}
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
@@ -70,14 +70,14 @@ def add_eval(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--blind", action="store_true",
-        help="the context is read exactly, and evicted from once or quantised, before the question is known, which is "
-        "then read behind it; without it they are one prompt. The six policies take eviction_block=prompt, unless "
+        help="read the context exactly, evict from it once or quantise it, and only then read the question; without "
+        "--blind both are one prompt. The six policies take eviction_block=prompt, unless "
         "another is given",
     )  # fmt: skip
     command.add_argument(
         "--share-prefills", action="store_true",
-        help="read each prompt once, uncompiled, and have every method go on from there that reads prompts exactly: "
-        "long prompts in a fraction of the time, for the memory of a cell's caches (half of what is free at most)",
+        help="read each prompt once, uncompiled, and give the cache to every method that reads prompts exactly: long "
+        "prompts take a fraction of the time, for the memory of a cell's caches (at most half of what is free)",
     )  # fmt: skip
     command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
     command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")
@@ -92,8 +92,10 @@ def add_eval(command: argparse.ArgumentParser) -> None:
 
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Check everything, load the model, measure what is not on disk yet, print and write the results. Of several ranks
-    each measures a part, and the first reports."""
+    """Check everything, load the model, measure what is not on disk yet, print and write the results.
+
+    With several ranks each measures a part, and the first reports.
+    """
     settings = list(dict.fromkeys(parse_setting(text) for text in args.methods))
     if args.blind:
         settings = list(dict.fromkeys(evicting_once(setting) for setting in settings))
@@ -152,7 +154,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def check_inputs(args: argparse.Namespace) -> None:
-    """Texts that are not there, a device that is not."""
+    """Errors for missing texts and a missing device."""
     for path in args.text:
         if not path.is_file():
             raise SpecacheError(f"no text file {path}")
@@ -161,7 +163,7 @@ def check_inputs(args: argparse.Namespace) -> None:
 
 
 def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -> None:
-    """A context that the model or a method's budget does not fit, before anything runs."""
+    """Refuse a context that does not fit the model, and a budget beyond the context, before anything runs."""
     if cell.context > limit:
         raise SpecacheError(f"{task} {cell.name}: {cell.context:,} tokens, and the model's context is {limit:,}")
     for setting in settings:
@@ -185,7 +187,7 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
 
 
 def text_identity(texts: Sequence[Path]) -> list[str] | str:
-    """What a figure owes to its texts: their hashes, or whose library source they are."""
+    """What identifies the texts of a figure: their hashes, or the version of the library source."""
     return [file_hash(path) for path in texts] or f"library of python {platform.python_version()}"
 
 
@@ -207,8 +209,10 @@ def measure_missing(
     runner: Runner, settings: Sequence[Setting], cells: Sequence[tuple[str, Cell]], keys: dict[Any, str], path: Path,
     args: argparse.Namespace, line: str,
 ) -> None:  # fmt: skip
-    """Measure every row whose key is not on disk and that no other rank is measuring; each goes to the disk as soon as
-    it is finished. Setting by setting; cell by cell, where a cell's prefills are shared."""
+    """Measure every row that is not on disk and that no other rank is measuring; write each as soon as it is finished.
+
+    The order is setting by setting, or cell by cell where a cell's prefills are shared.
+    """
     order = [(s, task, cell) for s in settings for task, cell in cells]
     if runner.prefills is not None:
         order = [(s, task, cell) for task, cell in cells for s in settings]

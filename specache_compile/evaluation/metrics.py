@@ -1,4 +1,4 @@
-"""Scores of an answer, 0 to 1, against one reference; each is the dataset's own, and says whose."""
+"""Scores of an answer, 0 to 1, against one reference. Each is a dataset's own and names the dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def exact(answer: str, reference: str) -> float:
 
 
 def found_all(answer: str, references: Sequence[str]) -> float:
-    """RULER: the share of the references that occur in the answer, letters' case aside."""
+    """RULER: the share of the references that occur in the answer, in upper or lower case."""
     return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 
@@ -41,8 +41,8 @@ def f1(answer: str, reference: str) -> float:
 def rouge_l(answer: str, reference: str) -> float:
     """F-measure of the longest common subsequence of words, by Google's rouge-score, without stemming.
 
-    LongBench itself uses the package `rouge`, which cuts words at white space only and joins sentences otherwise:
-    figures differ by a point or so.
+    LongBench itself uses the package `rouge`, which cuts words only at white space and joins sentences differently.
+    Figures differ by a point or so.
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer
@@ -78,8 +78,8 @@ def numbers(answer: str, reference: str) -> float:
 
 
 def letter(answer: str, references: Sequence[str]) -> float:
-    """LongBench v2: whether the letter, in brackets or not, that the answer says to be correct is the reference; what
-    says none is wrong."""
+    """LongBench v2: whether the letter that the answer calls correct, in brackets or not, is the reference. An answer
+    without one is wrong."""
     said = answer.replace("*", "")
     found = next(
         (m for form in (r"\(([A-D])\)", "([A-D])") if (m := re.search(f"The correct answer is {form}", said))), None

@@ -1,6 +1,6 @@
 """The pictures of an evaluation: depth × length, score against position, score against device KV.
 
-Each carries its provenance in one line at its foot.
+Each has its provenance in one line at the bottom.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def by_position(rows: Sequence[Row]) -> Any:
 
 
 def against_kv(rows: Sequence[Row]) -> Any:
-    """Mean score over cells, but those that the model itself fails, against the device's share of the full cache; a
-    mark a method."""
+    """Mean score over cells against the device's share of the full cache, a mark for each method. Cells that the
+    uncompiled model itself fails are left out."""
     import matplotlib.pyplot as plt
 
     failed = failed_cells(rows)
@@ -126,8 +126,8 @@ def against_kv(rows: Sequence[Row]) -> Any:
 
 
 def distance(rows: Sequence[Row]) -> Any:
-    """One panel a kind of continuation: KL to the full cache against the device's share of the full cache's bytes, a
-    line over the bits of a method (and length)."""
+    """KL to the full cache against the device's share of the full cache's bytes: a panel for each kind of continuation,
+    a line over the bits of each method (and length)."""
     import matplotlib.pyplot as plt
 
     kinds = list(rows[0].detail["kinds"])
@@ -161,7 +161,7 @@ def distance(rows: Sequence[Row]) -> Any:
 
 
 def method_and_bits(text: str) -> tuple[str, str]:
-    """A setting without its bits, and these, in words; "" where it has none, or other options say them."""
+    """A setting without its bits, and the bits in words; "" where it has none or where other options set them."""
     setting = parse_setting(text)
     if {"key_bits", "value_bits", "memory"} & set(dict(setting.given)):
         return text, ""

@@ -1,7 +1,7 @@
-"""Exact prefills, made once by the uncompiled model, from which every method goes on that would read a prompt exactly.
+"""Exact prefills: the uncompiled model makes each once, for all methods that would read the prompt exactly themselves.
 
-A prefill is most of the work of a short answer behind a long prompt, and the same for all of these methods: what a
-method's own would put into the tiers, `specache_compile.hold` puts there (tests/caches/test_hold.py).
+The prefill is most of the work of a short answer behind a long prompt. `specache_compile.hold` fills a method's tiers
+from it as the method's own prefill would (tests/caches/test_hold.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from specache_compile.methods import parse_options
 
 @dataclass(frozen=True)
 class Prefill:
-    """A plain cache that has read prompts, the logits [rows, 1, vocabulary] behind them (float32, on the host), and the
-    tokens [rows, 1] that `generate` takes of them greedily."""
+    """What the uncompiled model has read.
+
+    cache: a plain cache of the prompts.
+    logits: behind them, float32 [rows, 1, vocabulary], on the host.
+    first: the tokens [rows, 1] that `generate` chooses greedily from the logits.
+    """
 
     cache: Any
     logits: Tensor
@@ -42,15 +46,17 @@ class Prefill:
 
 
 class Prefills:
-    """The prefills of one cell's prompts, where the model is, until the next cell begins; at most `most` bytes of them
-    (half of what is free), and the rest are made again."""
+    """The prefills of one cell's prompts, on the model's device, until the next cell begins.
+
+    most: bytes to keep, by default half of what is free; prefills beyond them are made again.
+    """
 
     def __init__(self, device: torch.device | str = "cpu", most: int | None = None) -> None:
         on_cuda = torch.device(device).type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if on_cuda else free_memory()
         self.most = free // 2 if most is None else most
         self.cell = ""
-        # Of each prompt: the batch that it was read in, and its row there.
+        # By prompt: the batch that it was read in, and its row there.
         self.made: dict[tuple[int, ...], tuple[Prefill, int]] = {}
         self.nbytes = 0
 
@@ -60,15 +66,15 @@ class Prefills:
             self.made.clear()
 
     def serve(self, model: Any) -> bool:
-        """Whether the model, as it is compiled now or uncompiled, would go on from such a prefill as from its own."""
+        """Whether the model, as it is compiled now, can go on from such a prefill as from its own."""
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         given = options_of(model)
         holds = given is None or reason_not_to_hold(parse_options(given)) is None
         return holds and all(type(layer) is DynamicLayer for layer in layers)
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
-        """The prefill of `ids` [rows, tokens], to go on from and not to keep; `make` makes it where there is none yet,
-        of these prompts or of more."""
+        """The prefill of `ids` [rows, tokens], for one use. Where there is none yet, `make` makes it, of these prompts
+        or of more."""
         prompts = [tuple(prompt) for prompt in ids.tolist()]
         batches = {id(self.made[prompt][0]) if prompt in self.made else None for prompt in prompts}
         if len(batches) > 1 or None in batches:

@@ -44,7 +44,7 @@ def commit() -> str | None:
 
 
 def provenance(command: str, fingerprint: str, device: str, dtype: str, seed: int, origin: str = "") -> str:
-    """One line. origin: of the model and its licence, where they are known."""
+    """One line. origin: the model's source and licence, where they are known."""
     parts = [
         command,
         *(f"{name} {version(name)}" for name in PACKAGES),

@@ -1,7 +1,7 @@
 """Finished rows on disk: one JSON object a line, appended and flushed to the disk at once.
 
-A row is found again by its key, which names everything that its figures depend on. A line that an interruption cut
-short is left out when the file is read, and its row is measured again.
+A row's key names everything that its figures depend on. Reading the file skips a line that an interruption cut short;
+its row is measured again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sources(rows: Iterable[Row]) -> list[str]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Write one line and wait until it is on the disk. After a torn line it begins a new one."""
+    """Write one line, behind a torn line a new one, and wait until it is on the disk."""
     torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a") as file:
         file.write(("\n" if torn else "") + json.dumps(asdict(row)) + "\n")

@@ -24,9 +24,9 @@ Prompt = Sequence[int]
 
 @dataclass
 class Runner:
-    """A model (compiled in place or not), its reader, and the most prompts that go into one batch.
+    """A model (compiled in place or not), its reader, and the most prompts in one batch.
 
-    prefills: of the uncompiled model, from which the model goes on where it would read a prompt exactly itself.
+    prefills: the uncompiled model's, used where the model would read a prompt exactly itself.
     """
 
     model: Any
@@ -44,8 +44,8 @@ class Runner:
         return self.prefills is not None and self.prefills.serve(self.model)
 
     def read(self, ids: Tensor) -> tuple[Any, Tensor]:
-        """A cache of its own that has read `ids` [rows, tokens], and the logits [rows, 1, vocabulary] behind them,
-        float32 on the host."""
+        """A new cache that has read `ids` [rows, tokens], and the logits behind them, float32 [rows, 1, vocabulary] on
+        the host."""
         if not self.shares:
             return read(self.model, ids)
         prefill = self.prefilled(ids)
@@ -58,7 +58,7 @@ class Runner:
             return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids))
 
     def going_on(self, prefill: Prefill) -> Any:
-        """Its cache, as the model goes on with it."""
+        """The prefill's cache, held where the model is compiled."""
         return prefill.cache if options_of(self.model) is None else hold(prefill.cache, self.model)
 
     def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
@@ -66,13 +66,13 @@ class Runner:
         return [self.reader.decode(row) for row in self.continued(ids, new_tokens, **more)]
 
     def continued(self, ids: Tensor, new_tokens: int, **more: Any) -> list[list[int]]:
-        """Their new tokens."""
+        """The new tokens of the continuations."""
         mask = torch.ones_like(ids)
         out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **more)
         return out[:, ids.shape[1] :].tolist()
 
     def continued_from_prefills(self, ids: Tensor, new_tokens: int) -> list[list[int]]:
-        """As `continued`, of two tokens or more: the prefill's, and those that follow."""
+        """As `continued`, from a shared prefill. new_tokens: 2 or more."""
         prefill = self.prefilled(ids)
         begun = torch.cat([ids, prefill.first], 1)
         more = self.continued(begun, new_tokens - 1, past_key_values=self.going_on(prefill))
@@ -89,7 +89,7 @@ class Runner:
         return [self.reader.decode(tokens) for tokens in found]
 
     def answers_over(self, context: Prompt, questions: Sequence[Prompt], new_tokens: int) -> list[str]:
-        """One answer a question, the context read once: each question goes on from a copy of its cache."""
+        """One answer for each question. The context is read once; each question goes on from a copy of its cache."""
         cache, _ = self.read(self.ids([context]))
         return [
             self.generate(self.ids([[*context, *question]]), new_tokens, past_key_values=copy.deepcopy(cache))[0]
@@ -97,8 +97,8 @@ class Runner:
         ]
 
     def answers_apart(self, prompts: Sequence[tuple[Prompt, Prompt]], new_tokens: int) -> list[str]:
-        """One answer a context and question: the context is read alone, the question behind its cache. Neighbours of
-        the same lengths share a batch."""
+        """One answer for each context and question. The context is read alone, the question behind its cache.
+        Neighbours of the same lengths share a batch."""
         found: list[str] = []
         for _, same in itertools.groupby(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
             for batch in chunks(list(same), self.batch_size):
@@ -110,8 +110,8 @@ class Runner:
     def forced_logits(self, ids: Tensor, prefill: int) -> Tensor:
         """Logits [rows, n - 1 - prefill, vocabulary] of the tokens after `prefill`, fed one by one through the cache.
 
-        ids [rows, n]. The prefill attends exactly, but under an eviction policy whose `eviction_block` is not "prompt".
-        Step i has read ids[:, : prefill + 1 + i] and predicts the next one.
+        ids [rows, n]. The prefill attends exactly, except under an eviction policy whose `eviction_block` is not
+        "prompt". Step i has read ids[:, : prefill + 1 + i] and predicts the next token.
         """
         cache, _ = self.read(ids[:, :prefill])
         return decode(self.model, cache, ids[:, prefill:-1])
@@ -129,8 +129,7 @@ class Runner:
 
 @torch.inference_mode()
 def exact_prefill(model: Any, ids: Tensor) -> Prefill:
-    """A prefill of `ids` [rows, tokens] by `generate`, whose first tokens are what the model's configuration makes of
-    the logits."""
+    """A prefill of `ids` [rows, tokens] by `generate`, so that the first tokens follow the model's configuration."""
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
         return_dict_in_generate=True,
@@ -140,7 +139,7 @@ def exact_prefill(model: Any, ids: Tensor) -> Prefill:
 
 @torch.inference_mode()
 def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
-    """A new cache that has read `ids` [rows, tokens] at once, and the logits [rows, 1, vocabulary] behind them, float32
+    """A new cache that has read `ids` [rows, tokens] at once, and the logits behind them, float32 [rows, 1, vocabulary]
     on the host."""
     from transformers import DynamicCache
 
@@ -150,7 +149,8 @@ def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
 
 @torch.inference_mode()
 def decode(model: Any, cache: Any, tokens: Tensor) -> Tensor:
-    """Logits [rows, n, vocabulary] behind each of `tokens` [rows, n], which the cache reads one by one; likewise."""
+    """Logits behind each of `tokens` [rows, n], float32 [rows, n, vocabulary] on the host. The cache reads one by
+    one."""
     steps = tokens.split(1, 1)
     return torch.cat([model(t, past_key_values=cache, use_cache=True).logits[:, -1:].float().cpu() for t in steps], 1)
 

@@ -1,6 +1,6 @@
 """A method and its options as one word on the command line: `specache:bits=1,top_k=64`, `kivi:bits=2`, `uncompiled`.
 
-`uncompiled` is the model as it is, which every method is measured against; the other names are the backend's methods.
+`uncompiled` is the plain model, the reference for every method. The other names are the backend's methods.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from specache_compile.methods import METHODS, parse_options
 from specache_compile.runtime.records import forget
 
 UNCOMPILED = "uncompiled"
-# Of one function, as Dynamo counts them: beyond its own 8 a call would run uncompiled, and its row would be the full
-# cache's; beyond these it is an error.
+# Graphs of one function, as Dynamo counts them. Beyond Dynamo's own limit of 8 a call would run uncompiled, and its row
+# would be the full cache's. Beyond this limit Dynamo raises an error.
 GRAPHS = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 WORDS = {"true": True, "false": False, "none": None}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method's name and what was given with it; `options` is what the backend receives; uncompiled: None."""
+    """A method's name and what was given with it. `options` is what the backend receives, None for uncompiled."""
 
     name: str
     given: tuple[tuple[str, Any], ...]
@@ -43,8 +43,8 @@ class Setting:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What a model is compiled with to be measured: a method's tiers are used from the first token on, unless
-        min_context is given."""
+        """The options to measure with: unless min_context is given, a method's tiers are used from the first token
+        on."""
         at_once = {"min_context": 0} if "min_context" in METHODS[self.name].accepted else {}
         return {**at_once, **(self.options or {})}
 
@@ -80,8 +80,8 @@ def parse_pair(text: str, pair: str) -> tuple[str, Any]:
 
 
 def evicting_once(setting: Setting) -> Setting:
-    """The setting, where a prompt is read exactly and evicted from once, if its method evicts by blocks and none is
-    given."""
+    """The setting for an exact prefill with one eviction: adds `eviction_block=prompt` where the method evicts by
+    blocks and no block is given."""
     takes = setting.name != UNCOMPILED and "eviction_block" in METHODS[setting.name].accepted
     if not takes or "eviction_block" in dict(setting.given):
         return setting
@@ -90,7 +90,7 @@ def evicting_once(setting: Setting) -> Setting:
 
 @contextlib.contextmanager
 def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
-    """Within it, calls of `model` run under the setting; afterwards the model is as it was. No weights are copied."""
+    """Within it, calls of `model` run under the setting. Afterwards the model is as before. No weights are copied."""
     before = model._compiled_call_impl
     torch._dynamo.reset()
     forget(model)
@@ -107,6 +107,6 @@ def running(model: Any, setting: Setting, lowering: str) -> Iterator[Any]:
 
 
 def tokens_of_budget(setting: Setting) -> int | None:
-    """The budget in tokens that the setting asks for; None where it names none, or a rate."""
+    """The setting's budget in tokens; None where it has none, or a rate."""
     budget = dict(setting.given).get("budget")
     return budget if isinstance(budget, int) and not isinstance(budget, bool) else None

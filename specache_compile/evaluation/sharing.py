@@ -1,7 +1,7 @@
-"""Rows shared among processes: each is measured by the one that holds its lock, and finished when it is on disk.
+"""Rows shared among processes: the process that holds a row's lock measures it; the row is finished when it is on disk.
 
-The operating system frees a lock when its process ends, however it ends; so what a lost process was measuring falls to
-another, and nobody talks to anybody. Started by `accelerate launch` or `torchrun`, each rank takes its own device.
+The operating system frees a lock when its process ends, however it ends. Another process then measures the row;
+processes exchange no messages. Under `accelerate launch` or `torchrun` each rank takes its own device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from .rows import Row, append_row, read_rows
 
-# Seconds between looks at what the others have finished.
+# Seconds between two looks for rows that others have finished.
 PATIENCE = 0.5
 
 
@@ -27,16 +27,17 @@ def rank() -> int:
 
 
 def own_device(device: str) -> str:
-    """The device of this rank where `device` leaves it open: cuda is cuda:LOCAL_RANK."""
+    """The device of this rank: cuda becomes cuda:LOCAL_RANK."""
     return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and "LOCAL_RANK" in os.environ else device
 
 
 def shared_rows(
     keys: Sequence[str], path: Path, measure: Callable[[str], Row], progress: Callable[[int], object]
 ) -> None:
-    """Until every key has its row in the file `path`: measure what nobody else is measuring, and wait for the rest.
+    """Measure the rows that nobody else is measuring and wait for the rest, until every key has a row in the file
+    `path`.
 
-    `progress` is told how many of the keys have theirs.
+    `progress` receives the number of finished keys.
     """
     while missing := unfinished(keys, path):
         progress(len(keys) - len(missing))
@@ -61,7 +62,7 @@ def unfinished(keys: Sequence[str], path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def claimed(path: Path, key: str) -> Iterator[bool]:
-    """Whether the row of `key` is this process's to measure, for as long as the context lasts."""
+    """Whether this process may measure the row of `key`, while the context lasts."""
     lock = FileLock(lock_of(path, name_of(key)))
     try:
         lock.acquire(blocking=False)

@@ -1,7 +1,7 @@
-"""Eviction: each KV head keeps at most `budget` pairs on the device, and its policy says which of them go (RoCo's
-framework, arXiv 2402.06262).
+"""Eviction: each KV head keeps at most `budget` pairs on the device, and the policy says which go (RoCo's framework,
+arXiv 2402.06262).
 
-Written in PyTorch for every device: the kept set, not the speed, is what these methods are compared by.
+Written in PyTorch for every device: these methods are compared by the kept set, not by speed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specache_compile.passes.recipe import Call, Recipe
 from .policies import POLICIES
 from .policies.history import History
 
-# What `history` holds of a pair, in this order: see `History`.
+# The order of what `history` holds of a pair: see `History`.
 TOTAL, SQUARES, ABOVE, COUNT = range(4)
 HISTORY_SIZE = 4
-# A block: as many tokens as there are.
+# A block of all tokens.
 WHOLE = 0
 # Queries whose attention is held at once: on a CPU it then stays in the caches.
 ROWS = 256
@@ -41,13 +41,16 @@ def budget_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, kept: Tensor,
     kept_token: Tensor, history: Tensor, policy: str, block: int, seed: int, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of T new tokens over the kept pairs and each other, which then join them; what is over b goes.
+    """Attention of T new tokens over the kept pairs and each other. The new pairs join the kept ones; pairs beyond b
+    go.
 
     q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, ≥ n + T] beside causality, column t is token t;
     sinks [Hq]. Mutates kept [B, H, b, 2, d], kept_token int32 [B, H, b] (-1: empty) and history float32 [B, H, b, 4].
-    While there is room, nothing goes; then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
-    block-wise eviction; one by one in a decode step); block 0: all that are given, which is exact attention over what
-    was kept before them, and one eviction. Returns [B, Hq, T, d] in q's dtype.
+    Returns [B, Hq, T, d] in q's dtype.
+
+    Nothing goes while there is room. Then `block` tokens are encoded before as many pairs go (RoCo section 5.3,
+    block-wise eviction); a decode step encodes one. Block 0 encodes all given tokens, with exact attention over the
+    pairs kept before, and evicts once.
     """
     length, tokens, budget = int(cursor[LENGTH]), k.shape[2], kept.shape[2]
     heads, filled = k.shape[1], min(length, budget)
@@ -65,7 +68,7 @@ def budget_attention(
         past = torch.cat([past, past.new_zeros(*past.shape[:2], stop - start, HISTORY_SIZE)], 2)
         for first in range(start, stop, ROWS):
             rows = slice(first, min(stop, first + ROWS))
-            known = pairs.shape[2] - (stop - rows.stop)  # in the order of tokens: no row sees what lies behind
+            known = pairs.shape[2] - (stop - rows.stop)  # pairs are in the order of tokens: no row sees later ones
             attention, seen = attention_over(query[:, :, :, rows], pairs[:, :, :known, 0], token[:, :, :known],
                                              length + first, rows_of(bias, rows), sink, softcap)  # fmt: skip
             outputs.append(attention.flatten(2, 3) @ pairs[:, :, :known, 1].float())
@@ -84,7 +87,7 @@ def budget_attention(
 
 
 def rows_of(bias: Tensor | None, rows: slice) -> Tensor | None:
-    """A bias [B, H, G, T, n] of some of its queries; one row is all queries'."""
+    """The rows of a bias [B, H, G, T, n] for some queries; a single row is for all queries."""
     return bias if bias is None or bias.shape[3] == 1 else bias[:, :, :, rows]
 
 
@@ -92,8 +95,10 @@ def attention_over(
     query: Tensor, keys: Tensor, token: Tensor, first: int, bias: Tensor | None, sinks: Tensor | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention [B, H, G, t, n] of the scaled query [B, H, G, t, d], whose first token is number `first`, over keys
-    [B, H, n, d] of the tokens `token` [B, H, n]; and which query of a KV head sees which pair, [B, H, t, n]."""
+    """Attention [B, H, G, t, n] over keys [B, H, n, d], and which query of a KV head sees which pair, [B, H, t, n].
+
+    The scaled query [B, H, G, t, d] begins with token number `first`; token [B, H, n] has the keys' token numbers.
+    """
     logits = product(query, keys, softcap)
     number = torch.arange(first, first + query.shape[3], device=token.device)
     seen = (token[:, :, None] <= number[:, None]) & (token[:, :, None] >= 0)
@@ -106,12 +111,12 @@ def attention_over(
     logits.masked_fill_(~seen[:, :, None], -math.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.expand(*logits.shape[:4], 1)], -1)
-    blind = logits.amax(-1, keepdim=True) == -math.inf  # softmax would make no numbers of such a row
+    blind = logits.amax(-1, keepdim=True) == -math.inf  # softmax of such a row is NaN
     return logits.softmax(-1).masked_fill_(blind, 0.0)[..., : keys.shape[2]], seen
 
 
 def received(attention: Tensor, seen: Tensor) -> Tensor:
-    """What pairs got from new queries, as `history` [B, H, n, 4]; attention and seen [B, H, t, n]."""
+    """The pairs' `history` [B, H, n, 4] from new queries; attention and seen [B, H, t, n]."""
     average = attention.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
     parts = (attention, attention.square(), (attention > average) & seen, seen)
     return torch.stack([part.float().sum(2) for part in parts], -1)
@@ -120,7 +125,7 @@ def received(attention: Tensor, seen: Tensor) -> Tensor:
 def survivors(
     policy: str, token: Tensor, past: Tensor, last: Tensor, seen: Tensor, budget: int, random: torch.Generator
 ) -> Tensor:
-    """The places [B, H, b] of the pairs that stay, in the order of their tokens; what nobody sees goes first."""
+    """The places [B, H, b] of the pairs that stay, in the order of their tokens. Pairs that nobody sees go first."""
     history = History(token, last, past[..., TOTAL], past[..., SQUARES], past[..., ABOVE], past[..., COUNT])
     importance = POLICIES[policy](history, budget, random).masked_fill(~seen, -math.inf)
     order = importance.argsort(dim=-1, stable=True)
@@ -128,8 +133,8 @@ def survivors(
 
 
 def drop_from(kept_token: Tensor, length: int, *along: Tensor) -> None:
-    """Drop the tokens from `length` on of kept_token [B, H, n], and what lies along it, [B, H, n, ...]; what had been
-    evicted before is gone for good."""
+    """Drop the tokens from `length` on from kept_token [B, H, n] and from the tensors along it, [B, H, n, ...]. Evicted
+    pairs do not come back."""
     gone = kept_token >= length
     order = (gone | (kept_token < 0)).to(torch.int8).argsort(dim=-1, stable=True)
     kept_token.masked_fill_(gone, EMPTY)
@@ -139,7 +144,7 @@ def drop_from(kept_token: Tensor, length: int, *along: Tensor) -> None:
 
 
 def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs are read, and written again without the evicted ones, as is what is counted of them."""
+    """The kept pairs and their history are read, and written again without the evicted ones."""
     q, pair = arguments["q"], pair_bytes(load.options, load.layers[site])
     kept = min(load.options.budget_in_tokens(load.length), load.length)
     moved = 2 * heads_of(load, site) * kept * (pair.exact + 4 * (HISTORY_SIZE + 1))
@@ -154,9 +159,9 @@ ATTENTION = Op(
     cost=cost, is_work=True, capturable=False,
 )  # fmt: skip
 
-# Between the random numbers of two sites' heads; any large odd number does.
+# Between the random seeds of two sites; any large odd number will do.
 SITE_STRIDE = 1_000_003
-# An eviction block as long as what is read.
+# An eviction block as long as the prompt.
 PROMPT = "prompt"
 
 
@@ -181,7 +186,7 @@ def tokens_or_prompt(text: str) -> int | str:
 
 @dataclass(frozen=True)
 class BudgetOptions(MethodOptions):
-    """Those of a method that keeps some pairs alone."""
+    """The options of a method that keeps only some pairs."""
 
     budget: int | float = option(
         0.25, check_budget, "pairs that each KV head keeps, or a rate like 0.25 of the prompt's tokens",
@@ -197,7 +202,7 @@ class BudgetOptions(MethodOptions):
         """Pairs that each KV head keeps of a prompt of `tokens`; a rate rounds up."""
         if isinstance(self.budget, int):
             return self.budget
-        return max(1, math.ceil(round(self.budget * tokens, 6)))  # 0.07 of 100 is 7.000000000000001 by itself
+        return max(1, math.ceil(round(self.budget * tokens, 6)))  # 0.07 of 100 is 7.000000000000001 in floats
 
     def for_prompt(self, tokens: int) -> BudgetOptions:
         """A rate fixed to pairs: a cache keeps the budget that it started with."""
@@ -206,7 +211,7 @@ class BudgetOptions(MethodOptions):
 
 @dataclass(frozen=True)
 class EvictionOptions(BudgetOptions):
-    """Those of every policy."""
+    """The options of every policy."""
 
     eviction_block: int | str = option(
         1, check_block,
@@ -218,7 +223,7 @@ class EvictionOptions(BudgetOptions):
 
 @dataclass(frozen=True)
 class RandomOptions(EvictionOptions):
-    """`random` needs a seed besides."""
+    """`random` also needs a seed."""
 
     seed: int = whole(0, 0, "of the policy's random numbers", metavar="SEED")
 
@@ -236,11 +241,11 @@ def history_shape(options: EvictionOptions, layer: LayerShape, batch: int, capac
 
 
 def forget(state: LayerState, cropped: Cropped) -> None:
-    """What a policy has evicted of the tokens that stay does not come back."""
+    """Crop; the pairs that a policy has evicted before do not come back."""
     drop_from(state["kept_token"], cropped.length, state["kept"], state["history"])
 
 
-# The kept pairs, their tokens, and what the policy has counted of them; nothing on the host.
+# The kept pairs, their tokens and their history; nothing is on the host.
 KEPT = Field("kept", "kept", kept_shape, on_crop=forget)
 KEPT_TOKEN = Field("kept_token", "kept", rows, always(torch.int32), empty=EMPTY)
 HISTORY = Field("history", "kept", history_shape, always(torch.float32))
@@ -252,7 +257,7 @@ def eviction(policy: str) -> Method:
 
     def recipe(options: EvictionOptions, site: int) -> Recipe:
         block = WHOLE if options.eviction_block == PROMPT else options.eviction_block
-        # Layers that draw nothing are given the same, so that they are alike, and one is compiled for all.
+        # Where nothing is drawn all layers get the same seed, so that they are alike and one is compiled for all.
         seed = options.seed + SITE_STRIDE * site if policy == "random" else 0
         attend = Call("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())

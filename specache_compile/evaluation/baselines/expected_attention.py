@@ -1,5 +1,6 @@
-"""Expected Attention (arXiv 2510.00636, as in kvpress 0.5.5): of a prompt each KV head keeps what queries to come are
-expected to attend to, chosen once after an exact prefill by the distribution of the prompt's own."""
+"""Expected Attention (arXiv 2510.00636, as in kvpress 0.5.5): each KV head keeps the pairs of a prompt that later
+queries are expected to attend to. They are chosen once, after an exact prefill, by the distribution of the prompt's
+queries."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def expected_attention(
     compressed_token: Tensor, budget: int, first: int, ahead: int, scale: float, softcap: float | None,
     frequencies: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`); of a prompt longer
-    than the budget b the b stay that `chosen` names. frequencies [h]: RoPE's."""
+    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`). Of a prompt longer
+    than the budget b the b pairs stay that `chosen` names. frequencies [h]: RoPE's."""
     if frequencies is None:
         raise SpecacheError(
             "method='expected_attention': this model's graph turns no channels j and j + h by RoPE's frequencies [h], "
@@ -43,13 +44,14 @@ def expected_attention(
 
 
 def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget: int, first: int, ahead: int) -> Tensor:
-    """The places [B, H, b] of the pairs that stay of a prompt of n, in their order: the `first` that are seen, and of
-    the others those of the largest |v|·E[softmax(q·k)], the mean over the query group.
+    """The places [B, H, b] of the pairs that stay of a prompt of n, in their order: the first `first` seen pairs, and
+    those of the largest |v|·E[softmax(q·k)], the mean over the query group. Among equals the newest goes.
 
     q is taken to be Gaussian, with the mean μ and covariance Σ of the prompt's queries before RoPE, turned by the mean
-    of RoPE's rotations at the next `ahead` places: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3). seen bool
-    [B, H, n]: what is not counts nowhere, and goes first. turning: θ and partner of each channel (`partners`). Of
-    equals the newest goes.
+    of RoPE's rotations at the next `ahead` places: E[exp(q·k)] = exp(μ·k + k·Σ·k / 2) (section 3).
+
+    seen: bool [B, H, n]; unseen pairs count nowhere and go first.
+    turning: θ and partner of each channel (`partners`).
     """
     (theta, partner), tokens = turning, prompt.pairs.shape[2]
     place = torch.arange(tokens + ahead, dtype=torch.float32, device=theta.device)
@@ -68,7 +70,7 @@ def chosen(prompt: Prompt, seen: Tensor, turning: tuple[Tensor, Tensor], budget:
     keys, values = (x.float() for x in prompt.pairs.unbind(3))
     keys = keys.unsqueeze(2)
     expected = (mean @ keys.mT).squeeze(3) + ((keys @ spread) * keys).sum(-1) / 2
-    # Where nothing counts, softmax makes no numbers.
+    # Where nothing counts, softmax is NaN.
     expected = expected.masked_fill(~counts.unsqueeze(2), -math.inf).softmax(-1).nan_to_num(0.0)
     score = expected.mean(2) * values.norm(dim=-1)
     score = score.masked_fill(seen & ~counts, math.inf).masked_fill(~seen, -math.inf)

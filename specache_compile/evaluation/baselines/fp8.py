@@ -1,6 +1,6 @@
 """The FP8 cache of serving engines: every pair on the device as e4m3 codes, half of 16 bits.
 
-The prompt is read exactly. The scale is 1, which engines take where nothing was calibrated.
+The prompt is read exactly. The scale is 1, as in engines without calibration.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LARGEST = torch.finfo(FP8).max  # 448
 def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_codes: Tensor) -> None:
     """Put the new pairs k, v [B, H, T, d] behind those of fp8_codes uint8 [B, H, C, 2, d], as e4m3 codes.
 
-    Each element becomes its nearest code, beyond ±448 that of ±448; NaN stays NaN. padding, which every store is given,
-    is not read.
+    Each element becomes its nearest code, beyond ±448 that of ±448; NaN stays NaN. Every store gets padding; this one
+    does not read it.
     """
     start = int(cursor[LENGTH])
     pairs = torch.stack([k, v], dim=3)
@@ -53,7 +53,8 @@ class Fp8Options(MethodOptions):
 
 
 def recipe(options: MethodOptions, site: int) -> Recipe:
-    """As `full`'s, over the codes: a step's own pair is still exact in its attention, and rounded from the next on."""
+    """As `full`'s, over the codes. A step's own pair is exact in its own attention and rounded from the next step
+    on."""
     over_codes = Call("extend_attention", ("fp8_codes",))
     return Recipe({"extend": over_codes, "decode": over_codes}, (Call("keep_fp8", ("fp8_codes",)),))
 

@@ -1,5 +1,5 @@
-"""KCache (arXiv 2404.18057): keys stay on the device in 16 bits, values live on the host; each query head fetches the N
-values that it weighs most, in the step that needs them."""
+"""KCache (arXiv 2404.18057): keys stay on the device in 16 bits, values on the host. Each query head fetches the N
+values of the largest weights, in the step that needs them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def kcache_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, device_keys: Tensor,
     host: Tensor, top_n: int, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes its N largest, and only their values (equation 4).
+    """S = softmax(q·Kᵀ/√d) over all tokens; each query head takes only the values of its N largest (equation 4).
 
     q [B, Hq, 1, d]; k, v [B, H, 1, d]; mask [B|1, Hq|1, 1, ≥ n + 1]; device_keys [B, H, C, d]; host: all pairs
-    (`segments.py`). The weights are not normalised again. Returns [B, Hq, 1, d] in q's dtype. No guess: its fetch is
-    waited for.
+    (`segments.py`). The weights are not normalised again. The step waits for its fetch. Returns [B, Hq, 1, d] in q's
+    dtype.
     """
     wait_for_offloads(cursor)
     length, heads = int(cursor[LENGTH]), k.shape[1]
@@ -49,7 +49,7 @@ def kcache_attention(
 
 
 def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
-    """The values [B, H, G, N, d] of tokens `index` [B, H, G, N], where the host tier is."""
+    """The values [B, H, G, N, d] of tokens `index` [B, H, G, N], on the host tier's device."""
     if not length:
         return host.new_zeros(*index.shape, host.shape[-1])
     batch, heads = index.shape[:2]
@@ -59,14 +59,14 @@ def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
 
 
 def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Tensor) -> None:
-    """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]; v and padding, which every store is
-    given, are not read."""
+    """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]. Every store gets v and padding; this
+    one does not read them."""
     start = int(cursor[LENGTH])
     device_keys[:, :, start : start + k.shape[2]] = k
 
 
 def attention_behind_copies(q: Tensor, *rest: Any) -> Tensor:
-    """As `kcache_attention`, on a CUDA device: behind all copies to the host."""
+    """As `kcache_attention`, on a CUDA device, after all copies to the host."""
     from specache_compile.kernels.movement import copy_stream
 
     copy_stream.join(q.device)
@@ -75,7 +75,7 @@ def attention_behind_copies(q: Tensor, *rest: Any) -> Tensor:
 
 
 def cost_of_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """All keys from the device; the values that each query head picks cross PCIe."""
+    """All keys are read on the device; the values that each query head picks cross PCIe."""
     q, exact = arguments["q"], pair_bytes(load.options, load.layers[site]).exact
     keys = rows(load, site) * load.length * exact / 2
     picked = load.batch * load.query_heads[site] * min(load.options.top_n, load.length) * exact / 2
@@ -109,7 +109,7 @@ class KCacheOptions(DraftOptions):
 
     @property
     def capacity_is_free(self) -> bool:
-        """A kept layer has it in tokens, and the others' host tier in segments."""
+        """Only without kept layers: their capacity is in tokens, that of the host tier in segments."""
         return self.kept_layers == 0
 
 

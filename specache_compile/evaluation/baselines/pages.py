@@ -1,8 +1,8 @@
-"""Pages: a selector that chooses runs of neighbouring tokens, as retrieval by page does (Quest, arXiv 2406.10774;
-ArkVale), in place of tokens one by one; a baseline.
+"""Pages: a baseline selector that chooses runs of neighbouring tokens, as retrieval by page does (Quest, arXiv
+2406.10774; ArkVale), in place of single tokens.
 
-Theirs bound a page's scores by what they keep of its keys; here a page has its best token's score, of the low-bit keys
-that are there anyway: the best that a choice of whole pages can be told.
+Quest and ArkVale bound a page's score by a summary of its keys. Here a page has its best token's score over the low-bit
+keys, the most that a choice of whole pages can know.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from specache_compile.passes.recipe import Selector
 
 
 def select_pages(scores: Tensor, wanted: Tensor, page: int) -> None:
-    """The tokens of the k // page pages of largest score go into wanted [B, H, k]; -1: none. Scores [B, H, C]: below 0,
-    no candidate. A page's score is its largest."""
+    """Write the tokens of the k // page pages of the largest scores to wanted [B, H, k]; -1: none.
+
+    scores [B, H, C]; below 0: no candidate. A page's score is its tokens' largest.
+    """
     count = wanted.shape[-1] // page
     pages = F.pad(scores, (0, -scores.shape[-1] % page), value=-1.0).unflatten(-1, (-1, page))
     best = pages.amax(-1).topk(min(count, pages.shape[2]), dim=-1).indices.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Eviction once, behind an exact prefill: each KV head keeps a budget of a prompt's pairs, and whatever comes later."""
+"""Eviction once, behind an exact prefill: each KV head keeps a budget of a prompt's pairs, and all later pairs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from .eviction import BudgetOptions, attention_over, drop_from, rows_of
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is chosen from, n tokens.
+    """A prompt of n tokens to choose from.
 
     query: scaled, [B, H, G, n, d].
     pairs: [B, H, n, 2, d].
-    attention_of: of the queries `first` to `stop`, [B, H, G, t, stop], and which pairs each sees, bool [B, H, t, stop].
+    attention_of: gives for the queries `first` to `stop` their attention [B, H, G, t, stop] and the pairs that each
+    sees, bool [B, H, t, stop].
     """
 
     query: Tensor
@@ -40,12 +41,12 @@ def attend_and_keep(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor,
     kept: tuple[Tensor, Tensor], scaling: tuple[float, float | None], budget: int, choose: Choose,
 ) -> Tensor:  # fmt: skip
-    """Exact attention of T new tokens over the pairs that are kept and each other, which then join them. Of a prompt
-    (nothing is cached before it) longer than the budget b, the b stay that `choose` names.
+    """Exact attention of T new tokens over the kept pairs and each other; the new pairs then join the kept ones. Of a
+    prompt (nothing is cached before it) longer than the budget b only the b pairs stay that `choose` names.
 
     q [B, Hq, T, d]; k, v [B, H, T, d]; mask [B|1, Hq|1, T|1, ≥ n + T] beside causality, column t is token t;
     sinks [Hq]; scaling: scale, softcap. Mutates kept: compressed [B, H, N, 2, d] and compressed_token int32 [B, H, N]
-    (-1: empty), N at least b and what comes behind the prompt. A step that failed half way may be taken again. Returns
+    (-1: empty), N at least b and the tokens behind the prompt. A step that failed half way may be taken again. Returns
     [B, Hq, T, d] in q's dtype.
     """
     (compressed, compressed_token), (scale, softcap) = kept, scaling
@@ -64,7 +65,7 @@ def attend_and_keep(
     token = torch.cat([compressed_token[:, :, :before].masked_fill(~there, EMPTY), number], 2)
 
     def attention_of(first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Of the new queries first..stop, over what is before the last of them."""
+        """The attention of the new queries first..stop over all pairs before `stop`."""
         keys, rows = slice(before + stop), slice(first, stop)
         return attention_over(query[:, :, :, rows], every[:, :, keys, 0], token[:, :, keys], length + first,
                               rows_of(bias, rows), sink, softcap)  # fmt: skip
@@ -89,21 +90,22 @@ def attend_and_keep(
 
 
 def cost(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """The kept pairs are read, the new ones join them."""
+    """The kept pairs are read, and the new ones are written."""
     q, k, pair = arguments["q"], arguments["k"], pair_bytes(load.options, load.layers[site])
     kept = min(load.options.budget_in_tokens(load.length), load.length)
     read = heads_of(load, site) * kept * (pair.exact + 4)
     return Cost(4 * elements(q) * (kept + size_of(k.shape[2])), read + 2 * bytes_of(q) + 4 * bytes_of(k))
 
 
-# Prompts whose lengths lie in one step have graphs in common, and at most so many pairs of room too much.
+# Prompts whose lengths lie in one step share graphs, at the price of at most so many pairs of spare room.
 STEP = 32
 
 
 @dataclass(frozen=True)
 class PromptOptions(BudgetOptions):
-    """prompt: a multiple of STEP at or below the prompt's tokens, by which the room for what comes later is known; a
-    session sets it, and nobody else."""
+    """prompt: the largest multiple of STEP up to the prompt's tokens; it gives the room for later pairs. Only a session
+    sets it.
+    """
 
     prompt: int = 0
 
@@ -112,7 +114,7 @@ class PromptOptions(BudgetOptions):
 
 
 def rows(options: PromptOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """The budget, and room for all that comes behind the prompt."""
+    """The budget, and room for all tokens behind the prompt."""
     return (batch, layer.heads, min(capacity, options.budget_in_tokens(capacity) + capacity - options.prompt))
 
 

@@ -1,5 +1,5 @@
-"""SnapKV (arXiv 2404.14469): of a prompt each KV head keeps what its last queries attend to, chosen once after an exact
-prefill; whatever comes later stays."""
+"""SnapKV (arXiv 2404.14469): each KV head keeps the pairs that a prompt's last queries attend to, chosen once after an
+exact prefill. All later pairs stay."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def snapkv_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, compressed: Tensor,
     compressed_token: Tensor, budget: int, window: int, kernel: int, pooling: str, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`); of a prompt longer
-    than the budget b the b stay that `chosen` names."""
+    """Exact attention over the kept pairs and the new ones, which join them (`attend_and_keep`). Of a prompt longer
+    than the budget b the b pairs stay that `chosen` names."""
 
     def choose(prompt: Prompt) -> Tensor:
         tokens = prompt.pairs.shape[2]
@@ -41,12 +41,12 @@ def snapkv_attention(
 
 
 def chosen(attention: Tensor, seen: Tensor, budget: int, kernel: int, pooling: str) -> Tensor:
-    """The places [B, H, b] of the pairs that stay of a prompt of n, in their order: the w of the window, and of those
-    before it the b - w that its queries' attention [B, H, G, w, n] votes for.
+    """The places [B, H, b] of the pairs that stay of a prompt of n, in their order: the window's w, and the b - w
+    earlier pairs with the most votes. Among equals the oldest goes.
 
-    A pair's votes are Σ attention over the window, pooled over `kernel` neighbours (an odd number) so that a passage
-    stays whole, and averaged over the query group. seen bool [B, H, n]: what is not goes first. Of equals the oldest
-    goes.
+    A pair's votes are Σ attention [B, H, G, w, n] over the window's queries, pooled over `kernel` neighbours (an odd
+    number) so that a passage stays whole, and averaged over the query group.
+    seen: bool [B, H, n]; unseen pairs go first.
     """
     window, tokens = attention.shape[3:]
     before = tokens - window

@@ -15,10 +15,10 @@ from .point import Point
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """what: one line, with the figure that it is made after.
+    """what: one line, with the paper's figure.
     x, y: the axes, with units.
-    runs: of the model, about.
-    log: the x axis is.
+    runs: about how many runs of the model it takes.
+    log: the x axis is logarithmic.
     """
 
     what: str

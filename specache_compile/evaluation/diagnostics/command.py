@@ -28,7 +28,7 @@ from .point import Point
 
 # Points of a curve that the table shows.
 SHOWN = 8
-# What a diagnostic's points depend on, beside the model and the text.
+# Beside the model and the text a diagnostic's points depend on these.
 MEASURED = ("length", "steps", "windows", "seed", "eviction_block", "device", "dtype", "lowering")
 
 
@@ -88,7 +88,7 @@ def run_diagnose(args: argparse.Namespace, command: Sequence[str]) -> None:
 def measure(
     names: Sequence[str], run: Inspected, key: str, line: str, args: argparse.Namespace, bar: tqdm
 ) -> Iterator[tuple[str, list[Point]]]:
-    """Each diagnostic's points, from the disk where they are there; written as soon as they are measured."""
+    """Each diagnostic's points: from the disk, or measured and written at once."""
     for name in names:
         bar.set_description(name)
         diagnostic, path = DIAGNOSTICS[name], args.out / f"{name}.json"
@@ -124,7 +124,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def table(points: Sequence[Point], x: str) -> str:
-    """A line a curve, a column an x; of many x, some."""
+    """A line for each curve, a column for each x, or for SHOWN of them."""
     curves = list(dict.fromkeys(point.curve for point in points))
     every = sorted({point.x for point in points})
     step = max(1, -(-len(every) // SHOWN)) if len(every) > 2 * SHOWN else 1

@@ -14,7 +14,7 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def points(run: Inspected) -> list[Point]:
-    """For every query head and each of the last `steps` queries; a curve a layer, and their mean."""
+    """The mean over query heads and the last `steps` queries: a curve for each layer, and one for their mean."""
     per_layer = [covered(layer, run.prefill) for layer in run.attention]  # [shares] each
     count = run.attention[0][:, :, run.prefill :, 0].numel()
     curves = {f"layer {number}": values for number, values in enumerate(per_layer)}
@@ -28,9 +28,9 @@ def points(run: Inspected) -> list[Point]:
 
 
 def covered(attention: Tensor, first: int) -> Tensor:
-    """Mean mass of the heaviest keys, a figure for each of SHARES; attention [windows, Hq, n, n], queries from `first`.
+    """Mean mass of the heaviest keys for each of SHARES; attention [windows, Hq, n, n], queries from `first`.
 
-    Of the t + 1 keys that query t sees, a share is rounded up to whole keys.
+    Query t sees t + 1 keys; a share of them is rounded up to whole keys.
     """
     sums = torch.zeros(len(SHARES))
     queries = range(first, attention.shape[2])

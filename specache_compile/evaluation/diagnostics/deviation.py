@@ -1,4 +1,4 @@
-"""Persistence of attention robustness: a token's attention deviates most soon after it came (RoCo, Figure 3)."""
+"""Persistence of attention robustness: a token's attention deviates most soon after the token (RoCo, Figure 3)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .point import Point
 
 
 def points(run: Inspected) -> list[Point]:
-    """A curve a layer, and their mean: over tokens that `steps` later queries see, each over its own largest value."""
+    """A curve for each layer, and their mean: over tokens that `steps` later queries see, each relative to its largest
+    value."""
     means = []
     for layer in run.grouped_attention:
         curves = running_deviation(layer, run.steps)  # [windows, H, tokens, steps]
@@ -30,7 +31,7 @@ def points(run: Inspected) -> list[Point]:
 def running_deviation(attention: Tensor, steps: int) -> Tensor:
     """Deviation of the attention that token j got from queries j .. j + s, s = 1 .. steps: [windows, H, tokens, steps].
 
-    attention [windows, H, n, n]; tokens are those with `steps` later queries, but for the first, a sink.
+    attention [windows, H, n, n]. The tokens are those with `steps` later queries, without the first, which is a sink.
     """
     tokens = torch.arange(1, attention.shape[2] - steps)
     queries = tokens[:, None] + torch.arange(steps + 1)

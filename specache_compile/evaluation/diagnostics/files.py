@@ -12,12 +12,12 @@ from pathlib import Path
 from . import Diagnostic
 from .point import Point
 
-# More layers than matplotlib has colours are gray, behind their mean.
+# Beyond as many layers as matplotlib has colours, layers are gray behind their mean.
 COLOURS = 10
 
 
 def read(path: Path, key: str) -> tuple[list[Point], str] | None:
-    """The points that a finished run with the same key left, and its provenance; None where there is none."""
+    """The points and the provenance of a finished run with the same key; None where there is none."""
     try:
         found = json.loads(path.read_text())
         return ([Point(**p) for p in found["points"]], found["provenance"]) if found["key"] == key else None
@@ -26,7 +26,7 @@ def read(path: Path, key: str) -> tuple[list[Point], str] | None:
 
 
 def write(path: Path, what: str, key: str, points: Sequence[Point], provenance: str) -> None:
-    """NAME.json and NAME.csv; the JSON is there whole or not at all."""
+    """Write NAME.json and NAME.csv. The JSON is replaced at once, never left half written."""
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("curve", "x", "y", "count"))
@@ -38,8 +38,7 @@ def write(path: Path, what: str, key: str, points: Sequence[Point], provenance: 
 
 
 def draw(path: Path, diagnostic: Diagnostic, points: Sequence[Point], provenance: str) -> None:
-    """One line a curve, each with a colour; of more layers than there are colours the mean stands out. Needs
-    matplotlib."""
+    """A coloured line for each curve; beyond COLOURS layers only the mean has a colour. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

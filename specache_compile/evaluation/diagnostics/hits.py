@@ -1,6 +1,6 @@
 """Selection by the query against greedy eviction: the attention mass that k pairs hold (SpeCache, Figure 2 left).
 
-The mass is the full cache's; what a policy keeps is read from a run under it, over the same tokens.
+The mass is the full cache's. A policy's kept pairs come from a run under the policy over the same tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POLICIES = ("h2o", "scissorhands", "tova", "roco", "streaming_llm", "random")
 
 
 def points(run: Inspected) -> list[Point]:
-    """Averaged over windows, layers, query heads and steps. A step's own token is one of its pairs."""
+    """The mean over windows, layers, query heads and steps. A step's own token is one of its pairs."""
     count = run.attention[0][:, :, run.prefill :, 0].numel() * len(run.attention)
     found = []
     for share in SHARES:
@@ -28,13 +28,13 @@ def points(run: Inspected) -> list[Point]:
 
 
 def own_top_k(run: Inspected, pairs: int) -> float:
-    """What the `pairs` heaviest keys of each query and head hold."""
+    """The mass of the `pairs` heaviest keys of each query and head."""
     queries = [layer[:, :, run.prefill :] for layer in run.attention]
     return float(torch.stack([layer.topk(min(pairs, run.length)).values.sum(-1).mean() for layer in queries]).mean())
 
 
 def kept_mass(run: Inspected, policy: str, pairs: int) -> float:
-    """What the kept pairs of a policy with one less, and the step's own, hold of the full cache's attention."""
+    """The full cache's attention to `pairs` pairs: those that the policy keeps, one less, and the step's own."""
     sums = [
         mass_of(session.state[number]["kept_token"].cpu(), layer[:, :, token, : token + 1])
         for token, session in run.forced(policy, max(1, pairs - 1))

@@ -1,4 +1,4 @@
-"""What diagnostics look at: a model, windows of text, and runs of the one over the other, full and compiled."""
+"""What diagnostics look at: a model, windows of text, and the model's runs over them, full and compiled."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ EVICTION_BLOCK = 4
 
 @dataclass(frozen=True, eq=False)
 class Inspected:
-    """ids [windows, n]: the text. The last `steps` of its tokens are fed one by one; what comes before is a prefill.
+    """ids [windows, n]: the text. Its last `steps` tokens are fed one by one; those before them are a prefill.
     eviction_block: how policies read the prefill, as their option of this name.
     tick: called after each measured run, for a progress bar.
-    results: what was measured already, by what it was.
+    results: earlier measurements, by name and options.
     """
 
     model: Any
@@ -63,7 +63,7 @@ class Inspected:
         return [layer.unflatten(1, (heads, -1)).mean(2) for layer in self.attention]
 
     def forced(self, policy: str, budget: int, **options: Any) -> Iterator[tuple[int, Any]]:
-        """The text through the cache under a policy: before each step, its token's number and the session."""
+        """Feed the text under a policy; yield each step's token number and the session before the step."""
         options = {"budget": budget, "eviction_block": self.eviction_block, **options}
         with running(self.model, Setting(policy, tuple(options.items())), self.lowering):
             cache, _ = read(self.model, self.ids[:, : self.prefill])
@@ -80,7 +80,7 @@ def session_of(cache: Any) -> Session:
     if len(sessions) < len(keys):
         raise SpecacheError(
             f"{len(keys) - len(sessions)} of this model's {len(keys)} attentions stay as Hugging Face wrote them (the "
-            "warning says why): of such a model there are coverage and deviation only"
+            "warning says why): for such a model only coverage and deviation can be measured"
         )
     return sessions[0]
 

@@ -1,6 +1,6 @@
-"""A policy's kept set against the one that it would choose with nothing gone (RoCo, Figure 2).
+"""A policy's kept set against the set that the policy would choose from all pairs (RoCo, Figure 2).
 
-The paper leaves local windows out; here each policy protects what it protects, in both sets.
+The paper leaves local windows out. Here both sets include the pairs that the policy protects.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CHOSEN = ("scissorhands", "h2o", "tova", "roco")
 
 
 def points(run: Inspected) -> list[Point]:
-    """Averaged over windows, layers, KV heads and steps; budgets are shares of the whole context."""
+    """The mean over windows, layers, KV heads and steps. Budgets are shares of the whole context."""
     return [similarity(run, policy, rate) for policy in CHOSEN for rate in RATES]
 
 
 def similarity(run: Inspected, policy: str, rate: float) -> Point:
-    """Over the steps before which a pair has gone; 1 where none ever goes."""
+    """The mean over the steps after the first eviction; 1 where nothing is evicted."""
     budget = max(1, round(rate * run.length))
     histories = full_histories(run)
     found = [
@@ -38,14 +38,14 @@ def similarity(run: Inspected, policy: str, rate: float) -> Point:
 
 
 def full_histories(run: Inspected) -> list[dict[int, History]]:
-    """`full_history` of each layer; every policy and rate is compared with the same."""
+    """`full_history` of each layer, made once for all policies and rates."""
     if "histories" not in run.results:
         run.results["histories"] = [full_history(layer, run.prefill) for layer in run.grouped_attention]
     return run.results["histories"]  # type: ignore[no-any-return]
 
 
 def full_history(attention: Tensor, first: int) -> dict[int, History]:
-    """What a head knows of all pairs before each token from `first` on; attention [windows, H, n, n]."""
+    """A head's history of all pairs before each token from `first` on; attention [windows, H, n, n]."""
     tokens = attention.shape[2]
     seen = torch.ones(tokens, tokens).tril()
     average = attention.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)
@@ -62,7 +62,7 @@ def full_history(attention: Tensor, first: int) -> dict[int, History]:
 
 
 def chosen(policy: str, history: History, budget: int) -> Tensor:
-    """The `budget` most important tokens [windows, H, b]; of equals the newest stay, as when evicting."""
+    """The `budget` most important tokens [windows, H, b]. Among equals the newest stay, as when evicting."""
     importance = POLICIES[policy](history, budget, torch.Generator())
     return importance.argsort(dim=-1, stable=True)[..., -budget:]
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Point:
-    """On the curve named `curve`; count: how many measurements y is the mean of."""
+    """curve: the name of its curve.
+    count: how many measurements y is the mean of.
+    """
 
     curve: str
     x: float

@@ -1,4 +1,4 @@
-"""What the fetched pairs cover when the speculative token chose them, and when the output token did."""
+"""What the fetched pairs cover when the speculative token chooses them, and when the output token does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CHOOSERS = {True: "speculative token", False: "output token"}
 
 @dataclass(frozen=True)
 class Greedy:
-    """A greedy continuation: its hit rate, and the share of steps whose speculative token was the one then said."""
+    """A greedy continuation: its hit rate, and the share of steps whose speculative token was then said."""
 
     hit_rate: HitRate
     agreement: float
 
 
 def points(run: Inspected) -> list[Point]:
-    """The true attention's mass in slots, window and new pair; and the share of its own top k there. Of greedy runs."""
+    """In greedy runs, the true attention's mass in slots, window and new pair, and the share of its top k there."""
     found = []
     for bits in BITS:
         for k in COUNTS:
@@ -42,7 +42,7 @@ def points(run: Inspected) -> list[Point]:
 
 
 def continued(run: Inspected, bits: int, k: int, speculate: bool) -> Greedy:
-    """The continuation under these options; run once, whoever asks."""
+    """The continuation under these options, run once."""
     key = bits, k, speculate
     if key not in run.results:
         options = {"setting": "paper", "bits": bits, "top_k": k, "speculate": speculate, "hit_rate": True}
@@ -52,7 +52,7 @@ def continued(run: Inspected, bits: int, k: int, speculate: bool) -> Greedy:
 
 
 def continue_greedily(run: Inspected, options: dict[str, Any]) -> Greedy:
-    """`steps` steps from the prefill on, each on the token that the model itself chose: what the guess is made for."""
+    """`steps` steps behind the prefill, each on the token that the model itself chose."""
     tokens, guesses = [], []
     with running(run.model, Setting("specache", tuple(options.items())), run.lowering):
         cache, logits = read(run.model, run.ids[:, : run.prefill])
@@ -62,6 +62,6 @@ def continue_greedily(run: Inspected, options: dict[str, Any]) -> Greedy:
             guesses.append(session_of(cache).progress.guess)
         hit = stats(run.model).hit_rate
     assert hit is not None
-    # A step's own logits say the next token; its guess is of the one after that.
+    # A step's logits give the next token; its guess is the token after that.
     right = [guess == said for guess, said in zip(guesses, tokens[2:], strict=False) if guess is not None]
     return Greedy(hit, torch.cat(right).float().mean().item() if right else math.nan)

@@ -1,7 +1,7 @@
-"""How close the next tokens' distributions are to the full cache's: forced text, its own greedy tokens, sampled ones.
+"""How close the next tokens' distributions are to the full cache's: on forced text, greedy tokens and sampled ones.
 
-A guess of the next token is right for most greedy tokens, for half of sampled ones and for few of a forced text; so the
-three are told apart. Every method reads the same tokens behind the same prompts: what is compared is paired.
+A guess of the next token is right for most greedy tokens, for half of the sampled ones and for few of a forced text, so
+the three are measured separately. Every method reads the same tokens behind the same prompts: comparisons are paired.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from specache_compile.evaluation.runner import Runner, chunks, decode
 from .task import Bench, Cell, Outcome
 
 KINDS = ("forced", "greedy", "sampled")
-# Tokens of a continuation, each measured: enough that what is fetched turns over, few beside the prompt.
+# Tokens of a continuation, each measured: enough for the fetched pairs to turn over, few beside the prompt.
 STEPS = 24
 
 
 class Continuations:
-    """Prompts of a cell, and what the full cache says behind them: made on first use, then shared by all methods.
+    """Prompts of a cell and the full cache's continuations, made on first use and shared by all methods.
 
-    tokens: {kind: [rows, STEPS]}; logs: {kind: log-probabilities [rows, STEPS, vocabulary]}, float16 (its error in a
-    KL is some 1e-4 of a nat, the same for every method).
+    tokens: {kind: [rows, STEPS]}.
+    logs: {kind: log-probabilities [rows, STEPS, vocabulary]}, float16. The error in a KL is some 1e-4 nats, the same
+    for every method.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]], seed: int) -> None:
@@ -61,13 +62,13 @@ class Continuations:
 
 
 def forced(model: Any, cache: Any, last: Tensor, tokens: Tensor) -> Tensor:
-    """The logits [rows, STEPS, vocabulary] that `tokens` [rows, STEPS] were to be chosen by, behind a copy of the cache
-    and the prompt's last token [rows, 1]."""
+    """The logits [rows, STEPS, vocabulary] that predict `tokens` [rows, STEPS], behind a copy of the cache and the
+    prompt's last token [rows, 1]."""
     return decode(model, copy.deepcopy(cache), torch.cat([last, tokens[:, :-1]], 1))
 
 
 def continued(model: Any, cache: Any, last: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The tokens that `choose` takes of logits [rows, vocabulary], and all these logits; else as `forced`."""
+    """As `forced`, of the tokens that `choose` takes of logits [rows, vocabulary]: these tokens, and all logits."""
     cache, tokens, logits = copy.deepcopy(cache), [last], []
     for _ in range(STEPS):
         logits.append(decode(model, cache, tokens[-1]))
@@ -76,8 +77,8 @@ def continued(model: Any, cache: Any, last: Tensor, choose: Callable[[Tensor], T
 
 
 def measure(runner: Runner, known: Continuations) -> Outcome:
-    """The score is top-1 agreement on forced text; `kinds` has for each kind the KL(full || method) in nats, its
-    interval, agreement, and the KL of every window."""
+    """The score is top-1 agreement on forced text. For each kind `kinds` has KL(full || method) in nats, its interval,
+    the agreement, and the KL of every window."""
     kl: dict[str, list[float]] = {kind: [] for kind in KINDS}
     same: dict[str, list[float]] = {kind: [] for kind in KINDS}
     batches = chunks(known.rows, runner.batch_size)
@@ -104,8 +105,8 @@ def divergence(full: Tensor, ours: Tensor) -> Tensor:
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean, by the normal approximation; NaN of a single value, or where one
-    is no number."""
+    """Half the width of the mean's 95 % interval, by the normal approximation; NaN for a single value or one that is
+    NaN."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return 1.96 * statistics.stdev(values) / math.sqrt(len(values))

@@ -1,4 +1,4 @@
-"""Text to hide things in: the running interpreter's own library, a tenth of which no training here ever sees."""
+"""Text to hide needles in: the running interpreter's library. A tenth of it is held out of all training here."""
 
 from __future__ import annotations
 

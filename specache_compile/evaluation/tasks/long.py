@@ -1,7 +1,7 @@
-"""Over thousands of own tokens, where errors feed on themselves: a method's text, and how far each of its tokens'
-distributions is from the full cache's behind the same text.
+"""A method's own text over thousands of tokens, where errors feed on themselves, and the distance of each token's
+distribution from the full cache's behind the same text.
 
-Every method draws by the same noise (Gumbel's, of the row and the position), so that two that agree say the same.
+Every method samples with the same Gumbel noise of the row and the position, so methods that agree write the same text.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specache_compile.evaluation.runner import Runner, as_list, chunks, decode, 
 from .closeness import divergence, interval
 from .task import Bench, Cell, Outcome
 
-# Tokens of text that a continuation begins behind: read exactly, and few beside its own.
+# Tokens of text before a continuation: read exactly, and few beside its own.
 PROMPT = 128
-# Own tokens behind which the full cache reads them, at once.
+# Own tokens that the full cache reads at once.
 STRIDE = 64
 BUCKETS = 8
-# Tokens in a row, of which a text repeats some.
+# Tokens of a phrase that may be repeated.
 PHRASE = 4
 KINDS = ("greedy", "sampled")
 
@@ -38,7 +38,7 @@ def greedy(logits: Tensor, first: int, place: int) -> Tensor:
 
 
 def sampled(logits: Tensor, first: int, place: int, seed: int) -> Tensor:
-    """At temperature 1, by the noise of `seed`, the row and the place."""
+    """Tokens at temperature 1, with the noise of `seed`, the row and the place."""
     rows = []
     for row in range(first, first + len(logits)):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + row) * 1_000_003 + place)
@@ -48,8 +48,8 @@ def sampled(logits: Tensor, first: int, place: int, seed: int) -> Tensor:
 
 
 def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: int = 0) -> tuple[Tensor, Tensor]:
-    """What the method says behind `ids` [rows, PROMPT], the rows from `first` on: tokens [rows, tokens], and
-    KL(full || method) of each."""
+    """The method's tokens [rows, tokens] behind `ids` [rows, PROMPT], and KL(full || method) of each; first: the number
+    of the first row."""
     cache, logits = runner.read(ids)
     with runner.uncompiled():
         full_cache, full = read(runner.model, ids)
@@ -73,14 +73,18 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: in
 
 @torch.inference_mode()
 def forced_at_once(model: Any, cache: Any, tokens: Tensor) -> Tensor:
-    """Logits [rows, n, vocabulary] behind each of `tokens` [rows, n], which the cache reads together; float32 on the
-    host."""
+    """Logits behind each of `tokens` [rows, n], float32 [rows, n, vocabulary] on the host. The cache reads all at
+    once."""
     return model(tokens, past_key_values=cache, use_cache=True).logits.float().cpu()
 
 
 def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: Choose) -> Outcome:
-    """The score is the mean KL up to each text's end; `each` has a text's own, its tokens, and what it repeats;
-    `by_position` the mean of a stretch of positions, and `intervals` its 95 % interval over texts."""
+    """The score is the mean KL up to each text's end.
+
+    each: a text's KL, length, tokens, and share of repeated phrases.
+    by_position: the mean KL of each stretch of positions.
+    intervals: their 95 % intervals over texts.
+    """
     texts: list[list[int]] = []
     kls: list[list[float]] = []
     ends = set(as_list(runner.model.generation_config.eos_token_id))
@@ -104,7 +108,7 @@ def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: 
 
 
 def by_stretch(kls: Sequence[Sequence[float]], tokens: int) -> Iterator[tuple[str, list[float]]]:
-    """A stretch of own positions, by its first, and the mean in each text that comes so far."""
+    """Each stretch's first position, and the mean KL there of each text that reaches it."""
     for number in range(BUCKETS):
         start, stop = (tokens * edge // BUCKETS for edge in (number, number + 1))
         means = [statistics.fmean(kl[start:stop]) for kl in kls if kl[start:stop]]
@@ -113,19 +117,19 @@ def by_stretch(kls: Sequence[Sequence[float]], tokens: int) -> Iterator[tuple[st
 
 
 def repeated(text: Sequence[int]) -> float:
-    """The share of its phrases of PHRASE tokens that it has said before."""
+    """The share of the text's phrases of PHRASE tokens that occurred before."""
     phrases = list(zip(*(text[start:] for start in range(PHRASE)), strict=False))
     return 1 - len(set(phrases)) / len(phrases) if phrases else 0.0
 
 
 def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
-    """The place of the first token in which two texts differ; None where they are one."""
+    """The place of the first token in which two texts differ; None where they are equal."""
     places = (place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
     return next(places, None if len(text) == len(other) else min(len(text), len(other)))
 
 
 def cells(bench: Bench) -> list[Cell]:
-    """Two cells a length, greedy and sampled; all but the prompt is the method's own."""
+    """Two cells for each length, greedy and sampled. All tokens but the prompt's are the method's own."""
     choices: dict[str, Choose] = {"greedy": greedy, "sampled": functools.partial(sampled, seed=bench.seed)}
 
     prompts = bench.windows_apart(PROMPT)

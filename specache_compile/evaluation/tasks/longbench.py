@@ -1,9 +1,9 @@
 """LongBench from the person's own files: its JSONL fields, its prompts, its answer lengths, its metrics.
 
 `--data` names the folder of the datasets (`qasper.jsonl`, ...). LongBench's own `dataset2prompt.json` and
-`dataset2maxlen.json` stand there too, or in its `config/`. One cell a dataset. A prompt beyond the model's context
-loses its middle, as LongBench's own program has it; `--chat` puts the tokenizer's chat template around it, except where
-LongBench leaves it out. With `--blind` the prompt's text up to its context's end is read before the rest is known.
+`dataset2maxlen.json` are there too, or in its `config/`. Each dataset is a cell. A prompt beyond the model's context
+loses its middle, as in LongBench's own program. `--chat` puts the tokenizer's chat template around the prompt, except
+where LongBench leaves it out. With `--blind` the prompt up to its context's end is read before the rest is known.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def score_of(dataset: str, answer: str, references: Sequence[str], classes: Sequ
 
 
 def config(folder: Path, name: str) -> dict[str, Any]:
-    """One of LongBench's own two tables, from beside the data or from its `config/`."""
+    """One of LongBench's two tables, from the data's folder or its `config/`."""
     places = [place / name for place in (folder, folder / "config", folder.parent / "config")]
     path = next((place for place in places if place.exists()), None)
     if path is None:
@@ -74,7 +74,7 @@ def filled(dataset: str, template: str, record: dict[str, Any]) -> str:
 
 
 def prompt(bench: Bench, dataset: str, template: str, record: dict[str, Any], new_tokens: int) -> list[int]:
-    """A record's prompt as token ids, its middle cut where the model's context asks for it."""
+    """A record's prompt as token ids. Beyond the model's context it loses its middle."""
     text, reader, room = filled(dataset, template, record), bench.reader, bench.limit - new_tokens
     if bench.chat and dataset not in NO_CHAT:
         kept = without_middle(reader.encode(text), room - len(reader.chat("")))
@@ -84,7 +84,7 @@ def prompt(bench: Bench, dataset: str, template: str, record: dict[str, Any], ne
 
 
 def halves(dataset: str, template: str) -> tuple[str, str]:
-    """A template up to its context's end, and behind it."""
+    """A template's two parts: up to the context's end, and the rest."""
     before, context, behind = template.partition("{context}")
     if not context or "{input}" in before or not behind.strip():
         raise SpecacheError(
@@ -94,7 +94,8 @@ def halves(dataset: str, template: str) -> tuple[str, str]:
 
 
 def ask(bench: Bench, dataset: str, template: str, record: dict[str, Any], new_tokens: int) -> Ask:
-    """A record's prompt; for a blind reading its two halves are encoded apart, and the first alone loses its middle."""
+    """A record's prompt. For a blind reading the two halves are encoded separately, and only the first loses its
+    middle."""
     answers = tuple(record["answers"])
     if not bench.blind:
         return Ask(prompt(bench, dataset, template, record, new_tokens), answers)

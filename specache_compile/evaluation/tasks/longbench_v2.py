@@ -1,9 +1,8 @@
 """LongBench v2 from the person's own files: multiple choice over long texts, its prompt, accuracy by length.
 
-`--data` names the folder with its `data.json` (or `data.jsonl`, a record a line) and its prompt `0shot.txt`, which
-stands there or in `prompts/`. One cell for each of its lengths (short, medium, long), `--samples` questions in each;
-how its easy and hard questions and its domains do is in the row's detail. A context loses its middle where the model's
-own is shorter.
+`--data` names the folder with `data.json` (or `data.jsonl`, a record a line) and the prompt `0shot.txt`, which may also
+be in `prompts/`. Each length (short, medium, long) is a cell of `--samples` questions. The row's detail has the scores
+by difficulty and domain. A text beyond the model's context loses its middle.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from .task import Ask, Bench, Cell, Outcome, scored
 LENGTHS = ("short", "medium", "long")
 CHOICES = ("A", "B", "C", "D")
 NEW_TOKENS = 128
-# What the prompt has in place of a record's fields; the text stands first.
+# The prompt's placeholders for a record's fields; the text's is the first.
 PLACES = {"$DOC$": "context", "$Q$": "question", **{f"$C_{letter}$": f"choice_{letter}" for letter in CHOICES}}
 FIELDS = dict.fromkeys((*PLACES.values(), "answer", "difficulty", "length", "domain"), str)
 TAGS = ("difficulty", "domain")
 
 
 def records_of(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """The file that there is, and its records, checked."""
+    """The file, and its checked records."""
     path = next((path for path in (folder / "data.json", folder / "data.jsonl") if path.exists()), None)
     if path is None:
         raise SpecacheError(f"no LongBench v2 file in {folder}: wanted is data.json, or data.jsonl")
@@ -58,13 +57,13 @@ def template_of(folder: Path) -> str:
 
 
 def filled(text: str, record: Mapping[str, Any]) -> str:
-    """The text with a record's fields, stripped, in their places; what a field itself holds is left alone."""
+    """The text with a record's stripped fields in their places. Placeholders within a field are left alone."""
     places = "|".join(map(re.escape, PLACES))
     return re.sub(places, lambda found: record[PLACES[found[0]]].strip(), text)
 
 
 def ask(bench: Bench, template: str, record: Mapping[str, Any]) -> Ask:
-    """The text, and behind it the question, encoded apart in every mode."""
+    """The text and the question behind it, encoded separately in every mode."""
     context, place, question = template.partition("$DOC$")
     before, behind = around(bench, bench.chat)
     tail = [*bench.reader.encode(filled(question, record)), *behind]

@@ -14,7 +14,7 @@ from .task import Ask, Bench, Cell, scored
 
 NEEDLE = "\nThe pass key is {key}. Remember it.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
-# What a chat model is asked, and how many tokens it may take to say it.
+# The question to a chat model, and the most tokens of its answer.
 CHAT_QUESTION = "\nWhat is the pass key? Answer with the five digits."
 CHAT_ANSWER = 16
 KEY_DIGITS = 5
@@ -38,7 +38,7 @@ def chat_prompt(
     reader: Reader, haystack: Sequence[int], length: int, needles: Sequence[tuple[float, str]], question: str,
     rng: random.Random,
 ) -> list[int]:  # fmt: skip
-    """As `hide`, for a chat model: text, needles and question are a user's words, in one turn of `length` tokens."""
+    """As `hide`, for a chat model: text, needles and question are a user's words in one turn of `length` tokens."""
     before, behind = reader.around()
     hidden = [(depth, reader.encode(needle)) for depth, needle in needles]
     words = hide(haystack, length - len(before) - len(behind), hidden, reader.encode(question), rng)
@@ -55,7 +55,7 @@ def chat_ask(reader: Reader, haystack: Sequence[int], length: int, depth: float,
 
 
 def depths_of(bench: Bench) -> list[float]:
-    """One a sample, spread evenly over eleven depths (fewer where there are fewer samples)."""
+    """A depth for each sample, spread evenly over eleven depths (fewer where there are fewer samples)."""
     depths = min(DEPTHS, bench.samples)
     return sorted(i % depths / max(1, depths - 1) for i in range(bench.samples))
 

@@ -1,8 +1,8 @@
 """Perplexity by position over text, each token fed through the cache as a decode step.
 
-A window's last tokens are measured, and those before them are the prefill, whose attention is exact but under an
-eviction policy whose `eviction_block` is not "prompt". A text whose next token does not hang on what is far back tells
-nothing of a cache: so the uncompiled model is asked for the same tokens behind the last 256 alone, too.
+A window's last tokens are measured; the tokens before them are the prefill. Its attention is exact, except under an
+eviction policy whose `eviction_block` is not "prompt". A text whose next token does not depend on distant ones says
+nothing about a cache, so the uncompiled model is also measured behind the last 256 tokens alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .task import Bench, Cell, Outcome
 
 BUCKETS = 8
 MOST_STEPS = 128  # more windows tell more than more tokens of one
-# What the uncompiled model is given in place of the whole context: so many tokens, and up to a stride of them more,
-# for it reads a stride's tokens at once.
+# Without the whole context the uncompiled model gets so many tokens, and up to a stride more: it reads a stride at
+# once.
 RECENT, STRIDE = 256, 64
 
 
 def prefill_of(length: int) -> int:
-    """How many tokens the prefill reads: half, or all but the last 128, the first of which is given."""
+    """How many tokens the prefill reads: half, or all but the last 128, of which the first is given."""
     return max(length // 2, length - MOST_STEPS)
 
 
@@ -46,8 +46,11 @@ def bucket_means(values: Tensor, prefill: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def recent_nats(model: Any, ids: Tensor, begin: int) -> Tensor:
-    """Negative log likelihoods [rows, steps] of a window's measured tokens, ids [rows, n], each behind what begins a
-    text, `begin` tokens, and 256 to 319 tokens before it, or as many as there are."""
+    """Negative log likelihoods [rows, steps] of the measured tokens of windows ids [rows, n].
+
+    Each token is behind the `begin` tokens that begin a text and the 256 to 319 tokens before it, or as many as there
+    are.
+    """
     first, found = prefill_of(ids.shape[1]) + 1, []
     for start in range(first, ids.shape[1], STRIDE):
         end = min(start + STRIDE, ids.shape[1])
@@ -63,9 +66,12 @@ def nats_of(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def measure(runner: Runner, rows: Sequence[Sequence[int]], begin: int = 0) -> Outcome:
-    """exp of the mean negative log likelihood, in nats, of the measured tokens; `nats` has the mean of each window, and
-    `recent`, of the uncompiled model, the one behind the last 256 tokens alone. Windows begin with `begin` tokens that
-    begin a text."""
+    """exp of the mean negative log likelihood of the measured tokens.
+
+    nats: each window's mean.
+    recent: the same behind the last 256 tokens alone, for the uncompiled model.
+    begin: tokens at the start of each window that begin a text.
+    """
     prefill, losses, recent = prefill_of(len(rows[0])), [], []
     for batch in chunks(rows, runner.batch_size):
         ids = runner.ids(batch)

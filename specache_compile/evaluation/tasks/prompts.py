@@ -1,4 +1,5 @@
-"""Prompts of a person's own files: cut to the model's context, in a chat template or not, the question apart or not."""
+"""Prompts from a person's own files: cut to the model's context, with or without a chat template or a separate
+question."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from .task import Ask, Bench
 
 
 def without_middle(ids: list[int], most: int) -> list[int]:
-    """The first and the last half of `most` tokens, where there are more."""
+    """All tokens, or the first and the last `most` / 2 where there are more."""
     return ids if len(ids) <= most else [*ids[: most // 2], *ids[len(ids) - (most - most // 2) :]]
 
 
 def around(bench: Bench, chat: bool) -> tuple[list[int], list[int]]:
-    """What stands before and behind a prompt's own tokens: a chat's turn, or a BOS and nothing."""
+    """The tokens before and behind a prompt's own: those of a chat's turn, or a BOS and nothing."""
     return bench.reader.around() if chat else (bench.reader.begin(), [])
 
 
@@ -24,8 +25,8 @@ def parted(
     bench: Bench, before: Sequence[int], context: str, behind: Sequence[int], new_tokens: int,
     references: tuple[str, ...], tags: dict[str, Any] | None = None,
 ) -> Ask:  # fmt: skip
-    """`before`, a context and the question `behind` it, encoded apart; the context loses its middle where that and an
-    answer of `new_tokens` do not fit the model's context."""
+    """`before`, a context and the question `behind` it, encoded separately. The context loses its middle where all
+    three and an answer of `new_tokens` do not fit the model's context."""
     room = bench.limit - new_tokens - len(before) - len(behind)
     if room < 1:
         raise SpecacheError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from specache_compile.errors import SpecacheError
 
-# A field's type, or those that it may have.
+# A field's name, and its type or types.
 Fields = Mapping[str, "type | tuple[type, ...]"]
 
 
@@ -20,7 +20,7 @@ def read_records(path: Path, fields: Fields) -> list[dict[str, Any]]:
 
 
 def placed_records(path: Path, fields: Fields) -> list[tuple[str, dict[str, Any]]]:
-    """As `read_records`, also of a file that is one JSON array (.json), each with the place where it stands."""
+    """As `read_records`, each object with its place in the file. A file may also be one JSON array (.json)."""
     places = items_of(path) if path.suffix == ".json" else lines_of(path)
     records = [(place, checked(record, fields, place)) for place, record in places]
     if not records:
@@ -56,7 +56,7 @@ def checked(record: Any, fields: Fields, place: str) -> dict[str, Any]:
 
 
 def check_known(place: str, record: Mapping[str, Any], field: str, known: Sequence[str]) -> None:
-    """SpecacheError where a field of the record that stands at `place` says something else."""
+    """SpecacheError where the record's field is none of `known`; `place` is where the record stands."""
     if record[field] not in known:
         raise SpecacheError(f"{place}: field {field!r} is {record[field]!r}, and none of {', '.join(known)}")
 
@@ -70,7 +70,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parsed(path: Path) -> Any:
-    """What a JSON file says."""
+    """The contents of a JSON file."""
     try:
         return json.loads(text_of(path))
     except json.JSONDecodeError as error:
@@ -89,7 +89,7 @@ def file_hash(path: Path) -> str:
 
 
 def data_folder(folder: Path | None, task: str) -> Path:
-    """The folder given with --data; an error in words where there is none."""
+    """The folder given with --data; SpecacheError where there is none."""
     if folder is None:
         raise SpecacheError(f"task {task!r} reads files that you have: give their folder with --data")
     if not folder.is_dir():

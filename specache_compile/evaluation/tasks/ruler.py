@@ -1,8 +1,8 @@
 """RULER from the person's own files: `<task>/validation.jsonl` as its `prepare.py` writes them, its metrics.
 
-`--data` names the folder that holds one folder a task (`niah_single_1`, `vt`, `cwe`, `fwe`, `qa_1`, ...). A record's
-`input` is the whole prompt; newer versions keep the answer's beginning apart, in `answer_prefix`. Every task's
-question is the prompt's last line: with `--blind` what stands before it is read before the question is known.
+`--data` names the folder that holds a folder for each task (`niah_single_1`, `vt`, `cwe`, `fwe`, `qa_1`, ...). A
+record's `input` is the whole prompt; newer versions have the answer's beginning in `answer_prefix`. Every task's
+question is the prompt's last line. With `--blind` the lines before it are read before the question is known.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def kind_of(task: str) -> str | None:
 
 
 def ask(bench: Bench, path: Path, record: dict[str, Any]) -> Ask:
-    """A record's prompt; for a blind reading its last line is encoded apart."""
+    """A record's prompt. For a blind reading its last line is encoded separately."""
     text, begin, encode = record["input"], bench.reader.begin(), bench.reader.encode
     prefix, outputs = record.get("answer_prefix", ""), tuple(map(str, record["outputs"]))
     if not bench.blind:
         return Ask([*begin, *encode(text + prefix)], outputs)
     context, line, question = text.rstrip().rpartition("\n")
-    if not context.strip() or not ("?" in question or "Question" in question):  # a chat template ends in other lines
+    if not context.strip() or not ("?" in question or "Question" in question):  # a chat template adds lines
         raise SpecacheError(
             f"{path}: an input's last line is not its question: --blind cannot tell context and question apart. "
             "Prepare the files with RULER's template for base models"

@@ -1,11 +1,10 @@
 """SCBench from the person's own files: several questions on one shared context, each from a copy of its cache.
 
-`--data` names the folder of `scbench_kv.jsonl` and the like, whose records have a `context` and `multi_turns`, each
-with `input` and `answer`. This is SCBench's multi-request mode: the context is read once, before any question is known.
-One cell a file; `--samples` counts questions, and a context brings all of its own. The prompts are plain (the context,
-an empty line, the turn's input), without the sentence that SCBench's program puts before some contexts: compare methods
-by them, not with its own figures. Left out are the Chinese file and those that want code compared or mix two kinds of
-turns.
+`--data` names the folder of `scbench_kv.jsonl` and the like. A record has a `context` and `multi_turns`, each with
+`input` and `answer`. This is SCBench's multi-request mode: the context is read once, before any question is known. Each
+file is a cell. `--samples` counts questions; a context brings all of its own. A prompt is the context, an empty line
+and the turn's input, without the sentence that SCBench's program puts before some contexts, so figures compare methods
+only. The Chinese file, and files that compare code or mix two kinds of turns, are not read.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ CHOICES = "ABCD"
 
 @dataclass(frozen=True)
 class Dataset:
-    """new_tokens: of an answer, SCBench's.
-    options: its turns have four, and the answer is one of them.
+    """new_tokens: SCBench's length of an answer.
+    options: whether a turn has four options, one of which is the answer.
     """
 
     new_tokens: int
@@ -59,7 +58,7 @@ DATASETS = {
 
 
 def references(turn: Mapping[str, Any], place: str, dataset: Dataset) -> tuple[str, ...]:
-    """A turn's answer: a text, a number or a list of them; of a choice its letter."""
+    """A turn's answer: a text, a number or a list of them, or the letter of an option."""
     answer = turn["answer"]
     if dataset.options:
         if answer not in (*CHOICES, *turn["options"]):
@@ -82,7 +81,7 @@ def question(turn: Mapping[str, Any], place: str, dataset: Dataset) -> str:
 
 
 def shared(bench: Bench, dataset: Dataset, place: str, record: Mapping[str, Any]) -> tuple[list[int], list[Ask]]:
-    """A record's context as token ids, its middle cut where the model's own asks for it, and its questions."""
+    """A record's context as token ids, and its questions. Beyond the model's own context it loses its middle."""
     encode = bench.reader.encode
     fields: Fields = {"input": str, "answer": (str, int, list), **({"options": list} if dataset.options else {})}
     before, behind = around(bench, bench.chat)

@@ -1,7 +1,7 @@
 """Several questions on one cached context, each from a copy of its cache (SCBench's shared-context mode).
 
-The context is read before any question is known. A method that drops pairs has then dropped what a later question may
-want; one that keeps them all, here on the host, has not.
+The context is read before any question is known. A method that drops pairs has by then dropped what a later question
+may need. A method that keeps all pairs on the host has not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUESTION = "\nWhat is the pass key of {name}? The pass key of {name} is "
 
 
 def shared(bench: Bench, length: int, rng: random.Random) -> tuple[list[int], list[Ask]]:
-    """A context with four named keys, and a question for each (its prompt is what follows the context)."""
+    """A context with four named keys, and a question for each; its prompt is only what follows the context."""
     encode, begin = bench.reader.encode, bench.reader.begin()
     names = rng.sample(NAMES, QUESTIONS)
     keys = {name: random_key(rng) for name in names}

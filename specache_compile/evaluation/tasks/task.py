@@ -48,8 +48,8 @@ class Bench:
         return [token for path in self.texts for token in self.reader.encode(read_text(path))]
 
     def windows_apart(self, length: int) -> list[list[int]]:
-        """`samples` windows of `length` tokens, one from each of as many equal parts of the text, so that their
-        intervals are of independent windows: none overlaps another, or a warning says that the text is too short."""
+        """`samples` windows of `length` tokens, one from each of as many equal parts of the text. None overlaps
+        another, or a warning says that the text is too short: intervals need independent windows."""
         rng, begin = random.Random(f"{self.seed}/{length}"), self.reader.begin()
         size, part = length - len(begin), len(self.haystack) / self.samples
         if size >= len(self.haystack):
@@ -75,9 +75,9 @@ class Outcome:
 class Cell:
     """One row's work.
 
-    name: what tells it from the task's other cells.
+    name: unique within the task.
     context: its longest, answer included.
-    facts: everything else that its figure depends on, for the row's key (file contents as hashes).
+    facts: everything else that the figure depends on, for the row's key (file contents as hashes).
     """
 
     name: str
@@ -88,9 +88,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt as token ids and the references of its answer; `tags` says what kind it is (its depth, ...).
+    """A prompt as token ids and the references of its answer.
 
-    question: how many tokens at its end are the question, and all that follows it; 0 where they cannot be told.
+    question: how many tokens at the prompt's end are the question and what follows it; 0 where that is unknown.
+    tags: what kind of prompt it is (its depth, ...).
     """
 
     prompt: Sequence[int]
@@ -108,7 +109,7 @@ class Ask:
 
 
 def read_text(path: Path) -> str:
-    """A text file's contents; an error in words where there are none."""
+    """A text file's contents; SpecacheError where it cannot be read."""
     try:
         text = path.read_text()
     except UnicodeDecodeError as error:
@@ -123,8 +124,10 @@ Score = Callable[[str, tuple[str, ...]], float]
 
 
 def scored(runner: Runner, asks: Sequence[Ask], new_tokens: int, score: Score, metric: str, blind: bool) -> Outcome:
-    """Ask everything; the mean score, and each ask's own score with its tags. blind: each context is read before its
-    question."""
+    """Ask everything: the mean score, and each ask's own score with its tags.
+
+    blind: read each context before its question.
+    """
     if blind:
         answers = runner.answers_apart([ask.apart for ask in asks], new_tokens)
         return outcome(asks, answers, score, f"{metric}, blind")
@@ -134,8 +137,8 @@ def scored(runner: Runner, asks: Sequence[Ask], new_tokens: int, score: Score, m
 def scored_over(
     runner: Runner, contexts: Sequence[tuple[Sequence[int], Sequence[Ask]]], new_tokens: int, score: Score, metric: str
 ) -> Outcome:
-    """As `scored`, of contexts with several questions each, whose prompts are what follows the context: it is read
-    once, and each question goes on from a copy of its cache."""
+    """As `scored`, for contexts with several questions each. A question's prompt is only what follows the context. The
+    context is read once; each question goes on from a copy of its cache."""
     answers: list[str] = []
     for context, asks in contexts:
         answers += runner.answers_over(context, [ask.prompt for ask in asks], new_tokens)

@@ -1,6 +1,7 @@
-"""Eviction policies by name, each one file with one function: what each kept pair is worth; the lowest goes.
+"""Eviction policies by name, each a file with one function that says how important each kept pair is. The least
+important goes.
 
-A new policy is a file here and a line in POLICIES; `methods` makes a method of each.
+A new policy is a file here and a line in POLICIES; `methods` makes each a method.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""H2O (Zhang et al. 2023): the pair of least accumulated attention goes, outside a local window of b/2."""
+"""H2O (Zhang et al. 2023): the pair with the least accumulated attention goes, outside a local window of b/2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a KV head knows of the pairs that it keeps, and so all that a policy may decide by."""
+"""What a KV head knows about its kept pairs. A policy decides by this alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class History:
-    """Of each kept pair, [B, H, n], in the order of their tokens; attention is averaged over the query group.
+    """Figures [B, H, n] of the kept pairs, in the order of their tokens; attention is averaged over the query group.
 
-    token int32: its number in the sequence. last: attention of the newest query. total, squares: Σ attention and
-    Σ attention² over the queries since it came, its own included (RoCo: Acc, Acc²). above: queries that gave it more
-    than the average of what they saw. seen: queries that could see it (RoCo: Count).
+    token: int32, the token's number in the sequence.
+    last: attention of the newest query.
+    total, squares: Σ attention and Σ attention² over the queries from the pair's own on (RoCo: Acc, Acc²).
+    above: how many queries gave the pair more than their average over what they saw.
+    seen: how many queries could see the pair (RoCo: Count).
     """
 
     token: Tensor
@@ -36,8 +38,8 @@ class History:
         return (self.squares / self.seen.clamp(min=1) - self.mean.square()).clamp(min=0).sqrt()
 
 
-# (history, budget in pairs, random numbers) → importance [B, H, n]; inf: protected. Of equals the oldest goes. H: the
-# KV heads of one layer, which a policy may look at together.
+# (history, budget in pairs, random numbers) → importance [B, H, n]; inf: protected. Among equals the oldest goes. A
+# policy may look at the H KV heads of a layer together.
 Policy = Callable[[History, int, torch.Generator], Tensor]
 
 

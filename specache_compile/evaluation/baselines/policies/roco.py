@@ -1,4 +1,4 @@
-"""RoCo (arXiv 2402.06262): the pair of least mean attention goes, but for the b/2 whose attention varies most."""
+"""RoCo (arXiv 2402.06262): the pair with the least mean attention goes, except the b/2 whose attention varies most."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .history import History, newest, protect
 
-# The paper does not say how few queries give a deviation; the authors' code takes the ten newest pairs' as infinite.
+# The paper does not say how many queries a deviation needs; the authors' code takes it as infinite for the ten newest.
 YOUNG = 10
 
 

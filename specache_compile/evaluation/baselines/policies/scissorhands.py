@@ -1,4 +1,5 @@
-"""Scissorhands (Liu et al. 2023): the pair least often above the average goes, outside a local window of b/2."""
+"""Scissorhands (Liu et al. 2023): the pair that is least often above the average goes, outside a local window of
+b/2."""
 
 from __future__ import annotations
 
@@ -9,5 +10,5 @@ from .history import History, newest, protect
 
 
 def importance(history: History, budget: int, random: torch.Generator) -> Tensor:
-    """In how many steps a pair got more than the average attention."""
+    """The number of steps in which a pair got more than the average attention."""
     return protect(history.above, newest(history, budget // 2))

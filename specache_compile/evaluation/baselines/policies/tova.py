@@ -1,5 +1,5 @@
-"""TOVA (arXiv 2401.06104): the token that the newest query attends to least goes, by the mean over a layer's heads,
-which all drop the same."""
+"""TOVA (arXiv 2401.06104): all heads of a layer drop the token that the newest query attends to least, by the heads'
+mean."""
 
 from __future__ import annotations
 
