@@ -1,4 +1,4 @@
-"""One answer, from the model's thread, which says it token by token, to the event loop, which sends it."""
+"""One answer on its way from the model's thread, which makes it token by token, to the event loop, which sends it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .metrics import Metrics
 from .parts import Parts
 from .stops import Stops
 
-# Tokens of a prompt that its continuation is read with: as many as a character may have, and more.
+# The prompt's last tokens that a continuation is decoded with: at least as many as a character may have.
 BEFORE = 8
 
 
 class ClientLeft(Exception):
-    """Nobody waits for what is being generated."""
+    """The client has left, so nobody waits for the answer."""
 
 
 class Stopped(Exception):
-    """A stop string was said."""
+    """The answer has a stop string."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request: when it came (`time.perf_counter`), and whether its client has left."""
+    """One request: its time of arrival (`time.perf_counter`), and whether its client has left."""
 
     came: float = field(default_factory=time.perf_counter)
     left: threading.Event = field(default_factory=threading.Event)
@@ -39,10 +39,14 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Question:
-    """What the model is asked. `opening`: tokens that the template puts before an answer, at the prompt's end: the next
-    turn's may lack them. `penalties`: for frequency and presence. `parser`: what takes reasoning and calls of tools out
-    of an answer, if anything does. `continued`: whether the answer goes on with the prompt's text, and is none of its
-    own, whose first space some tokenizers take away."""
+    """What the model is asked.
+
+    opening: how many tokens at the prompt's end the template puts before an answer; the next turn may lack them.
+    penalties: for frequency and presence.
+    parser: takes reasoning and tool calls out of an answer; None: nothing does.
+    continued: whether the answer goes on with the prompt's text. Of any other text some tokenizers drop the first
+    space.
+    """
 
     inputs: Any
     config: GenerationConfig
@@ -59,8 +63,10 @@ class Question:
 
 
 class Answer:
-    """What `generate` hands its tokens to, the prompt first: `ids` are all of them. Its pieces (text, reasoning, calls
-    of tools) are read on the event loop that made it."""
+    """`generate` hands its tokens to this, the prompt first; `ids` has all of them.
+
+    The event loop that made the answer reads its pieces: text, reasoning and tool calls.
+    """
 
     def __init__(self, ticket: Ticket, question: Question, tokenizer: Any, metrics: Metrics) -> None:
         self.ticket, self.question, self.metrics = ticket, question, metrics
@@ -98,19 +104,19 @@ class Answer:
     def say(self, tokens: list[int]) -> None:
         if not self.said:
             self.metrics.first_token.observe(time.perf_counter() - self.ticket.came)
-            self.send(self.parts.opened())  # not before: it would be taken for a token
+            self.send(self.parts.opened())  # not earlier: a client would take it for a token
         for token in tokens:
             self.ids.append(token)
             self.metrics.generated_tokens.inc()
             text = "" if token in self.ends else self.decoder.step(self.rust, token) or ""
-            # As vLLM has it: a stop string that comes too early is text.
+            # As in vLLM, a stop string before `min_tokens` is text.
             self.send_text(self.stops.feed(text, self.said > (self.question.config.min_new_tokens or 0)))
             if self.stops.found:
                 raise Stopped
 
     def end(self) -> None:
-        """`generate` tells of an end before the conversation is kept, and the next turn may be here at once: `close`
-        tells it."""
+        """Nothing: `generate` calls this before the conversation is kept, and the next turn may come at once. `close`
+        reports the end."""
 
     def close(self) -> None:
         self.send([*self.parts.feed(self.stops.withheld, last=True), None])
@@ -129,7 +135,7 @@ class Answer:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[Any]:
-        """Text, `ReasoningText` and `ToolCall`, as they come. Raises what the generation has raised."""
+        """Yield text, `ReasoningText` and `ToolCall` as they come. Raises the generation's exception."""
         while (piece := await self.queue.get()) is not None:
             if isinstance(piece, Exception):
                 raise piece

@@ -32,7 +32,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
 def add_serve(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache serve`, but for the checkpoint, the device and the backend's options."""
+    """The arguments of `specache serve`, except the checkpoint, the device and the backend's options."""
     command.add_argument(
         "--host", default="127.0.0.1", help="where to listen; only this machine can reach the default (%(default)s)"
     )
@@ -52,7 +52,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--session-folder", type=Path, metavar="DIR",
-        help="where to keep sessions that memory has no room for; a later server goes on with them",
+        help="where to keep sessions that do not fit into memory; a later server goes on with them",
     )  # fmt: skip
     group.add_argument(
         "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="of that folder (%(default)s)"
@@ -69,7 +69,7 @@ def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
-    """The same in a thread of this process; the server's URL, which answers."""
+    """Serve in a thread of this process; yield the server's URL once it answers."""
     with bound(args.host, args.port) as listener:
         server = make_server(args, options, listener)
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -86,8 +86,8 @@ def running(args: argparse.Namespace, options: dict[str, Any]) -> Iterator[str]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet: a port that is taken is told before a model is loaded."""
-    if not 0 <= port < 1 << 16:  # getaddrinfo would take its lower bits
+    """A bound socket that does not listen yet, so that a taken port is reported before a model is loaded."""
+    if not 0 <= port < 1 << 16:  # getaddrinfo would use its lower bits
         raise SpecacheError(f"--port {port}: give a port, 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -97,7 +97,7 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         try:
             listener.bind(address)
-        except OSError:  # by another server, or by what a former one's connections have left
+        except OSError:  # taken by another server, or by connections that a former server left
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except OSError as error:
@@ -112,13 +112,13 @@ def url_of(listener: socket.socket) -> str:
 
 
 def names_of(listener: socket.socket, host: str) -> list[str] | None:
-    """What a loopback address is called by this machine; None of any other address."""
+    """This machine's names of a loopback address; None for any other address."""
     address = listener.getsockname()[0]
     return [*LOOPBACK, host, address] if ipaddress.ip_address(address).is_loopback else None
 
 
 def make_server(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> Server:
-    """The server, with its model loaded, to be run on that socket. SpecacheError where the extra `serve` is missing."""
+    """The server for that socket, with its model loaded. SpecacheError where the extra `serve` is not installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise not_installed("serve", missing)
@@ -149,14 +149,14 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         raise
     generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue)
     app = application(served, generation, metrics, names_of(listener, args.host))
-    # Not before: two servers that load their models at once would both have the port.
+    # Not earlier: two servers that load their models at the same time would both get the port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2 * STOPPING)
     return StoppedInTime(config, generation)
 
 
 def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
-    """What sessions may take, as it was asked for, or half of what is free now that the model is loaded."""
+    """The memory for sessions: as asked for, or half of what is free after the model is loaded."""
     from .conversations import Bounds
 
     host, on_device = psutil.virtual_memory().available // 2, 0

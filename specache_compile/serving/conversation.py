@@ -1,4 +1,4 @@
-"""A conversation: a cache with the tokens that it holds, which a prompt that begins with them goes on from."""
+"""A conversation: a cache and its tokens. A prompt that begins with these tokens goes on from the cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from specache_compile.runtime.state import device_total, fields_of
 
 @dataclass(eq=False)
 class Conversation:
-    """`ids` int64 [n]: the tokens that the cache holds, the first `asked` of them the last request's, but for what the
-    template put before the answer. `crops`: whether it can give back its last ones. `moved`: bytes that its session is
-    known to have moved, to the device and to the host. `nbytes`: what it takes of the host's memory and of the
-    device's, as `note` found it."""
+    """ids: int64 [n], the cache's tokens.
+    asked: how many of them are the last request's, without the template's opening of the answer.
+    crops: whether the cache can drop its last tokens.
+    moved: bytes that its session is known to have moved to the device and to the host.
+    nbytes: its bytes of the host's and of the device's memory, as of the last `note`.
+    """
 
     ids: Tensor
     cache: DynamicCache
@@ -29,7 +31,7 @@ class Conversation:
     nbytes: dict[str, int] = field(default_factory=dict)
 
     def note(self) -> None:
-        """After its cache has gone on."""
+        """Update the figures after the cache has grown."""
         self.crops, self.nbytes = can_crop(self.cache), bytes_of(self.cache)
 
     def cut(self, n: int) -> None:
@@ -40,20 +42,20 @@ class Conversation:
 
 
 def begun(model: Any) -> Conversation:
-    """One that holds nothing yet."""
+    """An empty conversation."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     return Conversation(torch.empty(0, dtype=torch.int64, device="cpu"), cache)
 
 
 def shared(ids: Tensor, prompt: Tensor) -> int:
-    """Tokens that both begin with."""
+    """The number of tokens that both begin with."""
     n = min(len(ids), len(prompt))
     different = (ids[:n] != prompt[:n]).nonzero()
     return int(different[0]) if len(different) else n
 
 
 def can_crop(cache: DynamicCache) -> bool:
-    """Whether all layers can give back their last tokens: no window has passed over others, nothing was evicted."""
+    """Whether all layers can drop their last tokens: no sliding window has dropped others, and nothing was evicted."""
     session = session_of(cache)
     if any(type(layer) is not DynamicLayer for layer in cache.layers):
         return False
@@ -63,7 +65,7 @@ def can_crop(cache: DynamicCache) -> bool:
 
 
 def bytes_of(cache: DynamicCache) -> dict[str, int]:
-    """Bytes of a cache on the host and on the device; on a CPU all are the host's."""
+    """Bytes of a cache on the host and on the device. On a CPU all are the host's."""
     session = session_of(cache)
     plain = [x for layer in cache.layers for x in tensors_of(layer) if getattr(x, "handle", None) is None]
     host, device = 0, sum(x.nbytes for x in plain)
@@ -75,6 +77,6 @@ def bytes_of(cache: DynamicCache) -> dict[str, int]:
 
 
 def tensors_of(layer: Any) -> Iterator[Tensor]:
-    """Keys and values, or the states of linear attention, which it has in dicts."""
+    """A layer's keys and values, or the states of linear attention, which are in dicts."""
     for value in vars(layer).values():
         yield from (x for x in (value.values() if isinstance(value, dict) else [value]) if isinstance(x, Tensor))

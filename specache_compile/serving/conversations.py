@@ -1,4 +1,4 @@
-"""Which conversations a server keeps between requests, and which of them a prompt goes on from."""
+"""The conversations that a server keeps between requests, and the choice of one for a prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .session_folder import Saved, SessionFolder
 
 @dataclass(frozen=True)
 class Bounds:
-    """What all conversations in memory may take: their number, and bytes. A CPU's tiers are all the host's."""
+    """The most conversations in memory, and the most bytes. On a CPU all tiers are the host's."""
 
     conversations: int
     host_bytes: int
@@ -23,10 +23,10 @@ class Bounds:
 
 
 class Conversations:
-    """All of a server's, the least recently used first: that one leaves the memory first, for the folder where there is
-    one. One thread at a time; `total` may be asked from another.
+    """All conversations of a server, the least recently used first; this one is evicted first, to the folder if there
+    is one. Only one thread may use it, except for `total`.
 
-    note_evicted: told "disk" or "nowhere" of each one that leaves the memory.
+    note_evicted: called for each evicted conversation with "disk" or "nowhere".
     """
 
     def __init__(
@@ -40,10 +40,13 @@ class Conversations:
         return [] if self.folder is None else self.folder.saved
 
     def take(self, prompt: Tensor) -> Conversation:
-        """One that holds a prefix of `prompt` int64 [n], n ≥ 1, the longest there is, for the caller alone, who gives
-        it back to `put` or drops it. Its next turn takes a conversation away from here; another request that begins
-        alike has a copy, where that is not more than twice what it wants; any other one begins anew. The prompt's last
-        token is the model's to read."""
+        """The conversation with the longest prefix of `prompt` int64 [n], n ≥ 1. The caller owns it, and gives it to
+        `put` or drops it.
+
+        A conversation's next turn takes it away. Another request with the same beginning gets a copy, unless the copy
+        would be more than twice what is needed. Any other request begins anew. The prompt's last token is left to the
+        model.
+        """
         kept: list[Conversation | Saved] = [*self.on_disk, *self.in_memory]
         common = [shared(conversation.ids, prompt) for conversation in kept]
         lengths = [min(n, len(prompt) - 1) for n in common]
@@ -58,7 +61,7 @@ class Conversations:
         return taken
 
     def owned(self, conversation: Conversation | Saved, leave: bool) -> Conversation | None:
-        """A conversation for the caller alone: itself, where it is to `leave`, or a copy. None where a saved one cannot
+        """A conversation that the caller owns: itself if it is to `leave`, else a copy. None where a saved one cannot
         be read."""
         if isinstance(conversation, Saved):
             assert self.folder is not None
@@ -70,7 +73,7 @@ class Conversations:
         return replace(conversation, cache=copy.deepcopy(conversation.cache), moved=(0, 0))
 
     def put(self, conversation: Conversation) -> None:
-        """Keep it, as the most recently used; `trim` is to follow."""
+        """Keep it as the most recently used. The caller calls `trim` afterwards."""
         conversation.note()
         self.in_memory.append(conversation)
 
@@ -88,31 +91,32 @@ class Conversations:
             self.evict()
 
     def evict(self) -> None:
-        """The least recently used one, to disk where it can be saved."""
+        """Evict the least recently used conversation, to disk where it can be saved."""
         saved = self.folder is not None and self.folder.put(self.in_memory[0])
         del self.in_memory[0]
         self.note_evicted("disk" if saved else "nowhere")
 
     def close(self) -> None:
-        """Evict all, and give the folder free."""
+        """Evict all and release the folder."""
         while self.in_memory:
             self.evict()
         if self.folder is not None:
             self.folder.close()
 
     def total(self, place: str) -> int:
-        """Bytes of those in memory: on the "host" or the "device"."""
+        """Bytes of the conversations in memory, on the "host" or the "device"."""
         return sum(conversation.nbytes[place] for conversation in list(self.in_memory))
 
 
 def is_next_turn(conversation: Conversation | Saved, n: int) -> bool:
-    """Whether a request that shares n tokens with it is its next turn, or its last one anew: all that was asked is
-    there. A question more, or another one behind the same system prompt, is another conversation's."""
+    """Whether a request that shares n tokens is the conversation's next turn, or its last turn again: the request has
+    all that was asked. Another question behind the same system prompt belongs to another conversation."""
     return n >= max(1, conversation.asked)
 
 
 def serves(conversation: Conversation | Saved, n: int, next_turn: bool) -> bool:
-    """Whether to go on from its first n tokens: it can be cut to them, and is worth its copy where it is copied."""
+    """Whether to go on from its first n tokens: it can be cut to them, and a copy, if one is needed, is worth its
+    cost."""
     if n == 0 or (n < len(conversation.ids) and not conversation.crops):
         return False
     return next_turn or n >= len(conversation.ids) // 2

@@ -1,4 +1,4 @@
-"""One request after the other through the model, each on the conversation that it goes on with."""
+"""Requests run through the model one after another, each on its conversation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .metrics import Metrics
 from .model import ServedModel
 from .questions import Penalties
 
-# Tokens that an answer may have where a request does not say.
+# The most tokens of an answer where a request does not say.
 ANSWER = 1024
 STOPPING = "the server is being stopped: ask again when it is back"
 
 
 class Generation:
-    """The queue before one model, and what works it off, on one thread: recorded steps are a thread's own."""
+    """The queue before one model and its worker, a single thread: recorded steps belong to one thread."""
 
     def __init__(
         self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int
@@ -53,8 +53,7 @@ class Generation:
         return sum(not ticket.left.is_set() for ticket in list(self.waiting))
 
     def begin(self, ticket: Ticket, question: Question) -> Answer:
-        """A place in the queue, and the answer that will come. HTTPException where the request is too long, or too many
-        wait."""
+        """Queue a request and return its future answer. HTTPException where it is too long, or too many are waiting."""
         config, prompt = question.config, question.tokens
         room, least = self.longest - prompt, config.max_new_tokens or config.min_new_tokens or 1
         if prompt == 0:
@@ -74,7 +73,7 @@ class Generation:
         return answer
 
     def run(self, answer: Answer) -> None:
-        """On the thread of the model."""
+        """Generate the answer, on the model's thread."""
         self.waiting.remove(answer.ticket)
         try:
             if not answer.ticket.left.is_set():
@@ -94,7 +93,7 @@ class Generation:
         conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
         self.metrics.prompt_tokens.labels("reused").inc(len(conversation.ids))
         self.metrics.prompt_tokens.labels("computed").inc(question.tokens - len(conversation.ids))
-        if question.seed is None:  # not the numbers that follow another client's
+        if question.seed is None:  # do not continue another client's random numbers
             torch.seed()
         else:
             torch.manual_seed(question.seed)
@@ -106,28 +105,28 @@ class Generation:
             )  # fmt: skip
         except Stopped:
             self.keep(conversation, answer)
-        except ClientLeft:  # between two steps: what was read and said may be gone on with
+        except ClientLeft:  # raised between two steps: the conversation is whole
             self.keep(conversation, answer)
             raise
         else:
             self.keep(conversation, answer)
 
     def keep(self, conversation: Conversation, answer: Answer) -> None:
-        """The conversation as it stands after a generation, for the next turn."""
+        """Keep the conversation as it is after a generation, for the next turn."""
         self.count(conversation)
         held = conversation.cache.get_seq_length()
         unsaid = held - len(answer.ids)
-        if unsaid > 0 and can_crop(conversation.cache):  # a step was taken ahead of the stop
+        if unsaid > 0 and can_crop(conversation.cache):  # a step ran before the stop was found
             conversation.cache.crop(-unsaid)
             held -= unsaid
         conversation.asked = min(answer.prompt - answer.question.opening, held)
         conversation.ids = torch.tensor(answer.ids[:held], dtype=torch.int64, device="cpu")
         if held and held == len(conversation.ids):
             self.conversations.put(conversation)
-            self.submit(self.conversations.trim)  # to disk, it takes a while: nobody's answer waits for it
+            self.submit(self.conversations.trim)  # saving to disk is slow, and no answer waits for it
 
     def count(self, conversation: Conversation) -> None:
-        """The bytes that its session has moved since it was last counted."""
+        """Count the bytes that its session has moved since the last count."""
         record, session = find_record(self.model), session_of(conversation.cache)
         if record is None or session is None or record.latest is not session.statistics:  # no step was taken
             return
@@ -144,11 +143,11 @@ class Generation:
         return self.thread.submit(work)
 
     def end_all(self) -> None:
-        """Tell all who still wait that nothing more comes, on the event loop."""
+        """End all answers that are still waited for, on the event loop."""
         self.stopping = True
         for answer in list(self.open):
             answer.fail(HTTPException(503, STOPPING))
 
     def stop(self) -> None:
-        """After what is queued; conversations go to disk, where there is a folder."""
+        """Stop after the queued requests. Conversations go to disk if there is a folder."""
         self.submit(self.conversations.close).result()

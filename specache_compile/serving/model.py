@@ -1,4 +1,4 @@
-"""The one checkpoint of a server: loaded without any code of its own, and compiled."""
+"""The one checkpoint of a server, loaded without running its own code, and compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specache_compile.checkpoints.names import placed, resolved, tokenizer_of
 
 
 class ServedModel:
-    """The model, compiled, and its tokenizer, by the name that was typed."""
+    """The compiled model and its tokenizer, under the name that was typed."""
 
     def __init__(self, checkpoint: str, device: str, options: Mapping[str, Any]) -> None:
         self.name, folder = checkpoint, resolved(checkpoint)
@@ -23,5 +23,5 @@ class ServedModel:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model knows."""
+        """The number of tokens that the model knows."""
         return int(self.model.config.get_text_config().vocab_size)

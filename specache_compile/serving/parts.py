@@ -1,4 +1,4 @@
-"""The parts of an answer: text, reasoning, and calls of tools, as the response template of its model has them."""
+"""The parts of an answer: text, reasoning and tool calls, by the response template of the model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from transformers.cli.serving.utils import response_events_to_chunks
 
 
 class Parts:
-    """`unread`: text that is in no part yet. Where the parser cannot read it (a call of a tool that is no JSON, or was
-    cut short), it is text, and so is all that follows: `plain`. So it is where there is no parser."""
+    """unread: text that is in no part yet.
+    plain: all further text is one part. So it is without a parser, and after text that the parser cannot read (a tool
+    call that is no JSON or was cut short).
+    """
 
     def __init__(self, parser: Any) -> None:
         self.parser, self.unread = parser, ""
@@ -19,18 +21,18 @@ class Parts:
         return self.parser is None
 
     def opened(self) -> list[Any]:
-        """What the prompt began of the answer."""
+        """The parts of the answer that the prompt began."""
         return [] if self.plain else response_events_to_chunks(self.parser.initial_events)
 
     def feed(self, text: str, last: bool = False) -> list[Any]:
-        """The parts that are known, now that `text` follows, which may be the `last`."""
+        """The parts that are known after `text`. last: no more text follows."""
         self.unread += text
         pieces: list[Any] = []
         if not self.plain:
             try:
                 events = self.parser.feed(text) + (self.parser.finalize()[1] if last else [])
                 pieces = response_events_to_chunks(events)
-            except (ValueError, KeyError, TypeError):  # a model has written it, and it may be anything
+            except (ValueError, KeyError, TypeError):  # a model has written the text: it may be anything
                 self.parser = None
             else:
                 self.note(events)
@@ -43,5 +45,5 @@ class Parts:
         for event, following in zip(events, [*kinds[1:], None], strict=False):
             if event["type"] == "region_chunk" and not event.get("dirty"):
                 self.unread = self.unread.partition(event["text"])[2]
-            elif event["type"] == "region_close" and following != "region_open":  # not by what opens the next
+            elif event["type"] == "region_close" and following != "region_open":  # by its own end
                 self.unread = ""

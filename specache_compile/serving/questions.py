@@ -1,4 +1,4 @@
-"""A request's fields as what the model is asked: a prompt's token ids, and the settings of `generate`."""
+"""A request's fields as a question to the model: a prompt's token ids, and the settings of `generate`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def completion(served: ServedModel, body: CompletionBody) -> Question:
 
 
 def chat(served: ServedModel, body: ChatBody) -> Question:
-    """400 where there is no template, or it does not take the messages, or would leave the tools out."""
+    """The question of a chat. 400 where there is no template, or where it refuses the messages or ignores the tools."""
     tokenizer = served.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise HTTPException(400, f"{served.name} has no chat template: ask /v1/completions")
@@ -38,7 +38,7 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
             rendered = tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
             )
-        except (TemplateError, TypeError) as error:  # messages that it does not take
+        except (TemplateError, TypeError) as error:  # the template refuses the messages
             raise HTTPException(400, f"the chat template: {error}") from error
         return str(rendered)
 
@@ -52,7 +52,7 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
 
 
 def as_templates_have_it(message: Message) -> dict[str, Any]:
-    """Text in one piece, and a call's arguments as an object."""
+    """A message with its text in one piece and a call's arguments as an object."""
     given = message.model_dump(exclude_none=True)
     text = given.get("content", "")
     given["content"] = text if isinstance(text, str) else " ".join(part["text"] for part in text)
@@ -74,7 +74,7 @@ def question(served: ServedModel, body: Body, inputs: Any, opening: int = 0, par
 
 
 def config_of(served: ServedModel, body: Body) -> GenerationConfig:
-    """The checkpoint's settings, but for what is asked."""
+    """The checkpoint's settings with the request's in their place."""
     config = copy.deepcopy(served.model.generation_config)
     config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
     if body.temperature is not None or body.top_p is not None:
@@ -97,8 +97,8 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
 
 
 class Penalties(LogitsProcessor):
-    """For each time that a token was said, and for each that was. Both as OpenAI defines them; a prompt's tokens are
-    free."""
+    """OpenAI's frequency penalty, for each time that a token was said, and presence penalty, once for each said token.
+    A prompt's tokens do not count."""
 
     def __init__(self, frequency: float, presence: float, prompt: int) -> None:
         self.frequency, self.presence, self.prompt = frequency, presence, prompt

@@ -1,4 +1,4 @@
-"""An answer in OpenAI's words, whole or as a stream of events."""
+"""An answer in OpenAI's format, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .answer import Answer
 
 
 class Reply:
-    """Of completions; what else a chat has is below. `name`: the model's."""
+    """A reply to a completion; `ChatReply` adds a chat's. name: the model's."""
 
     prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
 
@@ -31,7 +31,7 @@ class Reply:
         return JSONResponse(self.told(self.whole_object, [choice], usage=self.usage()))
 
     def stream(self, usage: bool) -> StreamingResponse:
-        """usage: whether a last event tells it."""
+        """usage: whether a last event reports it."""
         return StreamingResponse(self.events(usage), media_type="text/event-stream")
 
     async def events(self, usage: bool) -> AsyncIterator[str]:
@@ -40,7 +40,7 @@ class Reply:
             async for piece in self.answer.pieces():
                 yield self.event(self.part(piece, first), None)
                 first = False
-        except Exception as error:  # the stream has begun, and can say so in no other way
+        except Exception as error:  # the stream has begun, so the status cannot tell it
             yield f"data: {json.dumps(told_error(error)[1])}\n\n"
             return
         yield self.event(self.part("", first), self.finish())
@@ -79,14 +79,14 @@ class ChatReply(Reply):
         calls = [self.call(piece) for piece in pieces if isinstance(piece, ToolCall)]
         thought = "".join(piece for piece in pieces if isinstance(piece, ReasoningText))
         text = "".join(piece for piece in pieces if not isinstance(piece, ReasoningText | ToolCall))
-        if self.answer.question.parser is not None:  # as it would have them in a message that is read at once
+        if self.answer.question.parser is not None:  # as in a message that is read at once
             thought, text = thought.strip(), text.strip()
         message = {"role": "assistant", "content": text}
         more = {"reasoning_content": thought, "tool_calls": calls}
         return {"message": message | {name: value for name, value in more.items() if value}}
 
     def part(self, piece: Any, first: bool) -> dict[str, Any]:
-        # The role comes with the first token: an event before it would be taken for it by who measures.
+        # The role comes with the first token: who measures would take an earlier event for the token.
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if isinstance(piece, ToolCall):
             delta["tool_calls"] = [{"index": self.calls, **self.call(piece)}]
@@ -101,7 +101,7 @@ class ChatReply(Reply):
 
 
 def told_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """A status, and an error as OpenAI's clients read it."""
+    """A status, and the error in OpenAI's format."""
     status, message = 500, str(error) or type(error).__name__
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)

@@ -1,5 +1,4 @@
-"""What a request may ask. Each field is followed, or refused with status 400 where it would not be: no answer is
-silently another one."""
+"""What a request may ask. A field that cannot be followed is refused with status 400, never silently ignored."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-# Arguments of the chat template's call that are the server's.
+# Arguments of the chat template that only the server sets.
 RESERVED = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *inspect.signature(render_jinja_template).parameters,
     "messages",
     "load_audio_from_video",
 }
-# Below it the likeliest token has all of the chance; logits that are divided by far less overflow.
+# Below this temperature the likeliest token has all of the probability; far below it logits overflow.
 COLDEST = 1e-5
 
 
@@ -31,13 +30,13 @@ def is_json(text: str) -> str:
     return text
 
 
-# JSON's 1 is none of "1", 1.0 and true.
+# Strict: "1", 1.0 and true are not JSON's 1.
 Count = Annotated[int, Field(strict=True, ge=1)]
 One = Annotated[int, Field(strict=True, ge=1, le=1)]
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
-# As long as OpenAI's are many: each token's text is searched for all of them.
+# Bounded, because each token's text is searched for all stop strings.
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 
 
@@ -49,7 +48,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """Of both endpoints."""
+    """The fields of both endpoints."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -67,7 +66,7 @@ class Body(BaseModel):
     seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)] | None = None
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]] | None = None
     n: One | None = None
-    user: str | None = None  # who asks, which changes no answer
+    user: str | None = None  # who asks; it changes no answer
 
     @property
     def longest(self) -> int | None:
@@ -117,7 +116,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """What else it has is the template's."""
+    """A message. Its further fields are passed to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -160,7 +159,7 @@ class ChatBody(Body):
     logprobs: Literal[False] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    # Who asks, and what for: no answer is another one for it. A prompt's beginning is found without a key.
+    # Who asks, and what for: they change no answer. A prompt's beginning is found without a key.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -1,4 +1,4 @@
-"""The routes, and what surrounds each request: its ticket, its errors in OpenAI's form, the count of its status."""
+"""The routes, and the frame of each request: its ticket, its errors in OpenAI's format, the count of its status."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ from .questions import chat, completion
 from .replies import ChatReply, Reply, told_error
 from .requests import Body, ChatBody, CompletionBody
 
-# Bytes of a request's body: text of a million tokens, and more.
+# Bytes of a request's body: enough for a text of a million tokens.
 LARGEST_BODY = 16 << 20
-# nginx's status for what nobody waited for.
+# nginx's status for a client that has left.
 CLIENT_LEFT = 499
-# Seconds that requests have to end by themselves when the server is stopped.
+# Seconds for requests to end by themselves when the server is stopped.
 STOPPING = 5
 
 
 def application(served: ServedModel, generation: Generation, metrics: Metrics, names: Sequence[str] | None) -> FastAPI:
-    """The server's routes. names: its own, where it listens for this machine alone; None: any. Requests to another name
-    are refused, as a web page would send them that has its own name resolve to this machine."""
+    """The server's routes.
+
+    names: the host names that requests may use, where the server listens for this machine alone; None: any. A web page
+    whose own name resolves to this machine would use another name and is refused.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -91,13 +94,13 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, n
 
     app.add_exception_handler(StarletteHTTPException, refused)
     app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(SpecacheError, refused)  # without a traceback: it says all
+    app.add_exception_handler(SpecacheError, refused)  # without a traceback: the message is enough
     app.add_exception_handler(Exception, refused)
     return app
 
 
 async def while_waited_for(request: Request, work: Awaitable[Any]) -> Any:
-    """What `work` returns, or a response to nobody as soon as the client has left."""
+    """The result of `work`, or as soon as the client has left a response that nobody reads."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,8 +116,8 @@ async def disconnected(request: Request) -> None:
 
 
 class StoppedInTime(Server):
-    """Who is still being answered some time after the stop is told so: a task that uvicorn cancels ends a stream
-    without a word, and with a traceback."""
+    """A server that tells the clients of unfinished answers of its stop, after STOPPING seconds. uvicorn alone would
+    cancel their tasks, which ends a stream without a word and with a traceback."""
 
     def __init__(self, config: Config, generation: Generation) -> None:
         super().__init__(config)
@@ -126,8 +129,8 @@ class StoppedInTime(Server):
 
 
 class Tickets:
-    """ASGI middleware: a ticket for each request, which is over when its answer is, however that ends; and a bound for
-    its body."""
+    """ASGI middleware: each request gets a ticket, which ends with its answer in every case, and a bound for its
+    body."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -155,7 +158,7 @@ class Tickets:
 
         try:
             await self.app(scope, bounded, watched)
-        except Exception:  # answered outside of here
+        except Exception:  # answered by an outer handler
             status, ended = 500, True
             raise
         finally:
@@ -172,6 +175,6 @@ async def refused(request: Request, exception: Any) -> JSONResponse:
 
 
 async def malformed(request: Request, exception: Any) -> JSONResponse:
-    """A body that is no JSON, or whose fields are not what they should be: each by its place."""
+    """The error for a body that is no JSON or has wrong fields, each named with its place."""
     faults = (f"{'.'.join(map(str, fault['loc'][1:])) or 'body'}: {fault['msg']}" for fault in exception.errors())
     return await refused(request, HTTPException(400, "; ".join(faults)))

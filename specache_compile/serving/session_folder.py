@@ -1,4 +1,4 @@
-"""Sessions that memory had no room for, in a folder: a later server goes on with them.
+"""Sessions that did not fit into memory, in a folder; a later server goes on with them.
 
 folder/
   .lock                   one server at a time
@@ -26,7 +26,7 @@ from specache_compile.errors import SpecacheError, SpecacheWarning
 from .conversation import Conversation
 
 TOKENS = "tokens.json"
-# Folders of sessions, and nothing else that a folder may have.
+# Matches folders of sessions and nothing else that the folder may hold.
 SESSION_FOLDER = "session-" + "[0-9a-f]" * 32
 
 
@@ -42,12 +42,12 @@ class Saved:
 
 
 class SessionFolder:
-    """A server's, of at most `most` bytes, the least recently used session first. SpecacheError where another server
-    has the folder, or nothing can be written there."""
+    """A server's folder of at most `most` bytes, the least recently used session first. SpecacheError where another
+    server uses the folder or it cannot be written."""
 
     def __init__(self, root: Path, most: int) -> None:
         self.root, self.most = root, most
-        self.lock = FileLock(root / ".lock", thread_local=False)  # the thread that closes is another one
+        self.lock = FileLock(root / ".lock", thread_local=False)  # another thread closes it
         try:
             root.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(timeout=0)
@@ -59,13 +59,13 @@ class SessionFolder:
         self.trim()
 
     def put(self, conversation: Conversation) -> bool:
-        """Save it, as the most recently used; False, with a warning, where it cannot be saved."""
+        """Save it as the most recently used. False, with a warning, where it cannot be saved."""
         folder = self.root / f"session-{uuid.uuid4().hex}"
         told = {"asked": conversation.asked, "crops": conversation.crops, "ids": conversation.ids.tolist()}
         try:
             save(conversation.cache, folder)
             (folder / TOKENS).write_text(json.dumps(told))
-        except Exception as error:  # no memory for the copy, say: whoever evicts goes on
+        except Exception as error:  # no memory for the copy, for example: eviction goes on
             warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
             shutil.rmtree(folder, ignore_errors=True)
             return False
@@ -75,15 +75,15 @@ class SessionFolder:
         return True
 
     def read(self, saved: Saved, model: Any, leave: bool) -> Conversation | None:
-        """The conversation, which leaves the folder unless it is to stay there too; None, with a warning, where it
-        cannot be read: it is gone from the folder then."""
+        """The conversation; leave: it leaves the folder. Where it cannot be read it is removed: None, with a
+        warning."""
         self.saved.remove(saved)
         try:
             conversation = Conversation(saved.ids, load(saved.folder, model), saved.asked, saved.crops)
-        except Exception as error:  # a file of another version, say
+        except Exception as error:  # a file of another version, for example
             warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
             conversation, leave = None, True
-        if leave:  # what is mapped of its files stays readable
+        if leave:  # files that are mapped stay readable
             shutil.rmtree(saved.folder, ignore_errors=True)
         else:
             self.saved.append(saved)
@@ -94,7 +94,7 @@ class SessionFolder:
             shutil.rmtree(self.saved.pop(0).folder, ignore_errors=True)
 
     def total(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all sessions."""
         return sum(saved.nbytes for saved in list(self.saved))
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class SessionFolder:
 
 
 def found(root: Path) -> list[Saved]:
-    """What an earlier server has left, oldest first; halves of sessions are cleared away."""
+    """The sessions of an earlier server, oldest first. Incomplete sessions are deleted."""
     left: dict[Saved, float] = {}
     for folder in root.glob(SESSION_FOLDER):
         try:

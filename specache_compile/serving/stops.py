@@ -1,4 +1,4 @@
-"""Where an answer stops: before the first of its stop strings, however its tokens cut that string."""
+"""Ends an answer before its first stop string, however tokens split that string."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 
 class Stops:
-    """Text passes through; what may be the beginning of a stop string is withheld until more is known. `found`: whether
-    one was there; what follows it is dropped."""
+    """Text passes through, except what may begin a stop string; that is withheld until more text comes.
+
+    found: whether there was a stop string; the text behind it is dropped.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.strings, self.withheld, self.found = strings, "", False
 
     def feed(self, text: str, heeded: bool = True) -> str:
-        """What may be said, now that `text` follows. heeded: whether a stop string that is complete with it is one."""
+        """The text that may be sent after `text`. heeded: whether a stop string that `text` completes counts."""
         text = self.withheld + text
-        # The one that is complete first, so that it is the same one however the text comes.
+        # The string that is complete first, so that the pieces of the text do not matter.
         ends = [(at + len(string), at) for string in self.strings if (at := text.find(string)) >= 0]
         if ends and heeded:
             self.found, self.withheld = True, ""
@@ -26,5 +28,5 @@ class Stops:
 
 
 def overlap(text: str, string: str) -> int:
-    """Characters at the end of `text` that `string` begins with."""
+    """The number of characters at the end of `text` that `string` begins with."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)
