@@ -1,1 +1,1 @@
-"""What the backend does to a model, told before it runs: graphs, bytes, times. Compiling imports nothing of it."""
+"""What the backend will do to a model: graphs, bytes, times. Compiling imports none of this."""

@@ -1,7 +1,7 @@
-"""`bisect(model, inputs)`: which layer's rewrite moves the logits, found by leaving layers exact, half by half.
+"""`bisect(model, inputs)`: find the layer whose rewrite moves the logits, by leaving layers exact, half by half.
 
-The reference is the same model uncompiled, fed the same tokens. A layer is left exact by the option `exact_layers`, so
-what is tried is always a graph that the backend really makes.
+The reference is the same model uncompiled, fed the same tokens. The option `exact_layers` leaves layers exact, so every
+tried graph is one that the backend really makes.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ def bisect(
 ) -> Bisection:
     """Find the first layer whose rewrite moves the logits of `inputs` and `new_tokens` more by over `tolerance`.
 
-    model: an uncompiled Hugging Face decoder; it is copied, not changed. inputs: token ids [B, n], or a mapping with
-    input_ids and attention_mask. options: as for torch.compile; by default lossless ones (every pair is fetched), for
-    which any movement is a fault. Layers are counted in the model's order from 0. Pad on the left: the
-    last token's logits are compared.
+    Layers are counted in the model's order from 0.
+
+    model: an uncompiled Hugging Face decoder; it is copied, not changed.
+    inputs: token ids [B, n], or a mapping with input_ids and attention_mask. Pad on the left: the last token's logits
+        are compared.
+    options: as for torch.compile. The default is lossless (every pair is fetched); any movement is then a fault.
     """
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     ids = given["input_ids"]
@@ -84,7 +86,7 @@ def bisect(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if moves(tuple(range(middle))) else (middle, high)
-    for layer in range(low, high):  # by itself too: is it this layer's own rewrite, or one that needs those before it?
+    for layer in range(low, high):  # alone too: is its own rewrite at fault, or only with earlier ones?
         moves((layer,))
     return Bisection(low, tolerance, layers, first_step[0], moved)
 

@@ -1,4 +1,4 @@
-"""SPECACHE_DUMP: the explanation of graphs as they were really compiled, written while they are."""
+"""SPECACHE_DUMP: the explanation of graphs as they are really compiled, written at that time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from .times.devices import Device, device_called, find_device
 
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
-    """Write explain.txt, explain.json, report.html and, of a decode, timeline.json into folder/<graph's name>. A
-    pre-decode is explained with its decode; each for the first length and batch that Dynamo met."""
+    """Write explain.txt, explain.json, report.html and, for a decode, timeline.json into folder/<graph's name>.
+
+    A pre-decode is explained with its decode. Each is for the first length and batch that Dynamo met.
+    """
     captured = rewrites.captured
     if variant.phase != captured.phase:
         return
@@ -39,7 +41,7 @@ def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
 
 
 def device_at(place: torch.device) -> Device:
-    """The device that runs a model, where its figures are known; the default one elsewhere."""
+    """The device that runs a model, or the default where its figures are not known."""
     if place.type != "cuda":
         return find_device()
     return device_called(torch.cuda.get_device_name(place)) or find_device()

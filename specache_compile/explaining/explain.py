@@ -1,7 +1,7 @@
 """`explain(model, ...)`: what the backend does to a model, and where every byte would live, before running it.
 
-The model is built again from its config out of fake tensors, which have shapes but no storage, and goes through the
-real backend: one prefill and one decode step. So what is shown is what runs.
+The model is built again from its config with fake tensors, which have shapes but no storage. One prefill and one decode
+step go through the real backend, so what is shown is what runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .rank import check_part, one_of
 from .times.devices import Device, find_device
 from .times.verification import ACCEPTED, drafted_tokens
 
-# Nothing is allocated, so that no budget holds.
+# Nothing is allocated, so no budget applies.
 NO_LIMIT = sys.maxsize
 
 
@@ -65,12 +65,16 @@ def explain(
 ) -> Explanation:
     """Explain what `torch.compile(model, backend="specache", options=options)` does to a Hugging Face decoder.
 
+    Nothing is measured.
+
     model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
-    device: a name from `devices.DEVICES`, or a `Device`; A100 if not given. host_gib: host memory for the host tier.
-    reuse: share of the wanted pairs that are in the slots already (0: all must travel). corrected: share that a
-    correction must still bring (None: what was seen with as many lanes). accepted: chance that a drafted token is right
-    (option verify). ranks: explain one of so many that the model is split over (tensor parallel), on a device and a
-    link of its own; they share host_gib, and the time of their collectives is left out. Nothing is measured.
+    device: a name from `devices.DEVICES`, or a `Device`; A100 if not given.
+    host_gib: host memory for the host tier.
+    reuse: share of the wanted pairs that are in the slots already (0: all must travel).
+    corrected: share that a correction must still bring (None: as seen with as many lanes).
+    accepted: chance that a drafted token is right (option verify).
+    ranks: explain one of so many ranks that the model is split over (tensor parallel). Each rank has a device and a
+    link of its own; all share host_gib. The time of collectives is left out.
     """
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):
@@ -89,8 +93,8 @@ def explain(
     captured: list[Captured] = []
     rewrites: list[Rewrites] = []
     unlimited = replace(parsed, host_memory=NO_LIMIT) if isinstance(parsed, HostOptions) else parsed
-    # A process may explain many models, each a compilation of the same code of Hugging Face's; and what it explains
-    # must not depend on the lengths that this code has met before.
+    # A process may explain many models, each by compiling the same code of Hugging Face's. The explanation must not
+    # depend on the lengths that this code has met before.
     with (
         torch._dynamo.config.patch(
             recompile_limit=1024, accumulated_recompile_limit=4096, automatic_dynamic_shapes=False
@@ -104,7 +108,7 @@ def explain(
         except GuardOnDataDependentSymNode as error:
             raise SpecacheError(
                 "this model's own Python code decides by the values of a tensor (a rotary table that changes with the "
-                "length, say), which shapes do not tell: explain cannot follow it; SPECACHE_DUMP shows it as it runs"
+                "length, say). explain has only shapes and cannot follow it; SPECACHE_DUMP shows the graphs as they run"
             ) from error
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, SpecacheError):
@@ -128,8 +132,7 @@ def explanation_of(
     captured: Sequence[Captured], rewrites: Sequence[Rewrites], options: MethodOptions, prompt_length: int,
     batch_size: int, **rest: Any,
 ) -> Explanation:  # fmt: skip
-    """The explanation of captured graphs and their rewritten forms, whether they were made to be explained or to
-    run."""
+    """The explanation of captured graphs and their rewritten forms, made to be explained or to run."""
     graphs = [graph for graph in captured if graph.sites and graph.phase is not EXTEND]
     newest = graphs[-1] if graphs else (captured[-1] if captured else None)
     modules: dict[str, GraphModule] = {phase: module for made in rewrites for phase, module in made.modules.items()}
@@ -160,20 +163,20 @@ def site_rows(graph: Captured) -> list[SiteRow]:
 
 
 def left_alone_rows(graph: Captured) -> list[LeftAlone]:
-    """Each with the number of the model's layer that it is in, where it is in one."""
+    """The attentions left alone, each with its layer's number in the model where it has one."""
     layers = {node.name: layer for node, layer in layers_of(graph.graph_module).items()}
     rows = graph.left_alone
     return [LeftAlone(f"layer {layers[r.node]}: {r.node}" if r.node in layers else r.node, r.reason) for r in rows]
 
 
 def load_config(path: str | Path) -> Any:
-    """The config at a checkpoint folder, a config.json or a GGUF file, or of a hub name or a known one."""
+    """The config of a checkpoint folder, a config.json, a GGUF file, a hub name or a known name."""
     from transformers import AutoConfig
 
     source = config_source(str(path))
     try:
         config = AutoConfig.from_pretrained(**source)
-    except Exception as error:  # transformers raises a different type for each way in which a config can be bad
+    except Exception as error:  # transformers raises many types for bad configs
         raise SpecacheError(f"no usable config at {path}: {first_line(error)}") from error
     config.name_or_path = str(path)
     return config
@@ -210,10 +213,10 @@ def collector(captured: list[Captured], rewrites: list[Rewrites], options: Metho
 
 
 def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable[..., Any]) -> None:
-    """One prefill and one decode step through the backend, called as `generate` calls; with the option verify, a
-    verification too."""
+    """Run one prefill and one decode step through the backend, as `generate` does; with the option verify also a
+    verification."""
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", SpecacheWarning)  # what is left alone is a table here
+        warnings.simplefilter("ignore", SpecacheWarning)  # the tables list what is left alone
         compiled = torch.compile(model, backend=backend)
         prompt = torch.zeros(batch_size, prompt_length, dtype=torch.int64, device=model.device)
         positions = torch.zeros(batch_size, prompt_length + 1, dtype=torch.int64, device=model.device)

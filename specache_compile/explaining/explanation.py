@@ -1,4 +1,4 @@
-"""`Explanation`: what `explain` found, to print, to ask, to compare and to save."""
+"""`Explanation`: what `explain` found, to print, query, compare and save."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from .trace import write_trace
 
 @dataclass(frozen=True)
 class Explanation(Figures):
-    """What the backend does to a model; print it, or ask it (`Figures`)."""
+    """What the backend does to a model; print it, or query it (`Figures`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and strings, ready for JSON."""
         return as_dict(self)
 
     def save(self, path: str | Path, profile: Any = None) -> None:
-        """Write what the name's ending asks for: .html the report, timeline .json a Chrome/Perfetto trace (with a
-        measured `torch.profiler.profile` beside the predicted one, if given)."""
+        """Write the file that the name's ending asks for: .html the report, .json the timeline, a Chrome/Perfetto
+        trace.
+
+        profile: a measured `torch.profiler.profile` to put beside the predicted timeline.
+        """
         path = Path(path)
         if path.suffix in (".html", ".htm"):
             write_report(self, path)
@@ -32,8 +35,8 @@ class Explanation(Figures):
             write_trace(self, path, profile)
         else:
             raise SpecacheError(
-                f"{path}: saved are a report, .html, and a timeline, .json; the schedule is a networkx graph, "
-                "explain(...).schedule().dag, which networkx writes"
+                f"{path}: give a name in .html for the report or .json for the timeline; the schedule is a networkx "
+                "graph, explain(...).schedule().dag, which networkx writes"
             )
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What `explain` found of a model, as figures to ask and to compare; `explanation.py` prints and saves them."""
+"""What `explain` found about a model, as figures to query and compare; `explanation.py` prints and saves them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .times.verification import ACCEPTED, Round, drafted_tokens, looked_up_round
 class SiteRow:
     """One rewritten attention.
 
-    layer: its number among the rewritten ones.
-    model_layer: the model's own number.
+    layer: its number among the rewritten attentions.
+    model_layer: its layer's number in the model.
     """
 
     layer: int
@@ -49,7 +49,7 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """One launch of a graph under the roofline; seconds and bound are the device's."""
+    """One launch of a graph under the roofline of a device."""
 
     name: str
     op: str
@@ -81,9 +81,11 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the backend does to a model. Bytes are for `prompt_length` tokens and `batch_size`
-    rows. Every figure is computed, not measured: bytes from shapes, times from the roofline of `device`. With several
-    `ranks` all of it is one rank's."""
+    """What the backend does to a model, with `prompt_length` tokens and `batch_size` rows.
+
+    Every figure is computed, not measured: bytes from shapes, times from the roofline of `device`. With several `ranks`
+    all figures are one rank's.
+    """
 
     options: MethodOptions
     prompt_length: int
@@ -124,7 +126,7 @@ class Figures:
 
     @property
     def prefill_bytes(self) -> int:
-        """Device memory that a prefill of the prompt needs beside the weights, at most: its temporaries, with nothing
+        """The most device memory that a prefill of the prompt needs beside the weights: its temporaries, with nothing
         fused, the tiers, and the two buffers through which a layer's pairs go to the host."""
         pairs = max((full_cache_bytes([x], self.batch_size, self.prompt_length) for x in self.layers), default=0)
         staging = 2 * pairs if self.bytes_by_tier["host"] else 0
@@ -137,7 +139,7 @@ class Figures:
 
     @property
     def corrects(self) -> bool:
-        """Whether a step fetches what its own token asks for, and the fetch ahead did not bring."""
+        """Whether a step fetches the pairs that its own token wants and the fetch ahead did not bring."""
         return self.options.correct != "never"
 
     @property
@@ -148,7 +150,7 @@ class Figures:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """The hash of each phase's rewritten graph, as it is recorded for a compiled model too."""
+        """The hash of each phase's rewritten graph, as recorded for a compiled model."""
         return {phase: trace.hash for phase, trace in self.traces.items()}
 
     def trace(self, phase: str) -> Trace:
@@ -175,7 +177,7 @@ class Figures:
         return "".join(difflib.unified_diff(old, new, f"{phase}/{before}", f"{phase}/{pass_name}", n=1))
 
     def load(self, **changes: Any) -> Workload:
-        """The decode step that is explained."""
+        """The workload of the explained decode step."""
         heads = tuple(site.query_heads for site in self.sites)
         load = Workload(
             self.options, self.layers, heads, self.batch_size, self.prompt_length, self.reuse, self.corrected
@@ -216,7 +218,7 @@ class Figures:
         return Schedule(self.launches, self.seconds_at(self.load()))
 
     def step(self, load: Workload | None = None) -> StepTime:
-        """The decode step's least time, and what of the fetches it hides."""
+        """The decode step's least time, and the share of the fetches that it hides."""
         return step_time(self.launches, self.seconds_at(load or self.load()))
 
     def full_step(self, length: int | None = None) -> float:
@@ -231,26 +233,26 @@ class Figures:
 
     @functools.cached_property
     def computed_steps(self) -> list[StepRow]:
-        """The steps of this model at other lengths and batches, by events (`step_time.py`), and those of full caches;
-        none where a CUDA graph cannot hold the step."""
+        """This model's and full caches' steps at other lengths and batches, by events (`step_time.py`); none where a
+        CUDA graph cannot hold the step."""
         if "decode" not in self.graphs or not self.sites or not is_captured(self.graphs["decode"]):
             return []
         return rows_of(self.traced(), self.traced_one_lane, self.device, self.host_gib * 2**30 / self.ranks)
 
     @property
     def traced_one_lane(self) -> Traced:
-        """The graph whose products those of a full cache's step are."""
+        """The one-lane graph, whose products are also those of a full cache's step."""
         return self.traced("pre-decode" if "pre-decode" in self.graphs else "decode")
 
     @functools.cached_property
     def computed_break_even(self) -> int | None:
-        """Tokens of context from which a computed step of one row takes no longer than on a 16-bit cache; None: at none
-        up to 128k."""
+        """Tokens of context from which a computed step of one row takes no longer than on a 16-bit cache; None: not up
+        to 128k."""
         return break_even_context(self.traced(), self.traced_one_lane, self.device)
 
     def round(self, accepted: float | None = None) -> Round | None:
-        """A draft and its verification, where the options ask for them; `accepted` in place of the given
-        chance that a drafted token is right."""
+        """A draft and its verification, where the options ask for them. accepted: replaces the given chance that a
+        drafted token is right."""
         chance = self.accepted if accepted is None else accepted
         if self.options.lookup and "widened" in self.graphs:
             return looked_up_round(self.graphs, self.load(), self.device, chance)
@@ -282,7 +284,7 @@ class Figures:
     def compare(
         self, bits: Sequence[int] = (2, 1), group_sizes: Sequence[int] = (64, 32), top_k: Sequence[int] = (32, 64, 128)
     ) -> list[Alternative]:
-        """The same with other bits, group sizes and k, of which a method may take none."""
+        """The same with other bits, group sizes and k, as far as the method has these options."""
         rows: list[Alternative] = []
         chosen = self.options
         if not isinstance(chosen, LowBitOptions):

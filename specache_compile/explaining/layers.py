@@ -1,4 +1,4 @@
-"""Which of the model's layers a node of a graph belongs to, read off the weights that it uses."""
+"""The layer of the model that each node of a graph belongs to, by the weights that it uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ AFTER = 1 << 30
 def layers_of(graph_module: GraphModule) -> dict[Node, str]:
     """For each node "0", "1", ... or "before" the first layer, "after" the last one.
 
-    A node that uses no weight belongs to the newest layer among its inputs; what comes behind weights that are in no
-    layer (the final norm, the head) is after. Nodes of a layer that come before its first weight count to the last.
+    A node without a weight belongs to the newest layer among its inputs. Nodes behind weights of no layer (the final
+    norm, the head) are "after". A layer's nodes before its first weight count to the layer before.
     """
     found: dict[Node, int] = {}
     sites_layer: dict[int, int] = {}
@@ -30,7 +30,7 @@ def layers_of(graph_module: GraphModule) -> dict[Node, str]:
         found[node] = max((found[i] for i in inputs), default=-1)
         if found[node] >= 0 and any(is_outer_weight(i) for i in inputs):
             found[node] = AFTER
-        # A fetch or a store has no weight behind it but its layer's attention, or nothing at all: its state tells.
+        # A fetch or a store may have no weight among its inputs: its state tells the layer.
         if tag is not None and found[node] in (-1, AFTER):
             found[node] = sites_layer.get(tag.site, found[node])
         elif tag is not None:

@@ -1,4 +1,5 @@
-"""A readable graph, folded by layer: its nodes as rows, layers that are alike shown once, and what a pass changed."""
+"""A readable graph, folded by layer: nodes are rows, layers that are alike are shown once, a pass's changes are
+marked."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of one layer, and of those that are like it: "layers 0-31"."""
+    """Rows of one layer and of the layers like it: "layers 0-31"."""
 
     title: str
     rows: tuple[Row, ...]
@@ -77,7 +78,7 @@ def rows_of(code: str) -> list[Row]:
 
 
 def kind(call: str) -> str:
-    """What a call is, for its colour."""
+    """The kind of a call, for its colour."""
     if "specache." in call:
         return "tier"
     found = CALL.match(call)
@@ -88,7 +89,7 @@ def kind(call: str) -> str:
 
 
 def changes(before: list[Row], after: list[Row]) -> list[Row]:
-    """Both graphs' rows in one list: "-" those that went, "+" those that came, " " those that stayed."""
+    """Both graphs' rows in one list: "-" removed, "+" added, " " kept."""
     matcher = difflib.SequenceMatcher(None, [r.text for r in before], [r.text for r in after], autojunk=False)
     rows: list[Row] = []
     for tag, a, b, c, d in matcher.get_opcodes():
@@ -101,7 +102,8 @@ def changes(before: list[Row], after: list[Row]) -> list[Row]:
 
 
 def folded(rows: Iterable[Row]) -> list[Section]:
-    """Sections in the graph's order; layers whose rows differ in numbers alone are one, shown by the first."""
+    """Sections in the graph's order. Layers whose rows differ only in numbers are one section, with the first's
+    rows."""
     sections: dict[str, list[Row]] = {}
     for row in rows:
         sections.setdefault(row.section, []).append(row)

@@ -1,6 +1,6 @@
-"""Sums over a plan: memory by layer, the batch that fits, the step's time, the context from which specache pays.
+"""Sums over a plan: memory by layer, the batch that fits, the step's time, the context from which specache pays off.
 
-Computed from shapes and data sheets, never measured; times are floors (see `roofline.py`).
+All are computed from shapes and data sheets, never measured. Times are floors (see `roofline.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def largest_batch(
 
 
 def temporaries(graph_module: GraphModule) -> int:
-    """The most bytes of a graph's own tensors that are alive at once, in its order and with nothing fused."""
+    """The most bytes of a graph's own tensors alive at once, in the graph's order and with nothing fused."""
     nodes = list(graph_module.graph.nodes)
     owner: dict[Node, Node] = {}
     last: dict[Node, int] = {}
@@ -69,7 +69,7 @@ def temporaries(graph_module: GraphModule) -> int:
 
 
 def own_bytes(node: Node) -> int:
-    """Bytes that a node allocates; none for what the graph is given."""
+    """Bytes that a node allocates; 0 for the graph's inputs."""
     if node.op in ("placeholder", "output", "get_attr"):
         return 0
     value = value_of(node)
@@ -81,10 +81,10 @@ def own_bytes(node: Node) -> int:
 class StepTime:
     """One decode step of a running generation, in seconds.
 
-    compute, copy: what each stream is busy.
-    waited: compute stood still for a fetch.
-    hidden: share of the fetches' time that no wait saw, None where nothing is fetched.
-    critical_path: the launches on it within this step's time, fetches that the step before began too.
+    compute, copy: how long each stream is busy.
+    waited: how long compute waits for fetches.
+    hidden: share of the fetches' time that no wait sees; None where nothing is fetched.
+    critical_path: its launches within this step's time, with fetches that the step before began.
     """
 
     seconds: float
@@ -116,7 +116,7 @@ def step_time(launches: list[Launch], seconds: Mapping[str, float]) -> StepTime:
             waited += max(0.0, times[key][0] - max(ready, default=times[key][0]))
     busy = {s: sum(seconds.get(x.name, 0.0) for x in launches if x.stream == s) for s in ("compute", "copy")}
     fetch = sum(seconds.get(x.name, 0.0) for x in launches if x.op == "prefetch")
-    # Copies may run on behind a step's last computation; what repeats is the time between two of them.
+    # Copies may go on behind a step's last computation; the time between two last computations is what repeats.
     period = max(compute_ends[STEADY - 1] - compute_ends[STEADY - 2], 0.0) or ends[1] - ends[0]
     return StepTime(
         period, busy["compute"], busy["copy"], waited,
@@ -128,8 +128,8 @@ def step_time(launches: list[Launch], seconds: Mapping[str, float]) -> StepTime:
 def break_even(
     ours: Callable[[int], float], full: Callable[[int], float], least: int = 64, most: int = LONGEST
 ) -> int | None:
-    """The shortest context, in tokens to 64 exact, at which a step of ours takes no longer than the full cache's;
-    None where there is none up to `most` tokens, `least` times a power of two."""
+    """The shortest context, to 64 tokens, at which our step takes no longer than the full cache's; None where there is
+    none up to `most` tokens, `least` times a power of two."""
     high = least
     while ours(high) > full(high):
         high *= 2

@@ -1,4 +1,5 @@
-"""One rank of a tensor-parallel model as a model of its own: what is split by heads, channels or tokens is smaller."""
+"""One rank of a tensor-parallel model as a model of its own, with fewer heads, channels and tokens of the
+vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from specache_compile.errors import SpecacheError, split_heads
 
-# What Hugging Face's plans split, by its name in a config.
+# The fields of a config that Hugging Face's plans split.
 SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 
 
@@ -22,7 +23,7 @@ def one_of(config: Any, ranks: int) -> Any:
     plan = getattr(text, "base_model_tp_plan", None) or {}
     if plan and not any(style == "colwise" for name, style in plan.items() if "attn" in name or "attention" in name):
         raise SpecacheError(
-            f"ranks: {type(text).__name__} has a tp_plan that leaves attention whole, so that each rank holds every "
+            f"ranks: {type(text).__name__} has a tp_plan that leaves attention whole: each rank holds every "
             "head's pairs: explain it without ranks"
         )
     heads = text.num_attention_heads
@@ -34,12 +35,12 @@ def one_of(config: Any, ranks: int) -> Any:
         whole = getattr(text, name, None)
         if whole is not None:
             setattr(text, name, -(-whole // ranks))
-    text.pad_token_id = None  # a row of the whole table
+    text.pad_token_id = None  # it is a row of the whole table
     return part
 
 
 def check_part(config: Any, part: Any, head_dim: int) -> None:
-    """SpecacheError where a model made of a rank's config has not the heads of the whole."""
+    """SpecacheError where a model of a rank's config has other heads than the whole model's."""
     if part is config:
         return
     text = config.get_text_config()

@@ -1,4 +1,4 @@
-"""`report.html`: an explanation as one page that needs nothing else: no network, no other file."""
+"""`report.html`: an explanation as one page that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_report(e: Figures, path: Path) -> None:
 
 
 def contents(e: Figures) -> dict[str, Any]:
-    """What the template shows, as text and numbers."""
+    """The template's contents as text and numbers."""
     data: dict[str, Any] = {
         "e": e, "computed": COMPUTED, "bars": memory_bars(e), "phases": phases(e), "size": size, "share": share,
         "duration": duration, "counted": counted, "sites": sites(e), "layers": layer_rows(e),
@@ -69,13 +69,13 @@ def sites(e: Figures) -> list[tuple[Any, ...]]:
 
 
 def layer_rows(e: Figures) -> list[tuple[Any, ...]]:
-    """Bytes of each tier for each layer, layers alike in one row."""
+    """Bytes of each tier for each layer; layers that are alike share a row."""
     pairs = zip(e.sites, e.bytes_by_layer, strict=True)
     return grouped((site.model_layer, tuple(map(size, tiers.values()))) for site, tiers in pairs)
 
 
 def memory_bars(e: Figures) -> list[tuple[str, int, list[Part]]]:
-    """Device memory and host memory with specache, and the device memory of a full cache, drawn to one scale."""
+    """Device and host memory with specache, and the device memory of a full cache, on one scale."""
     tiers = e.bytes_by_tier
     weights = {"weights": e.weight_bytes}
     bars = {
@@ -91,7 +91,7 @@ def memory_bars(e: Figures) -> list[tuple[str, int, list[Part]]]:
 
 
 def timeline(e: Figures) -> dict[str, Any]:
-    """One step of a running generation: the launches of both streams in it, its critical path, and a time axis."""
+    """One step of a running generation: the launches of both streams, the critical path, and a time axis."""
     schedule = Schedule(e.launches, e.seconds_at(e.load()), STEADY)
     times, path = schedule.times(), set(schedule.critical_path())
     compute = [key for key in times if schedule.dag.nodes[key]["stream"] == "compute"]
@@ -116,7 +116,7 @@ def timeline(e: Figures) -> dict[str, Any]:
 
 
 def phases(e: Figures) -> list[dict[str, Any]]:
-    """For each phase its final graph folded by layer, and for each pass what it changed."""
+    """Each phase's final graph folded by layer, and each pass's changes."""
     result = []
     for phase, trace in e.traces.items():
         stages = {name: rows_of(code) for name, code in trace.graphs.items()}

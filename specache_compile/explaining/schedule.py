@@ -1,7 +1,8 @@
-"""The decode step as a graph over two streams, compute and copy, and two consecutive steps.
+"""Two consecutive decode steps as a graph over two streams, compute and copy.
 
-Its edges are only what really orders a step: each stream runs in order, a copy starts behind what was issued before
-it, and a wait holds the compute stream until its slots' fetch has ended. So whether state is safe can be asked of it.
+Edges are only what really orders a step: each stream runs in order, a copy starts after what was issued before it, and
+a wait holds the compute stream until its slots' fetch has ended. So the graph can show whether accesses to state are
+safe.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a step, and the state tensors that it reads and writes. A wait guards the slots that it names, and
-    the fetch that fills them brings them. reads_host: it waits for the offloads by itself."""
+    """One launch of a step.
+
+    reads, writes: state tensors.
+    guards: the slots that a wait guards.
+    brings: the slots that a fetch fills.
+    reads_host: it waits for the offloads by itself.
+    """
 
     name: str
     op: str
@@ -52,11 +58,11 @@ def launch_of(node: Node, layer: str) -> Launch:
     state = {value: tag.field for value in node.all_input_nodes if (tag := tag_of(value)) is not None and tag.field}
     slots = next((value.name for value, field in state.items() if field == "slots"), "")
     stream = "copy" if op.copies else "compute"
-    if op.is_wait:  # it is declared to mutate what it guards; that is an order, not an access
+    if op.is_wait:  # it only declares to mutate what it guards, for the order
         return Launch(node.name, name, stream, layer, (), (), guards=slots)
     written = mutated_arguments(node)
     brings = slots if op.copies and any(state[value] == "slots" for value in written) else ""
-    # A fetch reads what is in its slots: only what is missing travels.
+    # A fetch also reads its slots: only missing pairs travel.
     reads = tuple(value.name for value in state if value not in written or brings)
     return Launch(
         node.name, name, stream, layer, reads, tuple(s.name for s in written), brings=brings, reads_host=op.reads_host
@@ -64,12 +70,15 @@ def launch_of(node: Node, layer: str) -> Launch:
 
 
 class Schedule:
-    """Consecutive steps of one graph. `dag` has a node (step, name) for each launch, with its `Launch`'s fields and
-    `seconds`; its edges have a `kind`: order, launch or wait."""
+    """Consecutive steps of one graph.
+
+    dag: has a node (step, name) for each launch, with its `Launch`'s fields and `seconds`. Its edges have a `kind`:
+    order, launch or wait.
+    """
 
     def __init__(self, launches: list[Launch], seconds: Mapping[str, float] | None = None, steps: int = 2) -> None:
         self.launches = launches
-        # What is fetched in a step's course alone waits for the step before at the beginning (`Step.start`).
+        # A step that fetches only in its own course waits at its beginning for the step before (`Step.start`).
         waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
         self.dag: nx.DiGraph = nx.DiGraph()
         newest: dict[str, Key] = {}  # of each stream
@@ -92,7 +101,7 @@ class Schedule:
                     fetches[launch.brings] = key
 
     def times(self) -> dict[Key, tuple[float, float]]:
-        """Start and end of each launch in seconds from the first step's beginning: each starts as early as it may."""
+        """Start and end of each launch in seconds from the first step's beginning. Each starts as early as possible."""
         times: dict[Key, tuple[float, float]] = {}
         for key in self.order():
             start = max((times[before][1] for before in self.dag.predecessors(key)), default=0.0)
@@ -100,12 +109,12 @@ class Schedule:
         return times
 
     def order(self) -> list[Key]:
-        """The launches in the order in which they are issued."""
+        """The launches in the order of issue."""
         place = {launch.name: i for i, launch in enumerate(self.launches)}
         return sorted(self.dag.nodes, key=lambda key: (key[0], place[key[1]]))
 
     def critical_path(self, times: Mapping[Key, tuple[float, float]] | None = None) -> list[Key]:
-        """The chain of launches, each ending where the next begins, that the last step's last computation waits for."""
+        """The chain of launches up to the last step's last computation in which each ends where the next begins."""
         times = times or self.times()
         path = [next(key for key in reversed(self.order()) if self.dag.nodes[key]["stream"] == "compute")]
         while before := list(self.dag.predecessors(path[-1])):
@@ -114,8 +123,8 @@ class Schedule:
 
 
 def check_order(dag: nx.DiGraph) -> list[str]:
-    """What the graph leaves unordered: each pair of accesses to one state tensor, one of them a write, without a path
-    from the earlier to the later. Empty when every slot read follows its fetch and every write its readers."""
+    """The unordered accesses: pairs of accesses to one state tensor, one of them a write, without a path from the
+    earlier to the later. Empty when every slot read follows its fetch and every write its readers."""
     place = {key: i for i, key in enumerate(dag.nodes)}
     behind: dict[Any, int] = {}  # for each launch, the set of those ordered before it, as a bit mask
     for key in nx.topological_sort(dag):

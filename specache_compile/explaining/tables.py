@@ -1,4 +1,4 @@
-"""An explanation as text of at most 100 columns, and as plain data. Both say that nothing in it is measured."""
+"""An explanation as text of at most 100 columns, and as plain data. Both say that nothing is measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 100
 
 
 def size(count: float) -> str:
-    """Bytes for a person: 12.3 MB, in powers of ten as links and memories are sold."""
+    """Bytes for a person, in powers of ten: 12.3 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
@@ -49,7 +49,7 @@ def spans(numbers: Iterable[str]) -> str:
 
 
 def grouped(rows: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    """Rows that say the same of several layers become one, with the layers' span before it."""
+    """Join equal rows of several layers into one, with the layers' span before it."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for layer, row in rows:
         groups.setdefault(row, []).append(layer)
@@ -139,7 +139,7 @@ def memory_table(e: Figures) -> str:
 
 
 def by_op(rows: Iterable[NodeCost]) -> list[tuple[str, str, int, Cost, float, str]]:
-    """Launches summed by what they are: (stream, op, count, cost, seconds, bound)."""
+    """Launches summed by op: (stream, op, count, cost, seconds, bound)."""
     groups: dict[tuple[str, str], list[NodeCost]] = {}
     for row in rows:
         groups.setdefault((row.stream, row.op), []).append(row)
@@ -198,7 +198,7 @@ STEP_TIME_HEADERS = ("cache", "tokens", "batch 1", "bound by", "largest", "step"
 
 
 def step_time_note(e: Figures) -> str:
-    """What the computed steps stand on."""
+    """The assumptions of the computed steps."""
     load = e.traced().load
     notes = [f"{e.host_gib:.0f} GiB of host memory", f"{e.computed_steps[0].step.launches:.0f} launches a layer"]
     if e.options.top_k:
@@ -208,7 +208,7 @@ def step_time_note(e: Figures) -> str:
 
 
 def step_time_rows(e: Figures) -> list[tuple[str, ...]]:
-    """A cache and a length each: the step of one row and of the largest batch, what of it is exposed, and what sets
+    """A row for each cache and length: the step of one row and of the largest batch, its exposed part, and what limits
     that batch."""
     together: dict[tuple[str, int], list[StepRow]] = {}
     for row in e.computed_steps:
@@ -231,12 +231,12 @@ def step_time_cells(row: StepRow) -> tuple[str, str]:
 
 
 def step_time_table(e: Figures) -> str:
-    """The step's time by events, beside the roofline's floor; nothing where it is not known."""
+    """The step's time by events, beside the roofline's floor; "" where there is none."""
     if not e.computed_steps:
         return ""
     title = (
         f"The step by events on {e.device.name} ({COMPUTED}; within some 30 %)\n"
-        f"(in ms, in a CUDA graph; in brackets those for which compute stands still for PCIe;\n{step_time_note(e)})"
+        f"(in ms, in a CUDA graph; in brackets those in which compute waits for PCIe;\n{step_time_note(e)})"
     )
     headers, aligned = STEP_TIME_HEADERS, ("left", "right", "right", "left", "right", "right", "left", "right")
     table = tabulate(step_time_rows(e), headers=headers, colalign=aligned, disable_numparse=True)
@@ -246,7 +246,7 @@ def step_time_table(e: Figures) -> str:
 
 
 def round_text(e: Figures) -> str:
-    """What a verification adds up to; nothing where none was asked for."""
+    """The sum of a verification; "" where none was asked for."""
     r = e.round()
     if r is None:
         return ""
@@ -275,7 +275,7 @@ def compare_table(e: Figures) -> str:
 
 
 def as_dict(e: Figures) -> dict[str, Any]:
-    """Everything that the tables hold, and each launch by itself. Bytes, seconds, FLOPs."""
+    """Everything in the tables, and each launch by itself. Bytes, seconds, FLOPs."""
     data: dict[str, Any] = {
         "note": f"every figure is {COMPUTED}",
         "model": e.name,

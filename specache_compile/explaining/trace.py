@@ -15,7 +15,7 @@ PREDICTED, STREAMS = 1, ("compute", "copy")
 
 
 def predicted_events(e: Figures) -> list[dict[str, Any]]:
-    """Two consecutive decode steps; time in µs. A flow arrow goes from each fetch to the wait that it ends."""
+    """Two consecutive decode steps, time in µs. A flow arrow leads from each fetch to the wait that it ends."""
     schedule = e.schedule()
     times = schedule.times()
     path = set(schedule.critical_path(times))
@@ -45,7 +45,7 @@ def predicted_events(e: Figures) -> list[dict[str, Any]]:
 
 
 def measured_events(profile: Any) -> list[dict[str, Any]]:
-    """The events of a `torch.profiler.profile` that has ended, or of the path to a trace that one exported."""
+    """The events of a finished `torch.profiler.profile`, or of the trace at a path that one exported."""
     if isinstance(profile, (str, Path)):
         return list(json.loads(Path(profile).read_text())["traceEvents"])
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def measured_events(profile: Any) -> list[dict[str, Any]]:
 
 
 def write_trace(e: Figures, path: Path, profile: Any = None) -> None:
-    """The predicted timeline, and beside it, as processes of its own, the measured one."""
+    """Write the predicted timeline, and beside it the measured one as further processes."""
     events = predicted_events(e)
     if profile is not None:
         measured = measured_events(profile)

@@ -1,4 +1,5 @@
-"""What bounds a step on a device: memory, link and arithmetic. Data-sheet figures; nothing here is measured."""
+"""The figures that bound a step on a device: memory, link and arithmetic. All are from data sheets, none is
+measured."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ class Device:
     tflops: 1e12 dense 16-bit operations a second with 32-bit sums.
     vram_gib: memory.
 
-    For `step_time.py` alone:
+    Only for `step_time.py`:
     sms: multiprocessors, of four schedulers each.
     ghz: their clock under load.
-    hbm_share, tflops_share: what long reads and products reach of the two figures.
+    hbm_share, tflops_share: the shares of hbm_gbps and tflops that long reads and products reach.
     """
 
     name: str
@@ -32,10 +33,11 @@ class Device:
     tflops_share: float
 
 
-# Memory and arithmetic: the vendor's data sheets, without sparsity. PCIe: what such a link carries in practice, some
-# four fifths of its nominal 32 (gen 4 x16), 64 (gen 5 x16) and 16 (gen 4 x8) GB/s. Multiprocessors: the data sheets
-# again. The clock: that of the data sheet where power lets a device keep it (A6000, A100, RTX 4090), else an estimate
-# of what is kept. The two shares: estimates.
+# Memory, arithmetic (without sparsity) and multiprocessors: the vendor's data sheets.
+# PCIe: what such a link carries in practice, some four fifths of its nominal 32 (gen 4 x16), 64 (gen 5 x16) and 16
+# (gen 4 x8) GB/s.
+# Clock: the data sheet's where power lets a device keep it (A6000, A100, RTX 4090), else an estimate.
+# The two shares: estimates.
 DEVICES = {
     device.name: device
     for device in (
@@ -51,7 +53,7 @@ DEFAULT_DEVICE = "A100"
 
 
 def device_called(name: str) -> Device | None:
-    """The device that CUDA calls so, a whole one of its kind; None where its figures are not known."""
+    """The device of CUDA's name, if it is a whole one; None where its figures are not known."""
     by_word = {key.split()[-1]: device for key, device in DEVICES.items()}
     word = word_of(name, by_word)
     return None if word is None else by_word[word]
@@ -64,7 +66,7 @@ def find_device(
     tflops: float | None = None,
     vram_gib: float | None = None,
 ) -> Device:
-    """The device of that name (in any case, spaces optional), with whichever figures are given put in its place."""
+    """The device of that name (in any case, spaces optional), with the given figures in place of its own."""
     known = {key.replace(" ", "").lower(): device for key, device in DEVICES.items()}
     base = known.get((name or DEFAULT_DEVICE).replace(" ", "").replace("-", "").lower())
     if base is None:

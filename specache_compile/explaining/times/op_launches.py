@@ -1,7 +1,7 @@
 """The launches that a tier op makes on a CUDA device, and the work of each.
 
-They follow the triton_*.py of kernels/ and kernels/movement/copy_stream.py, of which each has its launches in its
-docstring. Bytes and FLOPs are those of kernels/costs.py, shared out; times are made of them in `step_time.py`.
+They follow the triton_*.py of kernels/ and kernels/movement/copy_stream.py, whose docstrings list their launches. Bytes
+and FLOPs are those of kernels/costs.py, divided among the launches; `step_time.py` computes times from them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .devices import Device
 
 MAIN, COPY, CORRECTION = "main", "copy", "correction"
 
-# Seconds, all of them estimates. By how much a launch begins behind the end of the one that it follows in a CUDA graph;
-# what the smallest kernel takes; by how much a large one's last programs run longer than their even share.
+# Seconds, all estimates: between a launch's end and the next one's beginning in a CUDA graph; of the smallest kernel;
+# by which a large kernel's last programs exceed their even share.
 GAP, SMALLEST, TAIL = 1.3e-6, 1.3e-6, 1.5e-6
-# In a gather: a program finds one head's missing pairs; a read over the link is answered.
+# Seconds of a gather: a program finds one head's missing pairs; a read over the link is answered.
 FIND, ROUND_TRIP = 4.2e-6, 2.0e-6
-# Elements of a tile of `triton_select`, of one of its warps, and its most warps; programs of a gather beside compute
-# (`triton_copy`). Those modules need Triton, which is not everywhere where something is explained.
+# `triton_select`: elements of a tile and of a warp, and its most warps. `triton_copy`: programs of a gather beside
+# compute. Written again here, because those modules need Triton and explaining does not.
 TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
-# Instructions that a scheduler issues in a cycle, of a multiprocessor's four: what the attention over low bits comes to
-# on an H200, by its time (benchmarks/results/gpu_kernels.json) and the counts below.
+# Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first follows from the time
+# of the attention over low bits on an H200 (benchmarks/results/gpu_kernels.json) and the counts below.
 ISSUED, SCHEDULERS = 0.45, 4
-# A warp's instructions for a stored number of the low-bit tier, with one lane and with two, of four query heads and 1
-# to 2 bits: the loops of the attention under Triton 3.6 (tools/compile_kernels.py counts those of the Triton at hand).
+# A warp's instructions for a stored number of the low-bit tier, with one lane and with two, for four query heads and 1
+# to 2 bits: the attention's loops under Triton 3.6 (tools/compile_kernels.py counts them under the installed Triton).
 INSTRUCTIONS = {"whole": (2.55, 2.93), "keys": (3.15, 3.13), "values": (2.71, 3.05)}
-# Those besides, of keys with scales and zero points of 8 bits, and of values in the trellis (sm_90 under Triton 3.7).
+# Further instructions: of keys with scales and zero points of 8 bits, of values in the trellis (sm_90, Triton 3.7).
 OF_SMALL_PARAMS, OF_TRELLIS = 1.2, 1.35
-# A warp's instructions, of sm_90 under Triton 3.7: of a program of `keep_best`, some 12 turns of 80 (sums of softmaxes
-# of normal logits) and 1,330 once; for a score of a token, KV head and lane; for a query head and lane that is merged.
+# A warp's instructions (sm_90, Triton 3.7): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
+# normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
 WARP = 32
 
@@ -49,10 +49,9 @@ class Kernel:
     memory, to_device, to_host: bytes.
     flops: of products.
     instructions: a warp's.
-    floor: seconds that its work takes at least.
+    floor: least seconds of its work.
     tail, gap: seconds behind and before it that no resource shortens.
-    waits: names of others, on other streams, that have ended before it starts; on its stream each follows the one
-        before.
+    waits: names of launches on other streams that end before it starts. On its own stream each follows the one before.
     """
 
     name: str
@@ -72,8 +71,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Call:
-    """A tier op's call: its arguments by name as they were traced, the load as it is asked about, the site's number.
-    overlapped: a correction's gather has a stream of its own, beside the low-bit share of `attend_scored`."""
+    """A tier op's call.
+
+    arguments: by name, as traced.
+    load: the workload that is asked about.
+    site: its number.
+    overlapped: a correction's gather has a stream of its own, beside the low-bit share of `attend_scored`.
+    """
 
     arguments: Mapping[str, Any]
     load: Workload
@@ -95,7 +99,7 @@ class Call:
         return self.load.options.low_bit_length(self.load.length)
 
     def cost(self, of: costs.CostOf) -> Cost:
-        """A cost, which grows as the rows do, of the rows that are asked about."""
+        """The cost for the rows that are asked about; it is proportional to them."""
         given = self.arguments.get("q", self.arguments.get("k"))
         traced = self.load.batch if given is None else size_of(given.shape[0])
         cost = of(self.arguments, replace(self.load, batch=traced), self.site)
@@ -108,7 +112,8 @@ def small(name: str) -> Kernel:
 
 
 def instructions(call: Call, part: str) -> float:
-    """Of a pass over the low-bit tier, whole or a half; none where it is not quantised: products alone."""
+    """A warp's instructions of a pass over the low-bit tier, whole or half; 0 where nothing is quantised (only
+    products)."""
     layout = getattr(call.load.options, "layout", None)
     if layout is None or not layout.is_quantised:
         return 0.0
@@ -122,7 +127,7 @@ def instructions(call: Call, part: str) -> float:
 
 
 def turned(call: Call) -> list[Kernel]:
-    """What is made of the query before the low-bit tier is read: rotated, and its products with the center."""
+    """The launches before the low-bit tier is read: the query is rotated and multiplied with the center."""
     layout = getattr(call.load.options, "layout", None)
     made = [small("rotate_rows")] if layout is not None and layout.is_rotated else []
     if call.arguments["center"].shape[2]:
@@ -133,7 +138,7 @@ def turned(call: Call) -> list[Kernel]:
 
 
 def logit_bytes(call: Call, lanes: int, each: float) -> float:
-    """A logit of `each` so many bytes a query head, lane and low-bit token."""
+    """Bytes of the logits, `each` for every query head, lane and low-bit token."""
     return each * call.low * lanes * call.load.batch * call.load.query_heads[call.site]
 
 
@@ -156,7 +161,7 @@ def decode_attention(call: Call) -> list[Kernel]:
     made = [*turned(call), attended, merge(call)]
     if selects:
         return [*made, score(call, 1, logits + scores)]
-    return [*made, Kernel("fill", memory=4 * call.heads * call.low, floor=SMALLEST)]  # scores that nobody asks for
+    return [*made, Kernel("fill", memory=4 * call.heads * call.low, floor=SMALLEST)]  # unused scores
 
 
 def score_low_bit(call: Call) -> list[Kernel]:
@@ -168,7 +173,7 @@ def score_low_bit(call: Call) -> list[Kernel]:
 
 
 def attend_scored(call: Call) -> list[Kernel]:
-    """Overlapped, the pairs in 16 bits have a launch of their own, which waits for the gather."""
+    """If overlapped, the pairs in 16 bits have a launch of their own, which waits for the gather."""
     cost, load = call.cost(costs.attend_scored), call.load
     exact = costs.exact_pairs(load.options, load.length)
     pairs = exact * call.heads * costs.pair_bytes(load.options, load.layers[call.site]).exact
@@ -180,8 +185,8 @@ def attend_scored(call: Call) -> list[Kernel]:
 
 
 def select(call: Call) -> list[Kernel]:
-    """`triton_select`: rounds of tiles, each of which keeps k, until one tile holds what is left. A program alone takes
-    as long as its warps' instructions, at least those of one on each scheduler."""
+    """`triton_select`: rounds over tiles, each of which keeps k, until one tile holds the rest. A single program takes
+    as long as its warps' instructions, at least those of one warp on each scheduler."""
     length, made, last = bucket(call.load.length + 1), list[Kernel](), False
     while not last:
         tiles = math.ceil(length / TILE)
@@ -193,7 +198,7 @@ def select(call: Call) -> list[Kernel]:
 
 
 def gather(call: Call, pairs_of: costs.CostOf, programs: int, stream: str) -> Kernel:
-    """`triton_copy.gather`: each program one head after another."""
+    """`triton_copy.gather`: each program takes one head after another."""
     cost, turns = call.cost(pairs_of), math.ceil(call.heads / min(call.heads, programs))
     return Kernel(
         "fetch_missing", stream=stream, memory=cost.to_device, to_device=cost.to_device,
@@ -211,7 +216,7 @@ def prefetch(call: Call) -> list[Kernel]:
 
 
 def offload(call: Call) -> list[Kernel]:
-    """A step's few pairs are written through, on the main stream."""
+    """The step's few pairs are written through on the main stream."""
     cost = call.cost(costs.offload)
     return [Kernel("write_host", memory=cost.hbm, to_host=cost.to_host, floor=SMALLEST)]
 

@@ -1,7 +1,7 @@
 """What each node of a rewritten graph costs: FLOPs, bytes from device memory, bytes over PCIe. Computed, not measured.
 
-A node's time is the largest of what each of the three would take alone. Pointwise nodes count nothing: the compiler
-fuses them into their neighbours, whose reads and writes are counted. So every time is a floor.
+A node's time is the largest of the three parts' times. Pointwise nodes cost nothing: the compiler fuses them into their
+neighbours, whose reads and writes are counted. So every time is a floor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_tier_op(node: Node) -> bool:
 
 
 def is_launch(node: Node) -> bool:
-    """What a step launches and this model of it counts: tier ops, matrix products, attentions, embeddings."""
+    """Whether a node is a launch that counts: a tier op, a matrix product, an attention or an embedding."""
     name = operator_name(node)
     return node.op in ("call_function", "call_method") and (
         is_tier_op(node) or is_work(node) or name == "embedding" or "grouped_mm" in name
@@ -42,7 +42,7 @@ def is_launch(node: Node) -> bool:
 
 
 def launch_cost(node: Node, load: Workload) -> Cost:
-    """The cost of a launch under `load`: tier ops by their tiers' lengths, the rest by the graph's own shapes."""
+    """The cost of a launch under `load`: of a tier op by its tiers' lengths, of others by the graph's own shapes."""
     op, tag = op_of(node.target), tag_of(node)
     if op is not None:
         if tag is None:
@@ -61,7 +61,7 @@ def launch_cost(node: Node, load: Workload) -> Cost:
         causal = 0.5 if tokens == seen and tokens > 1 else 1.0
         return Cost(4 * causal * elements(q) * seen, moved)
     factor = tensors[-1] if name == "addmm" else tensors[0]
-    if "grouped_mm" in name:  # each token meets only its own experts' weights
+    if "grouped_mm" in name:  # each token uses only its own experts' weights
         factor, weights = tensors[0], tensors[1]
         rows = elements(factor) // size_of(factor.shape[-1])
         unread = max(0, size_of(weights.shape[0]) - rows) * bytes_of(weights) // size_of(weights.shape[0])
@@ -71,8 +71,8 @@ def launch_cost(node: Node, load: Workload) -> Cost:
 
 
 def arguments_of(node: Node, load: Workload) -> dict[str, Any]:
-    """A tier op's arguments by name, and the state tensors by their fields', as fakes; and `on_host`: whether the op is
-    given the host tier."""
+    """A tier op's arguments by name and its state tensors by field, as fakes; `on_host`: whether the op gets the host
+    tier."""
     state = {
         tag.field: value_of(used) for used in node.all_input_nodes if (tag := tag_of(used)) is not None and tag.field
     }

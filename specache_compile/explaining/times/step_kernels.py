@@ -1,7 +1,7 @@
 """A traced decode step as launches: those of its tier ops, its products, and what the compiler fuses between them.
 
-Pointwise nodes that no launch stands between are one launch, whose bytes are left out: they are in a cache nearer than
-memory. A graph of a few layers stands for one of many that are alike.
+Pointwise nodes with no launch between them are one launch. Its bytes are left out, because they are in a cache. A graph
+of a few layers stands for one of many that are alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .devices import Device
 from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Call, Kernel, small
 from .roofline import arguments_of, is_launch, launch_cost, operator_name
 
-# What the attention over a full cache reaches of what long reads reach, by its bytes an element. Estimates.
+# The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
 ATTENDED = {2: 0.95, 1: 0.92}
 
 
@@ -32,9 +32,9 @@ ATTENDED = {2: 0.95, 1: 0.92}
 class Traced:
     """A decode step's rewritten graph, as one rank runs it.
 
-    load: of the trace.
+    load: the trace's workload.
     weights: the model's bytes.
-    layers: the model's, where the graph has fewer: all like its middle one.
+    layers: the model's number of layers where the graph has fewer; the others are like its middle one.
     overlapped: see `op_launches.Call`.
     """
 
@@ -58,7 +58,7 @@ TierOp = Callable[[Op, Call], list[Kernel]]
 
 
 def over_tiers(op: Op, call: Call) -> list[Kernel]:
-    """The launches of a tier op; one, of its cost, where `op_launches` does not know it."""
+    """The launches of a tier op; a single launch of its cost where `op_launches` does not know the op."""
     if op.name in LAUNCHES:
         return LAUNCHES[op.name](call)
     cost = call.cost(op.cost)
@@ -66,7 +66,7 @@ def over_tiers(op: Op, call: Call) -> list[Kernel]:
 
 
 def full_cache(itemsize: int) -> TierOp:
-    """In place of a site's tier ops an attention that reads a full cache of `itemsize` bytes an element once."""
+    """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once."""
 
     def attention(op: Op, call: Call) -> list[Kernel]:
         if not op.is_work or op.name == "attend_scored":
@@ -80,7 +80,7 @@ def full_cache(itemsize: int) -> TierOp:
 
 
 def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: TierOp) -> list[Kernel]:
-    """The launches of a step of that many tokens and rows, in the order in which they are issued."""
+    """The launches of a step of that many tokens and rows, in the order of issue."""
     load = traced.at(length, batch)
     layers, fused = layers_of(traced.graph), last_of_fused(traced.graph)
     newest = dict.fromkeys((MAIN, COPY, CORRECTION), "")
@@ -96,8 +96,8 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
             call = Call(arguments_of(node, load), load, tag.site, device, traced.overlapped)
             op, made = tier_op.name, tiers(tier_op, call)
         for number, kernel in enumerate(made):
-            # Waits are named by their streams so far: the newest launch there. What is on another stream than the main
-            # one starts behind what was issued there before.
+            # So far waits name streams: each means the newest launch there. A launch on another stream starts after all
+            # that the main stream issued before.
             streams = kernel.waits if kernel.stream == MAIN else (MAIN,)
             waits = tuple(newest[stream] for stream in streams if newest[stream])
             name = f"{node.name}.{number}.{kernel.name}"
@@ -107,8 +107,8 @@ def kernels_of(traced: Traced, device: Device, length: int, batch: int, tiers: T
 
 
 def product(node: Node, traced: Workload, load: Workload) -> Kernel:
-    """A matrix product, an exact attention or an embedding of the rows that are asked about: its weights are read once,
-    the rest grows as they do."""
+    """A matrix product, an exact attention or an embedding for the rows that are asked about. Its weights are read
+    once; the rest is proportional to the rows."""
     cost, rows = launch_cost(node, traced), load.batch / traced.batch
     name, inputs = operator_name(node), [value_of(argument) for argument in node.all_input_nodes]
     weights = 0.0 if name == "embedding" else float(sum(map(weight_bytes, node.all_input_nodes)))
@@ -129,7 +129,7 @@ def weight_bytes(node: Node) -> int:
 
 
 def last_of_fused(graph_module: GraphModule) -> set[Node]:
-    """The last node of each group of pointwise nodes that is one launch: connected, and behind as many launches."""
+    """The last node of each group of pointwise nodes that is one launch: connected nodes behind as many launches."""
     depth: dict[Node, int] = {}
     group: dict[Node, Node] = {}
 
@@ -156,7 +156,7 @@ def last_of_fused(graph_module: GraphModule) -> set[Node]:
 
 
 def repeated(kernels: Sequence[Kernel], layers: int | None) -> list[Kernel]:
-    """The middle layer's launches as often as there are more `layers` than were traced."""
+    """The launches with the middle layer's repeated for all `layers` that were not traced."""
     numbers = sorted({kernel.layer for kernel in kernels} - {"before", "after"}, key=int)
     more = (layers or len(numbers)) - len(numbers)
     if more <= 0:
@@ -176,8 +176,8 @@ def repeated(kernels: Sequence[Kernel], layers: int | None) -> list[Kernel]:
 
 
 def captured(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The step as a CUDA graph replays it: the fetches of the last quarter of layers come first, and their layers wait
-    for them; the others' have ended with the step before."""
+    """The step as a CUDA graph replays it: the last quarter of layers' fetches come first, and these layers wait for
+    them. The other layers' fetches have ended with the step before."""
     late = last_quarter([kernel for kernel in kernels if kernel.op == "prefetch"])
     made_first = {kernel.layer: kernel.name for kernel in late}
     rest = [

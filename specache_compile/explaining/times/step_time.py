@@ -4,9 +4,9 @@
     correction                      └─ gather ─────────┘                                  │          │
     copy         the last layers' gathers of the step before ...                          └─ gather ─┘
 
-Launches, streams, bytes and edges are those of the traced graph and of its ops (`step_kernels.py`). What a launch costs
-beside them is estimated (`op_launches.py`): take a step to be right to some 30 %. It is captured in a CUDA graph: it
-ends with its copies, and makes the fetches of the last quarter of the layers at its beginning (`deferred.py`).
+Launches, streams, bytes and edges are those of the traced graph and its ops (`step_kernels.py`). A launch's other costs
+are estimates (`op_launches.py`): take a step to be right to some 30 %. The step is captured in a CUDA graph. It ends
+with its copies, and begins with the fetches of the last quarter of the layers (`deferred.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .op_launches import COPY, CORRECTION, ISSUED, MAIN, SCHEDULERS, Kernel
 from .step_kernels import Traced, captured, full_cache, kernels_of, over_tiers
 
 LENGTHS = (8_192, 32_768, 131_072)
-# Seconds between two replays of a step; bytes that a decode step and the driver need beside weights and tiers; how much
-# more than its tokens a full cache has room for. Estimates.
+# Estimates: seconds between two replays of a step; bytes that a decode step and the driver need beside weights and
+# tiers; a full cache's room over its tokens.
 BETWEEN, MARGIN, SPARE = 60e-6, 2.1e9, 1.07
-# Of the wanted pairs, those that travel ahead: with two lanes that are corrected (26 of 64 of SmolLM2 at 4,096 tokens,
-# as `costs.CORRECTED` is), and with no correction (an estimate).
+# The share of the wanted pairs that travels ahead: with two lanes and correction (26 of 64 of SmolLM2 at 4,096 tokens,
+# like `costs.CORRECTED`), and without correction (an estimate).
 AHEAD, AHEAD_UNCORRECTED = 26 / 64, 0.5
 RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
 
@@ -38,9 +38,9 @@ RESOURCES = ("memory", "arithmetic", "instructions", "to_device", "to_host")
 class ComputedStep:
     """One step, in seconds.
 
-    ahead, corrected: the main stream stood still for fetches ahead, for corrections.
-    bound: what most of the step is: memory, instructions, arithmetic, launches, or PCIe.
-    launches: of a layer, on all streams.
+    ahead, corrected: how long the main stream waits for fetches ahead, and for corrections.
+    bound: what takes most of the step: memory, instructions, arithmetic, launches, or PCIe.
+    launches: a layer's, on all streams.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ class ComputedStep:
 class StepRow:
     """A step of a cache: the method's, or a full one of 16 or 8 bits.
 
-    limit: what sets the batch: "device" or "host" memory; "" where the batch is given.
+    limit: the memory that limits the batch, "device" or "host"; "" where the batch is given.
     """
 
     cache: str
@@ -69,7 +69,7 @@ class StepRow:
 
     @property
     def tokens(self) -> float:
-        """A second, of all rows."""
+        """Tokens a second, of all rows."""
         return self.batch / self.step.seconds
 
 
@@ -78,8 +78,8 @@ class Running:
     """A launch under way.
 
     needs: seconds of each resource alone.
-    alone: seconds of the launch's work, with nothing beside it.
-    gap, work, tail: seconds of each that are left.
+    alone: seconds of the launch's work with nothing beside it.
+    gap, work, tail: the remaining seconds of each.
     """
 
     kernel: Kernel
@@ -97,7 +97,7 @@ class Running:
 
     @property
     def bound(self) -> str:
-        """What this moment of it is spent on."""
+        """What the launch is doing at this moment."""
         if self.gap > 0 or self.work <= 0 or max(self.needs.values()) < self.alone:
             return "launches"
         name = max(self.needs, key=self.needs.__getitem__)
@@ -119,7 +119,7 @@ class Spent:
 
 
 def rates_of(device: Device) -> dict[str, float]:
-    """Of each resource what it does in a second: bytes, FLOPs, instructions of a warp."""
+    """What each resource does in a second: bytes, FLOPs, instructions of a warp."""
     link = device.pcie_gbps * 1e9
     issued = device.sms * SCHEDULERS * device.ghz * 1e9 * ISSUED
     reached = (device.hbm_gbps * 1e9 * device.hbm_share, device.tflops * 1e12 * device.tflops_share)
@@ -136,8 +136,8 @@ def begun(kernel: Kernel, rates: dict[str, float]) -> Running:
 def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[float, Spent]:
     """Seconds until all have ended, and what the main stream did meanwhile.
 
-    A stream's launches follow one another. Those of several streams share what they both need evenly: where together
-    they ask for more of a resource than there is, each that asks for it is slower by that much."""
+    A stream's launches follow one another. Launches of several streams share resources evenly: where together they ask
+    for more of a resource than there is, each that asks for it is slower by that factor."""
     rates, spent, now = rates_of(device), Spent(), 0.0
     stream_of = {kernel.name: kernel.stream for kernel in kernels}
     queues: dict[str, deque[Kernel]] = {stream: deque() for stream in (MAIN, CORRECTION, COPY)}
@@ -161,7 +161,7 @@ def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[float, Spent]:
 
 
 def speeds_of(running: dict[str, Running]) -> dict[str, float]:
-    """How fast each launch's work goes on, of what it does alone."""
+    """Each launch's speed relative to its speed alone."""
     loads = {stream: launch.loads for stream, launch in running.items()}
     total = {name: sum(load.get(name, 0.0) for load in loads.values()) for name in RESOURCES}
     return {stream: 1 / max([1.0, *(total[name] for name in load)]) for stream, load in loads.items()}
@@ -173,7 +173,7 @@ def next_event(launch: Running, speed: float) -> float:
 
 
 def advanced(launch: Running, seconds: float, speed: float) -> bool:
-    """Let time pass for a launch; whether it has ended."""
+    """Let time pass for a launch; return whether it has ended."""
     part = "gap" if launch.gap > 0 else "work" if launch.work > 0 else "tail"
     left = getattr(launch, part) - seconds * (speed if part == "work" else 1.0)
     setattr(launch, part, left if left > 1e-12 else 0.0)
@@ -183,7 +183,7 @@ def advanced(launch: Running, seconds: float, speed: float) -> bool:
 def tell(
     spent: Spent, seconds: float, main: Running | None, queue: deque[Kernel], ended: set[str], stream_of: dict[str, str]
 ) -> None:
-    """Note what the main stream does, or for which stream it waits; behind its last launch, for the copies' end."""
+    """Note what the main stream does or waits for. Behind its last launch it waits for the copies' end."""
     if main is not None and main.kernel.op == "correct" and main.kernel.to_device:
         spent.corrected += seconds
     elif main is not None:
@@ -208,13 +208,13 @@ def step_of(traced: Traced, device: Device, length: int, batch: int) -> Computed
 
 
 def full_step_of(one_lane: Traced, device: Device, length: int, batch: int, itemsize: int = 2) -> ComputedStep:
-    """The step of the same model on a full cache of `itemsize` bytes an element, read once: the products of a graph of
-    one lane, and a plain attention."""
+    """The step of the same model on a full cache of `itemsize` bytes an element, read once: the products of a one-lane
+    graph, and plain attention."""
     return computed(kernels_of(one_lane, device, length, batch, full_cache(itemsize)), device)
 
 
 def assumed(load: Workload, lanes: int) -> Workload:
-    """A load with the shares of the wanted pairs that travel, where it has only the defaults of `explain`."""
+    """The load, with its shares of the wanted pairs that travel set where it has only the defaults of `explain`."""
     corrects = load.options.correct != "never"
     ahead = AHEAD_UNCORRECTED if not corrects else AHEAD if lanes > 1 else 0.0
     return replace(load, reuse=load.reuse or 1 - ahead)
@@ -227,7 +227,7 @@ def shapes_of(traced: Traced) -> list[LayerShape]:
 
 
 def largest_batch(traced: Traced, device: Device, length: int, host: float) -> tuple[int, str]:
-    """The rows that fit, and whether "device" or "host" memory, `host` bytes, sets them."""
+    """The rows that fit, and the memory that limits them: "device", or "host" (of `host` bytes)."""
     row = predicted_bytes(traced.load.options, shapes_of(traced), 1, length + 1)
     on_device = (fits(device) - traced.weights - MARGIN) / max(1, device_total(row))
     on_host = host / row["host"] if row["host"] else on_device
@@ -258,8 +258,8 @@ def rows_of(traced: Traced, one_lane: Traced, device: Device, host: float) -> li
 
 
 def break_even_context(traced: Traced, one_lane: Traced, device: Device, batch: int = 1) -> int | None:
-    """The shortest context, in tokens to 64 exact, from which a step takes no longer than on a 16-bit cache in device
-    memory; None: at none up to the longest of `LENGTHS`."""
+    """The shortest context, to 64 tokens, from which a step takes no longer than on a 16-bit cache in device memory;
+    None: not up to the longest of `LENGTHS`."""
     return break_even(
         lambda length: step_of(traced, device, length, batch).seconds,
         lambda length: full_step_of(one_lane, device, length, batch).seconds,

@@ -1,4 +1,4 @@
-"""What drafting and verifying would cost (option verify), by the roofline: computed, not measured."""
+"""The cost of drafting and verifying (option verify) by the roofline: computed, not measured."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from specache_compile.options import MethodOptions
 from .devices import Device
 from .roofline import full_cache_cost, is_launch, is_tier_op, launch_cost, step_costs, total
 
-# The chance that a drafted token is right, the ones before it being so: SmolLM2 under the default options has more
+# The chance that a drafted token is right when those before it are. SmolLM2 under the default options has a higher one
 # (docs/verification.md).
 ACCEPTED = 0.97
-# Tokens that are explained where the option says "auto".
+# Drafted tokens in the explanation where the option says "auto".
 DRAFTED = 16
 
 
 @dataclass(frozen=True)
 class Round:
-    """A draft and its verification: least seconds of each, tokens that they yield, bytes that come from the host.
-    offload_*: a step of the method `offload` beside them."""
+    """A draft and its verification.
+
+    drafted, tokens: drafted tokens, and expected tokens of the round.
+    draft_seconds, verification_seconds: least seconds of each.
+    bytes: from the host.
+    offload_seconds, offload_bytes: a step of the method `offload`, to compare with.
+    """
 
     drafted: int
     tokens: float
@@ -50,14 +55,14 @@ def drafted_tokens(options: MethodOptions) -> int:
 
 
 def seconds_of(graph_module: GraphModule, load: Workload, device: Device) -> float:
-    """Of a graph's launches, one after the other."""
+    """Seconds of a graph's launches, one after the other."""
     return sum(cost.seconds(device) for cost in step_costs(graph_module, load).values())
 
 
 def round_of(
     graphs: Mapping[str, GraphModule], load: Workload, device: Device, drafted: int, accepted: float, step: float
 ) -> Round:
-    """Of the rewritten graphs; `step`: seconds of a decode step."""
+    """The round of these rewritten graphs. step: seconds of a decode step."""
     before = graphs.get("pre-decode")
     draft = drafted * step + (0.0 if before is None else seconds_of(before, load, device))
     fetched = drafted * total(step_costs(graphs["decode"], load).values()).to_device
@@ -71,7 +76,7 @@ def round_of(
 
 
 def looked_up_round(graphs: Mapping[str, GraphModule], load: Workload, device: Device, accepted: float) -> Round:
-    """Of a draft that is looked up, for nothing, and the widened decode that verifies it."""
+    """The round of a draft that is looked up at no cost, and of the widened decode that verifies it."""
     offload = offload_step(graphs["decode"], load)
     return Round(
         look_up.DRAFTED, sum(accepted**place for place in range(look_up.DRAFTED + 1)), 0.0,
@@ -81,7 +86,7 @@ def looked_up_round(graphs: Mapping[str, GraphModule], load: Workload, device: D
 
 
 def offload_step(one_lane: GraphModule, load: Workload) -> list[Cost]:
-    """A step of `offload`: the same model's products, and each layer's pairs over PCIe."""
+    """A step of `offload`: the model's products, and each layer's pairs over PCIe."""
     products = [launch_cost(n, load) for n in one_lane.graph.nodes if is_launch(n) and not is_tier_op(n)]
     exact = [full_cache_cost(load, number) for number in range(len(load.layers))]
     return [*products, *(Cost(cost.flops, cost.hbm, to_device=cost.hbm) for cost in exact)]
