@@ -1,1 +1,1 @@
-"""A cache from outside and to the outside: held, saved, loaded, made plain."""
+"""Caches that come from elsewhere or go elsewhere: held, saved, loaded, made plain."""

@@ -1,4 +1,4 @@
-"""`hold(cache, model)`: a plain cache that was filled elsewhere, as one that the compiled model goes on from."""
+"""`hold(cache, model)`: convert a plain cache that was filled elsewhere into one that the compiled model continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specache_compile.runtime.session import Session
 from specache_compile.runtime.step import opened
 
 Pairs = tuple[Tensor, Tensor]
-# A projection that adds a bias to the keys, and RoPE's frequencies, by the names that models give them.
+# Models' names for a bias of the keys' projection, and for RoPE's frequencies.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
 FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
 
@@ -35,9 +35,11 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     """Convert a plain DynamicCache, keys and values [B, H, n, d] that the same weights have made (by the uncompiled
     model, in another process, or as a prefix that many prompts share), into one that the compiled `model` continues.
 
-    attention_mask [B, n]: where rows are padded. `cache` stays as it is. SpecacheError where the backend has not
-    compiled the model, where a layer is not a DynamicLayer or another length or device than the rest, where the cache
-    is held already, where the method drops pairs while it reads a prompt, and for a model on several ranks.
+    attention_mask [B, n]: where rows are padded. `cache` is not changed.
+
+    SpecacheError where the backend has not compiled the model or the model is on several ranks, where the cache is held
+    already, where a layer is not a DynamicLayer or differs from the others in length or device, and where the method
+    drops pairs while it reads a prompt.
     """
     options = required_options(model, "hold")
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
@@ -57,14 +59,14 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
 
 
 def twin(cache: Any) -> Any:
-    """A cache with layers of its own and the same tensors."""
+    """A cache with new layers over the same tensors."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     return other
 
 
 def pairs_of(number: int, layer: Any) -> Pairs:
-    """A layer's keys and values; SpecacheError where they are not plain, or not those of every token."""
+    """A layer's keys and values; SpecacheError where they are not plain or lack tokens."""
     if type(layer) is not DynamicLayer:
         raise not_to_be_held(f"layer {number} of it is a {type(layer).__name__}, and must be a DynamicLayer")
     keys, values = layer.keys, layer.values
@@ -76,7 +78,7 @@ def pairs_of(number: int, layer: Any) -> Pairs:
 
 
 def reason_not_to_hold(options: MethodOptions) -> str | None:
-    """Why a method's prefill keeps something else than every pair that it has read."""
+    """Why a method's prefill does not keep every pair; None where it does."""
     if PREFILL.name in METHODS[options.method].recipe(options, 0).attend:
         return f"method {options.method!r} chooses what it keeps while it reads a prompt"
     return None
@@ -85,7 +87,7 @@ def reason_not_to_hold(options: MethodOptions) -> str | None:
 def reason_of_shapes(
     pairs: Sequence[Pairs], sites: Sequence[int], mask: Tensor | None, model: torch.nn.Module
 ) -> str | None:
-    """What of a cache's tensors does not fit together, or fit the model."""
+    """Why a cache's tensors do not fit together or do not fit the model; None where they do."""
     if not pairs:
         return "it is empty"
     if not sites:
@@ -110,8 +112,8 @@ def reason_of_shapes(
 def session_for(
     options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module
 ) -> Session:
-    """A session with every token's pairs in its tiers, put there by the ops that its method's prefill stores with."""
-    decoder: Any = getattr(model, "get_decoder", lambda: model)()  # beside a vision tower, say
+    """A session with all pairs in its tiers, stored by the same ops as in its method's prefill."""
+    decoder: Any = getattr(model, "get_decoder", lambda: model)()  # without a vision tower, for example
     frequencies = next((buffer for name, buffer in decoder.named_buffers() if FREQUENCIES.search(name)), None)
     biased = frequencies is not None and any(KEY_BIAS.search(name) for name, _ in decoder.named_parameters())
     layers = [

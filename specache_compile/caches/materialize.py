@@ -1,4 +1,4 @@
-"""`materialize(cache)`: a held cache as a plain one, for whoever must read keys and values."""
+"""`materialize(cache)`: a held cache as a plain one, to read its keys and values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specache_compile.runtime.regroup import session_behind
 
 
 def materialize(cache: DynamicCache) -> DynamicCache:
-    """A DynamicCache with real keys and values [B, H, n, d]: those that were cached, bit for bit, or rounded once to 8
-    bits where the host tier is (option host_bits).
+    """A DynamicCache with real keys and values [B, H, n, d]: bit for bit as cached, or rounded once to 8 bits where the
+    host tier has 8 bits (option host_bits).
 
-    `cache` stays usable; SpecacheError where it is plain already.
+    `cache` stays usable. SpecacheError where it is plain already.
     """
     session = session_behind(cache)
     plain = DynamicCache()

@@ -1,14 +1,14 @@
 """`save(cache, folder)` and `load(folder, model)`: a held cache that outlives its process.
 
     folder/
-      session.json                     what the session is, and the files of its tensors with their sizes
+      session.json                     the session's description, and its tensors' files with their sizes
       tensors-3f9c21d0/
-        layer-000.safetensors          the state tensors of a layer; plain keys and values, where it is not held
+        layer-000.safetensors          the state tensors of a layer; plain keys and values where it is not held
         ...
         step.safetensors               what the next step starts from: guesses, padding
 
-`session.json` is replaced in one move when all else is on disk: whoever is stopped while saving leaves the session that
-was there before. One process at a time may save into a folder.
+`session.json` is replaced in one move when all else is on disk: an interrupted save leaves the session that was there
+before. Only one process at a time may save into a folder.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ FORMAT = 1
 HEADER = "session.json"
 STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")
-# Values of each weight that a model is known again by.
+# Values of each weight that identify a model.
 SAMPLED = 256
-# The model's own, whichever cache comes to it: how its graphs are lowered and run, and what this machine may spend.
+# Options of the model, not of the cache: how its graphs are lowered and run, and the memory of this machine.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
-# What a session that was saved without an option holds.
+# The values for a session that was saved before an option existed.
 BEFORE = {"host_bits": 16, "sink_tokens": 0, "value_code": "levels", "param_bits": 16}
-# Layers of a cache that are their keys, their values and their numbers, and no more.
+# Layers of a cache that hold only keys, values and numbers.
 KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
-# Folders of tensors, and nothing else that a folder may have.
+# Matches folders of tensors and nothing else that the folder may hold.
 TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
-# A header's parts, and what JSON makes of each.
+# A header's parts and their types in JSON.
 HEADER_PARTS = {
     "weights": list,
     "options": dict,
@@ -72,10 +72,11 @@ HEADER_PARTS = {
 
 
 def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
-    """Write a held cache to `folder`, for `load`; every tier as it is, bit for bit.
+    """Write a held cache to `folder`, for `load`. Every tier is written bit for bit.
 
-    A session that is there already stays until this one is whole. The cache stays usable. SpecacheError where it is
-    plain, where a layer of it has more than keys and values, where its model is gone, and where it is split over ranks.
+    An earlier session in the folder stays until this one is whole. The cache stays usable. SpecacheError where the
+    cache is plain, where one of its layers has more than keys and values, where its model is gone, and where it is
+    split over ranks.
     """
     layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
     session = session_behind(cache)
@@ -121,7 +122,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     except BaseException:
         shutil.rmtree(tensors, ignore_errors=True)
         raise
-    # Here one session takes the place of the other. Interrupted, either is whole; the next save clears the rest away.
+    # The new session replaces the old one here. After an interruption one of them is whole; the next save clears the
+    # rest.
     os.replace(new, root / HEADER)
     sync(root)
     for other in root.glob(TENSORS_FOLDER):
@@ -130,11 +132,11 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
 
 
 def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache:
-    """The cache that `save` wrote to `folder`, for the same weights under the same options: `model` is compiled by this
-    backend. The host tier is mapped from the file where it stays in ordinary memory, and read as steps need it.
+    """The cache that `save` wrote to `folder`, for a `model` of the same weights, compiled by this backend under the
+    same options. A host tier in ordinary memory is mapped from the file, and read as steps need it.
 
-    What `stats` counts begins anew. SpecacheError where there is none, a file of it is cut short, or it was made with
-    another model or other options; and for a model on several devices or ranks.
+    The counts of `stats` begin anew. SpecacheError where there is no session, where a file is cut short, where the
+    session was made with another model or other options, and for a model on several devices or ranks.
     """
     root = Path(folder)
     header = read_header(root)
@@ -170,7 +172,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
 def filled(
     session: Session, model: torch.nn.Module, header: Mapping[str, Any], files: Mapping[str, Path]
 ) -> DynamicCache:
-    """The cache of a session, with what the files hold; as all its state, not under the caller's inference mode."""
+    """The cache of a session, filled from the files. Like all state it is made outside the caller's inference mode."""
     cache = empty_cache(model, [layer["kind"] for layer in header["layers"]])
     device = session.layers[0].device
     plain: dict[int, LayerState] = {}
@@ -199,7 +201,7 @@ def filled(
 
 
 def described_layer(number: int, layer: Any) -> dict[str, Any]:
-    """A layer of the cache: its class, its numbers, and its site; None where its keys and values are plain."""
+    """A layer's description: its class, its numbers, and its site (None where its keys and values are plain)."""
     if type(layer) not in KINDS or not layer.is_initialized:
         raise cannot_be_saved(number, type(layer).__name__)
     handle = getattr(layer.keys, "handle", None)
@@ -211,7 +213,7 @@ def described_layer(number: int, layer: Any) -> dict[str, Any]:
 
 
 def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
-    """A cache with layers of these classes: as the model's configuration has them, or all alike."""
+    """A cache with layers of these classes: as the model's configuration makes it, or with all layers alike."""
     for cache in (DynamicCache(config=model.config.get_text_config(decoder=True)), DynamicCache()):
         cache.layers = cache.layers or [DynamicLayer() for _ in kinds]
         if [type(layer).__name__ for layer in cache.layers] == list(kinds):
@@ -220,8 +222,8 @@ def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
 
 
 def whole(session: Session, site: int) -> LayerState:
-    """A layer's state tensors, with zeros where the host tier holds no token yet: memory that was never written is
-    nobody's to read."""
+    """A layer's state tensors, with zeros where the host tier holds no token yet: memory that was never written must
+    not be saved."""
     state = dict(session.state[site])
     for field in fields_of(session.options, session.layers[site]):
         if field.on_host:
@@ -232,13 +234,14 @@ def whole(session: Session, site: int) -> LayerState:
 
 
 def placed(session: Session, site: int, path: Path) -> LayerState:
-    """A layer's state tensors where they live; SpecacheError unless they are what the options say."""
+    """A layer's state tensors on their devices. SpecacheError where their shapes or dtypes are not those of the
+    options."""
     shape = session.layers[site]
     found, state = read(path), {}
     for field in fields_of(session.options, shape):
         wanted = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
         tensor = found.get(field.name)
-        if tensor is None and not wanted.numel():  # a field that was not there yet, and holds nothing
+        if tensor is None and not wanted.numel():  # a field that did not exist yet, and is empty
             tensor = torch.empty(wanted, dtype=field.dtype(session.options, shape))
         if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
             raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
@@ -255,7 +258,7 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
 
 
 def described_shape(shape: LayerShape) -> dict[str, Any]:
-    """All of a layer's shape but the device, which is the loading model's."""
+    """A layer's shape without the device, which is the loading model's."""
     told = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "device"}
     return {**told, "dtype": str(shape.dtype).removeprefix("torch.")}
 
@@ -265,7 +268,7 @@ def restored_shape(told: Mapping[str, Any], device: torch.device) -> LayerShape:
 
 
 def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
-    """The options that decide what a session holds; None of None."""
+    """The options that decide what a session holds; None for None."""
     if options is None:
         return None
     names = [name for name in own_options(type(options)) if name not in OF_THE_MODEL]
@@ -273,8 +276,8 @@ def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
 
 
 def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_the_model: bool) -> MethodOptions | None:
-    """Those that `described_options` described, for a model that is compiled under `given`. An option that was not
-    there yet is what the session holds, or `of_the_model`."""
+    """The options that `described_options` described, for a model compiled under `given`. An option that did not exist
+    yet has its value of `BEFORE`, or the model's (`of_the_model`)."""
     if told is None:
         return None
     told = as_called_now(told)
@@ -285,13 +288,13 @@ def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_th
     known = own_options(kind)
     before = {name: getattr(given, name, value) if of_the_model else value for name, value in BEFORE.items()}
     own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
-    if not told.get("top_k"):  # nothing is guessed for: 16 bits for now, say
+    if not told.get("top_k"):  # nothing is fetched, as with 16 bits for now
         own.pop("speculate", None)
     return kind(**{**{name: value for name, value in before.items() if name in known}, **told, **own})
 
 
 def as_called_now(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that an earlier version described, by their names of today."""
+    """Options that an earlier version described, under today's names."""
     told = dict(told)
     if told.pop("unbiased", False):
         raise OptionError(f"option unbiased, which the session was saved with, is gone: {GONE['unbiased']}")
@@ -308,7 +311,7 @@ def weights_of(session: Session) -> list[Tensor]:
 
 
 def weight_hash(weight: Tensor) -> str:
-    """16 hex digits of a weight's shape, dtype, and some of its values."""
+    """16 hex digits over a weight's shape, dtype, and some of its values."""
     flat = weight.detach().flatten()
     values = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous().view(torch.uint8)
     told = f"{tuple(weight.shape)} {weight.dtype} {bytes(values.tolist()).hex()}"
@@ -316,7 +319,7 @@ def weight_hash(weight: Tensor) -> str:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """The one device that a model is on; SpecacheError where there are more."""
+    """The model's device; SpecacheError where it is on several."""
     devices = {weight.device for weight in model.parameters()}
     if len(devices) > 1:
         raise several_devices(sorted(map(str, devices)))
@@ -348,7 +351,7 @@ def read_header(root: Path) -> dict[str, Any]:
 
 
 def checked_files(root: Path, header: Mapping[str, Any]) -> dict[str, Path]:
-    """The files by name; SpecacheError where one is missing or has another size than it was written with."""
+    """The files by name; SpecacheError where one is missing or has not its written size."""
     files = {name: root / header["folder"] / name for name in header["files"]}
     for name, size in header["files"].items():
         there = files[name].stat().st_size if files[name].exists() else 0
@@ -374,7 +377,7 @@ def write(tensors: LayerState, path: Path) -> None:
 
 
 def write_header(root: Path, header: Mapping[str, Any]) -> Path:
-    """The header beside the one that is in force, which it is to replace."""
+    """Write the new header beside the current one, which it will replace."""
     new = root / f"{HEADER}.new"
     new.write_text(json.dumps(header, indent=1) + "\n")
     sync(new)
@@ -382,7 +385,7 @@ def write_header(root: Path, header: Mapping[str, Any]) -> Path:
 
 
 def sync(path: Path) -> None:
-    """On disk when this returns, a crash of the machine or not."""
+    """Force a file to disk, so that it survives a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -398,15 +401,15 @@ def cannot_be_saved(number: int, kind: str) -> SpecacheError:
 
 def model_is_gone() -> SpecacheError:
     return SpecacheError(
-        "the model that filled this cache is gone, and its weights are what a saved session is known by: save it while "
-        "the model is there"
+        "the model that filled this cache is gone, and its weights identify a saved session: save it while the model "
+        "exists"
     )
 
 
 def several_devices(devices: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"load: this model is on several devices ({', '.join(devices)}), and a saved session goes to one: move the "
-        "model to one device, or prefill again"
+        f"load: this model is on several devices ({', '.join(devices)}), and a saved session can be on one only: move "
+        "the model to one device, or prefill again"
     )
 
 
@@ -420,14 +423,14 @@ def unreadable_session(path: Path, why: str) -> SpecacheError:
 
 def other_model(folder: Path, different: int, weights: int) -> SpecacheError:
     return SpecacheError(
-        f"the session in {folder} was made with another model: of its {weights} weights {different} are not this one's "
-        "(values, shapes or dtype)"
+        f"the session in {folder} was made with another model: {different} of its {weights} weights differ from this "
+        "model's (values, shapes or dtype)"
     )
 
 
 def other_layers(kinds: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"this transformers gives the model no cache with the layers that were saved: {', '.join(kinds)}"
+        f"with this version of transformers the model has no cache with the saved layers: {', '.join(kinds)}"
     )
 
 

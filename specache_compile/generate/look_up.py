@@ -1,5 +1,5 @@
-"""Drafts that are looked up (option lookup): what followed the last few tokens where they stood before, in the
-prompt or in what was said since (prompt lookup, as Hugging Face has it)."""
+"""Drafts by prompt lookup, as in Hugging Face (option lookup): where the last few tokens occurred before, in the prompt
+or in the output, the tokens that followed are the draft."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from specache_compile.runtime.session import Session
 
 from .drafts import Drafts
 
-# Tokens of a draft. With the last token said they are the lanes of one decode, of which a CUDA kernel has 16 at most.
+# Tokens of a draft. With the last output token they are the lanes of one decode; a CUDA kernel has at most 16.
 DRAFTED = 10
-# Last tokens that must have stood before: as many as possible, from so many down to one.
+# The most last tokens that are looked up; fewer are tried down to one.
 NGRAM = 3
 
 
@@ -31,8 +31,8 @@ class LookedUp(Drafts):
         return DRAFTED
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
-        """ids [1, n] with at most so many tokens behind them, the first of which stops nothing. No logits: each is
-        certain, and sampling accepts it by what the model itself would draw."""
+        """ids [1, n] with at most `tokens` tokens behind them, none of which stops the generation. No logits:
+        sampling accepts a token if the model itself would draw it."""
         ends = getattr(self.config, "_eos_token_tensor", None)
         looks = PromptLookupCandidateGenerator(
             eos_token_id=None if ends is None else ends.to(ids.device), num_output_tokens=tokens,
@@ -44,5 +44,5 @@ class LookedUp(Drafts):
         return found[:, : next(stops, found.shape[1] + 1) - 1], None
 
     def note(self, session: Session, accepted: int, seconds: float) -> None:
-        """What a round has shown: it read the tiers, as any decode does."""
+        """Note a round's result; it read the tiers like any decode."""
         session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.said), streamed=0)

@@ -1,8 +1,8 @@
 """Make `torch.compile(model, backend="specache").generate(...)` run the compiled model.
 
-`OptimizedModule` hands `.generate` to the module it wraps, whose forward is not compiled, so that the backend would
-never be called. For modules compiled with this backend, and only for them, `.generate` runs with the generating
-module's calls compiled, on the thread that asked for it; afterwards that module is as it was.
+`OptimizedModule` passes `.generate` to the wrapped module, whose forward is not compiled, so the backend would never be
+called. For modules compiled with this backend, and only for them, `.generate` runs with the generating module's calls
+compiled, on the calling thread. Afterwards that module is as before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.generation.utils import GenerationMixin
 from specache_compile.compile.compiled_options import options_given
 from specache_compile.runtime.ranks import check_heads
 
-# Held where a module's generations are counted, and by a process that forks: its child has this thread alone.
+# Held while a module's generations are counted, and while the process forks, since a child has only the forking thread.
 _counting = threading.Lock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_counting.acquire, after_in_parent=_counting.release, after_in_child=_counting.release)
@@ -33,8 +33,8 @@ def is_ours(module: OptimizedModule) -> bool:
 
 
 class ThreadsCalls:
-    """Stands for a module's `_compiled_call_impl` while some of its generations run compiled: a thread's calls run as
-    its own generation asked, and another thread's as they did before."""
+    """Replaces a module's `_compiled_call_impl` while some of its generations run compiled. The calls of such a
+    generation's thread run compiled; other threads' calls run as before."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.before: Callable[..., Any] | None = module._compiled_call_impl
@@ -42,22 +42,22 @@ class ThreadsCalls:
         self.generations = 0
         self.here = threading.local()
 
-    @torch._dynamo.decorators.skip  # a thread's value is not for a graph; what is called below is captured
+    @torch._dynamo.decorators.skip  # a thread's value must not be in a graph; the call below is captured
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.current()(*args, **kwargs)
 
     def current(self) -> Callable[..., Any]:
-        """What a call of the module on this thread runs."""
+        """The callable behind a call of the module on this thread."""
         return getattr(self.here, "compiled", None) or self.before or self.plain
 
     @property
     def get_compiler_config(self) -> Any:
-        """Where `compiled_options.py` reads how a call was compiled; AttributeError where it was not."""
+        """How a call was compiled, for `compiled_options.py`; AttributeError where it was not."""
         return self.current().get_compiler_config  # type: ignore[attr-defined]
 
 
 def generating(module: torch.nn.Module) -> torch.nn.Module:
-    """The module whose `generate` a wrapper such as PEFT's comes to, and which it calls for each step."""
+    """The module whose `generate` runs, inside wrappers such as PEFT's; it is called for each step."""
     return next((part for part in module.modules() if isinstance(part, GenerationMixin)), module)
 
 
@@ -86,7 +86,7 @@ def compiled_calls(module: OptimizedModule) -> Iterator[None]:
 
 
 def route_generate() -> None:
-    """Extend `OptimizedModule.__getattr__` by the one name `generate`, once for the process."""
+    """Extend `OptimizedModule.__getattr__` by the name `generate`, once for the process."""
     original = OptimizedModule.__getattr__
     if getattr(original, "routes_generate", False):
         return

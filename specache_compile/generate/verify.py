@@ -1,12 +1,12 @@
 """Make `generate` draft with the compressed cache and verify with the exact pass (option verify).
 
-Where greedy and sampled generation begin, `GenerationMixin._sample`, a model that was compiled with the option goes to
-Hugging Face's own loop of assisted decoding instead. The candidates that the loop verifies come from the same model, on
-the same cache: the decode phase drafts them, and a crop takes them back. Whatever else a model compiled with the option
-computes is exact (`Step.phases`), so that what is not drafted is slow, and never wrong.
+Greedy and sampled generation begin in `GenerationMixin._sample`. A model compiled with the option goes to Hugging
+Face's loop of assisted decoding there. The candidates that the loop verifies come from the same model and cache: the
+decode phase drafts them, and a crop takes them back. All other calls of such a model are exact (`Step.phases`): slow,
+never wrong.
 
-Under lookup the candidates are looked up in the text so far (`look_up.py`), and what verifies them is a widened
-decode: nothing is more exact than a decode of one token, and what is not drafted is that.
+Under lookup the candidates are looked up in the text so far (`look_up.py`), and a widened decode verifies them. Calls
+without a draft are decodes of one token.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from .look_up import LookedUp
 
 
 def route_verification() -> None:
-    """Extend `GenerationMixin._sample`, and have `_beam_search` tell that it drafts nothing, once for the process and
-    where transformers has all that is needed; where not, the backend refuses the option."""
+    """Extend `GenerationMixin._sample`, and make `_beam_search` warn that it drafts nothing, once for the process.
+
+    Only where transformers has all that is needed; elsewhere the backend refuses the option.
+    """
     original: Any = GenerationMixin._sample
     if getattr(original, "routes_verification", False) or missing_for_drafts() is not None:
         return
@@ -67,8 +69,7 @@ def route_verification() -> None:
 
 
 def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
-    """The options that the model's calls are compiled with; None where they draft nothing, or another backend compiles
-    them."""
+    """The options of the model's compiled calls; None where they draft nothing or another backend compiles them."""
     given = options_of(model)
     options = parse_options(given) if given else None
     return options if options is not None and options.drafts else None
@@ -77,17 +78,17 @@ def drafting_options(model: torch.nn.Module) -> MethodOptions | None:
 def reason_not_to_draft(
     model: Any, input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Why a generation goes on without drafts, each step exact; None where it is drafted."""
+    """Why a generation has no drafts, so that each step is exact; None where it is drafted."""
     others = [type(c).__name__ for c in criteria if not isinstance(c, HANDLED)]
     cache = kwargs.get("past_key_values")
     if input_ids.shape[0] > 1:
-        return f"assisted decoding takes a batch of one, and this is {input_ids.shape[0]}"
+        return f"assisted decoding takes a batch of one, and this batch has {input_ids.shape[0]}"
     if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):
         return "it has no DynamicCache"
     kept = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
     forgetful = next((type(layer).__name__ for layer in cache.layers if type(layer) not in kept), None)
     if forgetful is not None or model._is_stateful:
-        return f"a {forgetful or type(model).__name__} of this transformers cannot take back what was drafted"
+        return f"in this version of transformers a {forgetful or type(model).__name__} cannot take back drafted tokens"
     if config.is_assistant:
         return "it drafts for another model itself"
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
@@ -100,8 +101,8 @@ def reason_not_to_draft(
 def verified(
     drafts: Drafts, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, **kwargs: Any
 ) -> Any:
-    """Hugging Face's loop of assisted decoding, with these drafts. Interrupted, it leaves the cache with the pairs of
-    tokens that were said."""
+    """Hugging Face's loop of assisted decoding, with these drafts. After an interruption the cache has the pairs of the
+    output's tokens only."""
     itself = Verifier(drafts.model, drafts)
     try:
         return type(drafts.model)._assisted_decoding(
@@ -113,8 +114,8 @@ def verified(
 
 
 class Verifier:
-    """Stands for the model in the loop: its prefill is that of `generate`, which goes on from a filled cache and takes
-    a long prompt in chunks, and its candidates are its own drafts."""
+    """Replaces the model in the loop. Its prefill is `generate`'s, which continues a filled cache and reads a long
+    prompt in chunks; its candidates are its own drafts."""
 
     def __init__(self, model: Any, drafts: Drafts) -> None:
         self.model, self.drafts = model, drafts
@@ -136,4 +137,4 @@ class Verifier:
             input_ids, kwargs = inputs["to_prefill"]
             return self.model._prefill(input_ids, self.drafts.config, kwargs, is_first_iteration=True)
         with self.drafts.verification():
-            return self.model(**inputs, return_dict=True)  # as drafts are called, whose graph serves a lone token
+            return self.model(**inputs, return_dict=True)  # like drafts, so that a single token uses their graph
