@@ -1,8 +1,8 @@
-"""Capture a session's decode step whole as a CUDA graph, and replay it: one launch in place of hundreds.
+"""Capture a session's whole decode step as a CUDA graph and replay it: one launch in place of hundreds.
 
-Inductor's own graph trees cannot do it: they take no graph that writes to inputs which are not theirs, nor one with an
-input in host memory, and a rewritten step is all of that. What makes an own capture easy is the same state: its tensors
-keep their addresses until the bucket grows, and every length is read on the device.
+Inductor's graph trees cannot do this. They refuse graphs that write to inputs of others or have inputs in host memory,
+and a rewritten step does both. A capture of our own is easy: the state's tensors keep their addresses until the bucket
+grows, and every length is read on the device.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from specache_compile.passes.plan import Plan
 from specache_compile.passes.reading.nodes import value_of
 
 MODES = ("reduce-overhead", "max-autotune")
-# The step's own graph takes their place, and they would only cut it into pieces.
+# The step's own graph replaces Inductor's trees, which would only cut the step into pieces.
 NO_TREES = {"triton.cudagraphs": False}
-# Arguments up to this size are copied in for each replay; larger ones, and parameters, must stay where they are.
+# Arguments up to this size are copied for each replay. Larger ones, and parameters, must keep their addresses.
 COPIED_BYTES = 1 << 20
-# Steps in a row that are captured anew for an input that has moved: a weight moves once, a caller's tensor every time.
+# How many steps in a row are captured anew for a moved input: a weight moves once, a caller's tensor every time.
 RECAPTURES = 2
 
 Lowered = Callable[..., Sequence[Any]]
 
 
 def captures_on(device: torch.device) -> bool:
-    """Whether a device has graphs to capture."""
+    """Whether a device has CUDA graphs."""
     return device.type == "cuda"
 
 
@@ -47,52 +47,52 @@ def reason_not_to_capture(graph_module: GraphModule, plan: Plan) -> str | None:
         if op is not None and not op.capturable:
             return f"{node.target} reads the cache's length on the host"
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    batch = batch_symbols(plan)  # a session's is one number
+    batch = batch_symbols(plan)  # a session's batch size is one number
     for node, source in zip(placeholders, plan.inputs, strict=True):
         if source.source != "argument" or not node.users:
-            continue  # a session's own tensors change their sizes only as they move, and the recorded steps go then
+            continue  # a session's tensors change size only when they move, which drops the recorded steps
         value = value_of(node)
         if isinstance(value, Tensor) and value.device != plan.cursor.device:
-            return f"input {node.name} is on {value.device}, where a replay would not read it again"
+            return f"input {node.name} is on {value.device}, and a replay would not read it again"
         sizes = value.shape if isinstance(value, Tensor) else (value,)
         free = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
         if free - batch:
-            return f"input {node.name} changes its size from step to step (a mask that is more than padding does)"
+            return f"input {node.name} changes its size from step to step (as a mask of more than padding does)"
     return None
 
 
 def batch_symbols(plan: Plan) -> set[Any]:
-    """The symbols in the batch size of the new keys; none where it is a number."""
+    """The symbols in the new keys' batch size; none where it is a number."""
     sizes = [value_of(site.k).shape[0] for site in plan.sites]
     return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that steps of a device are captured on; torch's own is of whichever device came first."""
+    """The stream that captures a device's steps; torch's own belongs to the device that came first."""
     return torch.cuda.Stream(device)
 
 
 def record(
     step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch]
 ) -> tuple[Callable[[], object], list[Any]]:
-    """Record what `step` launches on this device; returns the replay, and the outputs that each replay writes.
+    """Record the launches of `step` on this device; returns the replay, and the outputs that each replay writes.
 
-    Of its fetches, those in `first` are made at the start, for the step before.
+    first: its fetches that are made at the start, for the step before.
     """
     graph = torch.cuda.CUDAGraph()
-    # A pool of its own: one that all of its graphs have left cannot be captured into again.
+    # A memory pool of its own: a pool without graphs left cannot be captured into again.
     capturing = torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local")
-    # What a capture waits for and empties is the current device's; one that fails leaves its stream the current one.
+    # A capture synchronizes the current device and empties its cache. A failed capture leaves its stream current.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), capturing:
         try:
             with made_first(first, lambda: copy_stream.stream_of(device).record_event()):
                 outputs = list(step())
-        finally:  # a capture that ends with a stream still forked off raises, in place of what went wrong
+        finally:  # a capture that ends with a forked stream raises and hides what went wrong
             copy_stream.join_capture(device)
 
     def replay() -> None:
-        copy_stream.join(device)  # copies from outside of the graph, as of a pre-decode
+        copy_stream.join(device)  # copies from outside the graph, such as a pre-decode's
         graph.replay()
 
     return replay, outputs
@@ -100,7 +100,7 @@ def record(
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded step. `copied` maps positions of inputs to the tensors that the graph reads in their place."""
+    """A recorded step. copied: maps positions of inputs to the tensors that the graph reads in their place."""
 
     replay: Callable[[], object]
     outputs: list[Any]
@@ -108,11 +108,11 @@ class RecordedStep:
     addresses: dict[int, int]
 
     def moved(self, inputs: Sequence[Any]) -> int | None:
-        """The position of an input that is read where it lies, and no longer lies there; None: all do."""
+        """The position of an input whose address is recorded and has changed; None: there is none."""
         return next((i for i, address in self.addresses.items() if inputs[i].data_ptr() != address), None)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """Outputs of a replay on these inputs, in memory of their own."""
+        """The outputs of a replay on these inputs, in new memory."""
         for position, own in self.copied.items():
             own.copy_(inputs[position])
         self.replay()
@@ -126,8 +126,11 @@ def capture(
     device: torch.device,
     first: Sequence[Fetch] = (),
 ) -> RecordedStep:
-    """Record `lowered` on these inputs. `stays[i]`: input i is state, and keeps its address. Of the others, small ones
-    are copied in for each replay. `first`: as for `record`."""
+    """Record `lowered` on these inputs.
+
+    stays: stays[i]: input i is state and keeps its address. Small other inputs are copied for each replay.
+    first: as for `record`.
+    """
     copied: dict[int, Tensor] = {}
     addresses: dict[int, int] = {}
     for i, (value, state) in enumerate(zip(inputs, stays, strict=True)):
@@ -144,16 +147,16 @@ def capture(
 
 @torch.inference_mode(False)
 def own_copy(value: Tensor) -> Tensor:
-    """A copy that may be written to later, whatever mode the caller is in."""
+    """A copy that can be written to later, in any mode of the caller."""
     return value.clone()
 
 
 class RecordedSteps:
-    """The recorded steps of one session, by what was lowered; to be cleared whenever its state moves."""
+    """The recorded steps of one session, by lowered graph. Clear them whenever its state moves."""
 
     def __init__(self) -> None:
         self.steps: dict[Lowered, RecordedStep | None] = {}
-        # Captures in a row that one input's move has made worthless.
+        # Captures in a row that were lost to one moving input.
         self.recaptures = 0
         self.replays = 0
 
@@ -166,10 +169,11 @@ class RecordedSteps:
         give_up: Callable[[int], object],
         deferred: Deferred,
     ) -> list[Any]:
-        """The first step runs as it is, which warms up every kernel; the second is captured; each is replayed then.
+        """Run a step: the first as it is, to warm up every kernel; the second is captured; later ones are replayed.
 
-        An input that has moved in each of several steps will go on to: `give_up` is told its position, and must see to
-        it that no further step of `lowered` comes here. `deferred`: what a replay leaves to the next one.
+        give_up: called with the position of an input that has moved in several steps in a row, and will again. It must
+            see to it that no further step of `lowered` comes here.
+        deferred: the fetches that a replay leaves to the next one.
         """
         if lowered not in self.steps:
             deferred.make()

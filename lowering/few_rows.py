@@ -1,4 +1,4 @@
-"""On a CPU, a product of a few rows becomes a kernel that reads the weight once, at the speed of memory."""
+"""On a CPU, replace products of a few rows by a kernel that reads the weight once, at memory speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def few_rows(graph_module: GraphModule) -> int:
         w = t(weight)                    y = few_rows(x, weight, None)
         y = mm(x, w)
 
-    Libraries for large products take twice as long in float32 for the two rows of a guess and its token as for one.
+    In float32, libraries for large products take twice as long for the two rows of a token and its guess as for one
+    row.
     """
     changed = 0
     for node in graph_module.graph.nodes:
@@ -36,7 +37,7 @@ def few_rows(graph_module: GraphModule) -> int:
 
 
 def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """x, weight and bias of a product that the kernel takes; None where a node is none."""
+    """x, weight and bias of a product that the kernel takes; None for any other node."""
     given: Any = node.args
     if node.target is AT.mm.default:
         (x, w), bias = given, None
@@ -55,7 +56,7 @@ def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
 
 
 def few_rows_op_by_op(graph_module: GraphModule) -> int:
-    """Linear layers of a graph that runs as Dynamo captured it take the same kernel; returns how many.
+    """Replace linear layers of a graph that runs as Dynamo captured it by the same kernel; returns how many.
 
     y = linear(x, weight, bias)          y = linear_of_few_rows(x, weight, bias)
     """
@@ -73,12 +74,12 @@ def few_rows_op_by_op(graph_module: GraphModule) -> int:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the kernel reads such a tensor as it lies: a subclass has numbers of another form inside."""
+    """Whether the kernel can read such a tensor: a subclass has other data inside."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and not is_traceable_wrapper_subclass(tensor)
 
 
 def is_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether shapes are those of a layer: x [..., m], weight [n, m], bias [n]; one dtype."""
+    """Whether shapes are a linear layer's: x [..., m], weight [n, m], bias [n]; all of one dtype."""
     same = x.dtype == weight.dtype == (weight if bias is None else bias).dtype
     return same and x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
 

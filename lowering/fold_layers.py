@@ -1,12 +1,12 @@
-"""Compile layers that are alike once: the graph, cut at its layers' borders, becomes regions that are called in order.
+"""Compile layers that are alike once: cut the graph at its layers' borders into regions that are called in order.
 
     embed; norm_0; q_0; ...; norm_1; q_1; ...; head      h, cos, sin = before(ids, table, ...)
                                                           h = layer(h, cos, sin, weights and state of layer 0)
                                                           h = layer(h, cos, sin, weights and state of layer 1)
                                                           return after(h, head)
 
-The order is the one that `overlap` chose: a part holds the nodes that stood between two borders, as they stood. Layers
-of another kind (sliding beside full attention) are regions of their own; neighbours that are like nothing are one.
+A part holds the nodes between two borders in the order that `overlap` chose. Layers of another kind (sliding beside
+full attention) are regions of their own. Neighbours without a like are joined.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from specache_compile.passes.reading.nodes import output_node, value_of, weight_
 
 from .progress import tell
 
-# Fewer layers are compiled whole, where a border's cost is not worth it: what would have been fused across it. Likewise
-# where fewer layers than these are spared.
+# With fewer layers, or with fewer layers saved, the graph is compiled whole: a border prevents fusion across it, which
+# is then not worth it.
 FEWEST_LAYERS = 4
 FEWEST_SAVED = 2
 
-# What holds for all that comes after it, in whichever part; and takes effect in whoever runs it.
+# Calls that affect all nodes after them, in any part, and whoever runs them.
 SETS_A_MODE = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 Lowered = Callable[..., Sequence[Any]]
@@ -49,8 +49,12 @@ CompilePart = Callable[[GraphModule, list[Any]], Lowered]
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring nodes of a graph, the sizes that are computed for them, the values from outside that both use, and
-    those of the nodes that are used outside."""
+    """Neighbouring nodes of a graph.
+
+    sizes: nodes that compute the sizes of `nodes`.
+    inputs: values from outside that both use.
+    outputs: those of `nodes` that are used outside.
+    """
 
     sizes: tuple[Node, ...]
     nodes: tuple[Node, ...]
@@ -60,7 +64,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a region: where its inputs lie, where its outputs go, and which values nothing needs after it."""
+    """One call of a region.
+
+    inputs, outputs: places of its inputs and outputs among the values.
+    dead: values that are not needed after it.
+    """
 
     region: Lowered
     inputs: tuple[int, ...]
@@ -69,8 +77,11 @@ class Step:
 
 
 def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: CompilePart) -> Lowered | None:
-    """The graph as a callable over its inputs, with one compiled region for all layers that are alike; None where too
-    few are, or where cutting might change what the graph does. `inputs` are fakes, as the placeholders have them."""
+    """The graph as a callable over its inputs, with one compiled region for all layers that are alike.
+
+    None where too few layers are alike, or where cutting might change what the graph does.
+    inputs: fakes, like the placeholders'.
+    """
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
     parts = [] if mode is None else cut(graph_module)
     if mode is None or not parts or not may_be_cut(graph_module, parts):
@@ -92,7 +103,7 @@ def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: 
 
 
 def cut(graph_module: GraphModule) -> list[Part]:
-    """What comes before the layers, each layer, and what comes after them; nothing where too few layers are found."""
+    """The part before the layers, each layer, and the part after them; [] where too few layers are found."""
     nodes = [node for node in body(graph_module) if not is_size(node)]
     kept = set(output_node(graph_module).all_input_nodes)
     returned = [node for node in body(graph_module) if is_size(node) and node in kept]
@@ -108,11 +119,11 @@ def body(graph_module: GraphModule) -> list[Node]:
 
 
 def borders_of(nodes: Sequence[Node]) -> list[int]:
-    """Where each layer starts, and where the last one ends: positions in `nodes`.
+    """The positions in `nodes` where each layer starts and where the last one ends.
 
-    Weights say which layer a node is of; between the last weight of a layer and the first of the next the border lies
-    where the fewest values cross it, which is the residual stream. The first and the last border lie as their
-    neighbours do, so that the outermost layers are cut as the others are.
+    Weights tell a node's layer. Between the last weight of a layer and the first of the next, the border is where the
+    fewest values cross it, which is the residual stream. The first and the last border are placed like their
+    neighbours, so that the outermost layers are cut like the others.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -120,7 +131,7 @@ def borders_of(nodes: Sequence[Node]) -> list[int]:
     for place, node in enumerate(nodes):
         for layer in (n for n in map(weight_layer, node.all_input_nodes) if n is not None):
             if layer < newest:
-                return []  # its weights come back in a later layer
+                return []  # its weights are used again in a later layer
             newest = layer
             first.setdefault(layer, place)
             last[layer] = place
@@ -129,7 +140,7 @@ def borders_of(nodes: Sequence[Node]) -> list[int]:
     live = crossing(nodes)
     layers = list(first)
     if any(first[b] <= last[a] for a, b in itertools.pairwise(layers)):
-        return []  # one node takes weights of two layers
+        return []  # one node uses weights of two layers
     inner = [min(range(first[b], last[a], -1), key=live.__getitem__) for a, b in itertools.pairwise(layers)]
     start = first[layers[0]] - (first[layers[1]] - inner[0])
     end = last[layers[-1]] + (inner[-1] - last[layers[-2]])
@@ -137,7 +148,7 @@ def borders_of(nodes: Sequence[Node]) -> list[int]:
 
 
 def crossing(nodes: Sequence[Node]) -> list[int]:
-    """For each place, how many values made before it are used there or later."""
+    """For each place, the number of earlier values that are used there or later."""
     place_of = {node: place for place, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     for place, node in enumerate(nodes):
@@ -152,7 +163,7 @@ def crossing(nodes: Sequence[Node]) -> list[int]:
 
 
 def part_of(nodes: Iterable[Node]) -> Part:
-    """A part computes for itself the sizes that it uses: Dynamo does so once, in the first layer, for all of them."""
+    """A part that computes its own sizes; Dynamo computes them once, in the first layer, for all layers."""
     own = dict.fromkeys(nodes)
     sizes: dict[Node, None] = {}
     for node in own:
@@ -164,7 +175,7 @@ def part_of(nodes: Iterable[Node]) -> Part:
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node does arithmetic on whole numbers, that have come into the graph or are in an input's shape."""
+    """Whether a node does arithmetic on whole numbers that are inputs or in an input's shape."""
     value = value_of(node) if node.op in ("call_function", "call_method") else None
     if not isinstance(value, (int, torch.SymInt, torch.Size)) or not is_backed(value):
         return False
@@ -172,12 +183,12 @@ def is_size(node: Node) -> bool:
 
 
 def is_backed(value: Any) -> bool:
-    """Whether all sizes of a value are known from the graph's inputs, and none from the numbers in a tensor."""
+    """Whether all sizes of a value are known from the graph's inputs, not from numbers in a tensor."""
     return not free_unbacked_symbols(value)
 
 
 def add_sizes(sizes: dict[Node, None], node: Node) -> None:
-    """Add the sizes that a node is computed from, each behind those that it is computed from itself."""
+    """Add the sizes that a node is computed from, each behind its own inputs."""
     for used in node.all_input_nodes:
         if used not in sizes and is_size(used):
             add_sizes(sizes, used)
@@ -185,8 +196,8 @@ def add_sizes(sizes: dict[Node, None], node: Node) -> None:
 
 
 def may_be_cut(graph_module: GraphModule, parts: Sequence[Part]) -> bool:
-    """Whether the parts, each compiled alone, do what the whole does: nothing but values passes between them, and what
-    is written in place, state aside, stays within one of them. A view of state that crosses is refused too."""
+    """Whether separately compiled parts do the same as the whole: only values pass between parts, and in-place writes,
+    except to state, stay within one part. A view of state that crosses a border is refused too."""
     written = set()
     for node in body(graph_module):
         if node.op == "get_attr" or node.target in SETS_A_MODE:
@@ -204,11 +215,11 @@ def targets_of_writes(node: Node) -> list[Node]:
 def kinds_of(
     graph_module: GraphModule, parts: list[Part], values: dict[Node, Any], mode: FakeTensorMode
 ) -> list[Any] | None:
-    """For each part a key that is equal for parts that are alike; None where something else than a tensor or an integer
-    passes between two of them, or one whose size nobody can tell.
+    """For each part a key that is equal for parts that are alike. None where parts pass on anything but tensors and
+    integers of known sizes.
 
-    Two parts are alike if they do the same to inputs of the same shapes, so that one region serves both; `values`, the
-    fakes of the graph's inputs, are completed by what the parts hand on, which is computed once a kind.
+    Two parts are alike if they do the same to inputs of the same shapes, so that one region serves both.
+    values: fakes of the graph's inputs; the parts' outputs are added, computed once for each kind.
     """
     made: dict[Any, tuple[Any, ...]] = {}
     kinds = []
@@ -219,11 +230,11 @@ def kinds_of(
         parts[number] = part = whole
         kind = kind_of(part, values)
         if kind not in made:
-            with enable_python_dispatcher(), mode, torch.no_grad():  # symbolic sizes are its business
+            with enable_python_dispatcher(), mode, torch.no_grad():  # the dispatcher handles symbolic sizes
                 made[kind] = Interpreter(extract(graph_module, part, values)).run(*(values[n] for n in part.inputs))
         if not all(isinstance(value, (Tensor, int, torch.SymInt)) and is_backed(value) for value in made[kind]):
             return None
-        # Objects of their own: of two inputs that are one object, AOTAutograd would read the first alone.
+        # Separate objects: if two inputs were one object, AOTAutograd would read only the first.
         with mode, torch.no_grad():
             own = [value.detach() if isinstance(value, Tensor) else value for value in made[kind]]
         values.update(zip(part.outputs, own, strict=True))
@@ -232,8 +243,8 @@ def kinds_of(
 
 
 def with_sizes(part: Part, values: dict[Node, Any]) -> Part | None:
-    """The part with an input more for each symbol that its inputs' sizes are made of, where none of them is that symbol
-    alone: a region must find in its inputs what it computes with. None where no value of the graph has such a size."""
+    """The part with a further input for each symbol in its inputs' sizes that no size is equal to: a region must find
+    its symbols in its inputs. None where no value of the graph has such a size."""
     inputs = [sizes_of(values[node]) for node in part.inputs]
     missing = {symbol for sizes in inputs for size in sizes for symbol in size.free_symbols}.difference(*inputs)
     sources = dict.fromkeys(part.inputs)
@@ -252,7 +263,7 @@ def sizes_of(value: Any) -> set[sympy.Expr]:
 
 
 def kind_of(part: Part, values: dict[Node, Any]) -> Any:
-    """What a part does, with its values numbered in the order in which they are first seen."""
+    """A part's operations, with values numbered in the order of first use."""
     nodes = (*part.sizes, *part.nodes)
     names: dict[Node, Any] = {node: Name(number) for number, node in enumerate((*part.inputs, *nodes))}
     calls = tuple((node.op, node.target, repr(map_arg((node.args, node.kwargs), names.__getitem__))) for node in nodes)
@@ -268,7 +279,7 @@ class Name:
 
 
 def description(value: Any) -> tuple[Any, ...]:
-    """What a compiled region depends on of an input; symbols keep their names, since they are the graph's."""
+    """The properties of an input that a compiled region depends on. Symbols keep their names, which are the graph's."""
     if not isinstance(value, Tensor):
         return (str(value),)
     shape, stride = str(tuple(value.shape)), str(value.stride())
@@ -276,7 +287,7 @@ def description(value: Any) -> tuple[Any, ...]:
 
 
 def merge_unlike(parts: list[Part], kinds: list[Any]) -> tuple[list[Part], list[Any]]:
-    """Neighbouring parts that are like no other become one."""
+    """Join neighbouring parts that are like no other."""
     count = Counter(kinds)
     merged: list[list[Part]] = []
     names: list[Any] = []
@@ -290,7 +301,7 @@ def merge_unlike(parts: list[Part], kinds: list[Any]) -> tuple[list[Part], list[
 
 
 def joined(parts: Sequence[Part]) -> Part:
-    """Neighbouring parts as one, which takes what they took from outside."""
+    """Neighbouring parts as one part with their inputs from outside."""
     if len(parts) == 1:
         return parts[0]
     whole = part_of(node for part in parts for node in part.nodes)
@@ -300,7 +311,7 @@ def joined(parts: Sequence[Part]) -> Part:
 
 
 def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> GraphModule:
-    """A part as a graph of its own, over its inputs, that returns its outputs."""
+    """A part as a graph of its own, from its inputs to its outputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in part.inputs:
@@ -313,8 +324,7 @@ def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> G
 
 
 def in_order(graph_module: GraphModule, parts: Sequence[Part], regions: Sequence[Lowered]) -> Lowered:
-    """A callable over the graph's inputs that runs the regions one after the other, and keeps no value for longer than
-    it is needed."""
+    """A callable over the graph's inputs that runs the regions in order, and frees each value after its last use."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     returned = output_node(graph_module).args[0]
     place_of: dict[Node, int] = {node: place for place, node in enumerate(placeholders)}

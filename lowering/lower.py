@@ -1,4 +1,4 @@
-"""Lower a rewritten graph to a callable: Inductor, or the graph itself run op by op."""
+"""Lower a rewritten graph to a callable: through Inductor, or run op by op."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KEEP_ORDER = {"reorder_for_locality": False}
 def lower(
     graph_module: GraphModule, inputs: list[Any], how: str, patches: Mapping[str, Any], mode: str | None
 ) -> Callable[..., Any]:
-    """A callable over `inputs` (fakes and symbolic integers, as the graph's placeholders have them).
+    """A callable over `inputs` (fakes and symbolic integers, like the graph's placeholders).
 
     how: "inductor"; "op by op", with the kernels that Inductor's code would call; "eager", with the ops' definitions.
-    patches: Inductor config, beside what `mode` (a torch.compile mode) stands for.
+    patches: Inductor config, besides that of `mode`, a torch.compile mode.
     """
     if how == "eager":
         graph_module.recompile()
@@ -39,7 +39,7 @@ def lower(
     if how == "op by op":
         return op_by_op(graph_module)
     settings = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-    # compile_fx owns and changes the graph it gets; the caller's is the one that people look at.
+    # compile_fx changes the graph it gets; people look at the caller's.
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     few_rows(own)
     use_fused_kernels(own)
@@ -60,7 +60,7 @@ def lower(
 
 
 def op_by_op(graph_module: GraphModule) -> GraphModule:
-    """A copy that runs node by node, with the C++ kernels in it; the graph that people look at stays."""
+    """A copy that runs node by node, with the C++ kernels. The graph that people look at is not changed."""
     own = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     use_fused_kernels(own)
     few_rows_op_by_op(own)
@@ -68,9 +68,9 @@ def op_by_op(graph_module: GraphModule) -> GraphModule:
 
 
 def use_fused_kernels(graph_module: GraphModule) -> None:
-    """On a CPU, ops that have a C++ kernel become it: the same schema, the same numbers but for rounding.
+    """On a CPU, replace ops by their C++ kernels of the same schema and, but for rounding, the same numbers.
 
-    It is compiled here, where a person is told of it, and not in the first step.
+    The kernels are compiled here, where the progress line tells of it, not in the first step.
     """
     ours = [(node, op) for node in graph_module.graph.nodes if (op := op_of(node.target)) is not None]
     fused = [(node, op) for node, op in ours if op.fused is not None and devices_of(node) == {"cpu"}]
@@ -83,16 +83,16 @@ def use_fused_kernels(graph_module: GraphModule) -> None:
 
 
 def devices_of(node: Node) -> set[str]:
-    """The types of device that a node's arguments lie on."""
+    """The device types of a node's arguments."""
     return {value.device.type for value in map(value_of, node.all_input_nodes) if isinstance(value, torch.Tensor)}
 
 
 def trust_indices(graph_module: GraphModule) -> None:
-    """A lookup of padding [B, n] by indices that depend on sizes alone needs no check of its bounds.
+    """Remove the bounds check where padding [B, n] is indexed by tensors that depend only on sizes.
 
         seen = getitem(padding, (rows, columns))      seen = _unsafe_index(padding, [rows, columns])
 
-    Hugging Face looks padding up so, by `arange`; and the C++ of torch 2.11 has the check before what it checks.
+    Hugging Face indexes padding by `arange`. The C++ of torch 2.11 runs the check before it computes the index.
     """
     for node in graph_module.graph.nodes:
         if node.target not in (operator.getitem, torch.ops.aten.index.Tensor) or not isinstance(node.args[1], Sequence):
@@ -105,7 +105,7 @@ def trust_indices(graph_module: GraphModule) -> None:
 
 
 def is_made_of_sizes(index: Node) -> bool:
-    """Whether an index is a tensor of whole numbers, with no tensor among the inputs that it comes from."""
+    """Whether an index is a tensor of whole numbers that is computed from no input tensor."""
     value = value_of(index)
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
         return False

@@ -1,7 +1,7 @@
-"""Tell a person what is being compiled, and how far it is: a line where there is a terminal, and the log.
+"""Tell a person what is being compiled, and how far it is: in a line on a terminal, and in the log.
 
-The line is on stderr, and goes when its graph is done. The log is `logging`'s, at INFO under this module's name:
-`TORCH_LOGS=+specache_compile.lowering.progress` shows it, and so does any configuration of `logging`.
+The line is on stderr and disappears when its graph is done. The log is `logging`'s, at INFO under this module's name.
+`TORCH_LOGS=+specache_compile.lowering.progress` shows it, as does any configuration of `logging`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ current: ContextVar[tuple[str, tqdm] | None] = ContextVar("current", default=Non
 
 @contextlib.contextmanager
 def compiling(graph: str) -> Iterator[None]:
-    """Within it, `tell` tells about this graph."""
+    """Within it, `tell` reports on this graph."""
     start = time.perf_counter()
     heading = {"desc": f"specache: compiling {graph}", "bar_format": "{desc}{postfix} [{elapsed}]"}
     with tqdm(file=sys.stderr, disable=None, leave=False, **heading) as line:  # None: not where there is no terminal
@@ -35,7 +35,7 @@ def compiling(graph: str) -> Iterator[None]:
 
 
 def tell(doing: str) -> None:
-    """What is being done from here on, for the graph that is being compiled."""
+    """Report what is done next for the graph that is being compiled."""
     now = current.get()
     if now is not None:
         graph, line = now

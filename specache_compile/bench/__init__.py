@@ -1,1 +1,1 @@
-"""`specache bench`: a decode step, the first tokens and the bytes, method beside method, on your model and machine."""
+"""`specache bench`: decode steps, first tokens and bytes of each method, on your model and machine."""

@@ -1,4 +1,4 @@
-"""`specache bench`: every method in turn, in one run; goes on where it was."""
+"""`specache bench`: measure all methods in turn, in one run; go on after an interruption."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_bench(command: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Check everything, load the model, measure what the file has not; print the tables."""
+    """Check everything, load the model, measure what the file lacks, print the tables."""
     check_arguments(args)
     config = config_of(args.model, args.layers)
     gguf = None if is_random(args.model, args.layers) else gguf_of(args.model)
@@ -93,7 +93,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def libraries() -> dict[str, str]:
-    """Versions of what other caches come from, where it is installed."""
+    """Versions of the other caches' libraries, where they are installed."""
     return {name: version(name) for name in ("optimum-quanto", "hqq", LIBRARY) if is_installed(name)}
 
 
@@ -113,7 +113,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str]:
-    """The methods that can run here; the others are told, with the reason."""
+    """The methods that can run here. The others are printed, with the reason."""
     kept = []
     for name in dict.fromkeys(args.methods):
         reason = why_not(name, config, gguf, args.batch_sizes, args.contexts)
@@ -127,7 +127,7 @@ def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str
 
 
 def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | None, results: Results) -> None:
-    """The cells that the file has not whole."""
+    """Measure the cells that are incomplete in the file."""
     prompts = not args.no_first_tokens
 
     def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
@@ -143,7 +143,7 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
     if not cells:
         return
     model = open_model(args.model, args.layers, args.dtype, args.device)
-    # What stands in one cell is measured in turn: the methods that it had are measured again beside those it lacks.
+    # The methods of a cell are measured in turn, so an incomplete cell is measured again as a whole.
     plans = [
         Plan(
             tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, prompts, args.lowering, gguf,
@@ -160,7 +160,8 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
 
 
 def measure_answers(methods: list[str], asked: dict[str, Any], results: Results) -> None:
-    """First answers, cold and warm, of what generates as transformers does, on an empty cache of its own."""
+    """First answers, cold and warm, of the methods that generate as transformers does, on an empty cache of their
+    own."""
     generating = [name for name in methods if name not in BASELINES or name == COMPILED]
     missing = [name for name in generating if not results.has(part="answer", method=name)]
     with tqdm(
@@ -173,7 +174,7 @@ def measure_answers(methods: list[str], asked: dict[str, Any], results: Results)
                     row[state] = seconds
                     bar.set_postfix_str(f"{name}, {state}")
                     bar.update()
-            except SpecacheError as error:  # of a process of its own: the others' are as they are
+            except SpecacheError as error:  # the failed process affects no other method
                 tqdm.write(str(error), file=sys.stderr)
                 continue
             results.add(row)

@@ -1,8 +1,8 @@
-"""The first answer of a process: a model compiled by its first call, over a folder of compiled code.
+"""The first answer of a process: the first call compiles the model, over a folder of compiled code.
 
     python -m specache_compile.bench.first_answer '{"model": …, "method": …}'
 
-prints the seconds from the call of `generate` to its end, imports and the loading of weights left out.
+prints the seconds from the call of `generate` to its end, without imports and the loading of weights.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def main(text: str) -> None:
 
 
 def first_answers(method: str, asked: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Seconds with nothing compiled ("cold_s"), then with the folder that this run has filled ("warm_s")."""
+    """Seconds with nothing compiled ("cold_s"), then with the folder that the first run filled ("warm_s")."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold_s", "warm_s"):
             yield name, in_new_process({**asked, "method": method}, folder)
 
 
 def in_new_process(asked: dict[str, Any], folder: str) -> float:
-    """Seconds; SpecacheError, with what it said, where the process failed."""
+    """Seconds of a new process; SpecacheError with its output where it failed."""
     command = [sys.executable, "-m", "specache_compile.bench.first_answer", json.dumps(asked)]
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""The bytes' floor of a decode step: what it must read, over what this machine reads a second."""
+"""The floor of a decode step: the bytes that it must read over the bytes that this machine reads a second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of the weights that a step multiplies by: all but an embedding that is looked up alone."""
+    """Bytes of the weights that a step multiplies by: all but an embedding that is only looked up."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is table
     return sum(p.nbytes for p in model.parameters()) - (0 if tied else table.nbytes)

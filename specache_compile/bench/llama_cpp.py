@@ -1,7 +1,7 @@
 """llama.cpp as a baseline of a decode step: the same GGUF file, under flash attention.
 
-It computes with the file's own weights. SmolLM2's are of 5 and 8 bits: about a third of the bytes that the other rows
-read in bfloat16, a fifth of those in float32. Its library is built from source: pip install llama-cpp-python.
+llama.cpp computes with the file's own weights. SmolLM2's have 5 and 8 bits: about a third of the bytes that the other
+rows read in bfloat16, a fifth of those in float32. The library is built from source: pip install llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from specache_compile.checkpoints.names import is_installed
 
 LIBRARY = "llama-cpp-python"
-# The cache's type, by its name in ggml's enumeration. On a CPU its attention shares the work of one token among threads
-# where the cache is in 16 bits alone.
+# The cache's type, by its name in ggml's enumeration. On a CPU ggml's attention shares a token's work among threads
+# only with a 16-bit cache.
 LLAMA_CPP = {"llama.cpp-f16": "GGML_TYPE_F16", "llama.cpp-q4_0": "GGML_TYPE_Q4_0"}
 PARTS = ("key", "value")
 TOKEN = 0  # which token is decoded does not change the time
 
 
 def why_no_llama_cpp(gguf: Path | None) -> str | None:
-    """Why it cannot run here; None where it can."""
+    """Why llama.cpp cannot run here; None where it can."""
     if gguf is None:
         return "it reads GGUF files alone"
     return None if is_installed(LIBRARY) else f"pip install {LIBRARY}"
 
 
 class LlamaCpp:
-    """A model of llama.cpp's behind a context of token ids, with room for `more` tokens."""
+    """A llama.cpp model that has read a context of token ids, with room for `more` tokens."""
 
     def __init__(self, name: str, gguf: Path, ids: list[int], more: int) -> None:
         import llama_cpp
@@ -40,7 +40,7 @@ class LlamaCpp:
         )  # fmt: skip
         self.llama.eval(ids)
 
-        # Keys and values of so many cells, as ggml keeps them: two bytes a number, or 18 bytes for 32.
+        # ggml keeps keys and values in two bytes a number, or in 18 bytes for 32 numbers.
         config = self.llama.metadata
         architecture = config["general.architecture"]
         heads, all_heads, width, layers = (
@@ -56,5 +56,5 @@ class LlamaCpp:
         self.llama.eval([TOKEN])
 
     def bytes(self) -> tuple[int, int]:
-        """Of the cache, computed; none on the host beside."""
+        """The cache's bytes, computed; none are on the host."""
         return self.size, 0

@@ -1,4 +1,4 @@
-"""What is timed: decode steps in turn, by rounds; first tokens; first answers of processes of their own."""
+"""The measurements: decode steps in turn, by rounds; first tokens; first answers of new processes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from .floor import floor, synchronise, weight_bytes
 from .llama_cpp import LLAMA_CPP, LlamaCpp
 from .ways import Way, first_tokens, read, twin_of, way
 
-# Steps before the timed ones: graphs are compiled in them, for the lengths that follow too.
+# Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
-# Of a way that has its turn, steps in a row.
+# Steps in a row of a way that has its turn.
 IN_A_ROW = 5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked.
+    """What is measured.
 
     rounds: turns of each way; a turn is `IN_A_ROW` steps.
-    lowering: of ours.
+    prompts: whether first tokens are timed too.
+    lowering: this backend's.
     gguf: llama.cpp's file.
     rate: bytes a second that the device reads.
     """
@@ -45,12 +46,12 @@ class Plan:
 
 
 def steps_behind(rounds: int) -> int:
-    """Tokens that each way decodes behind a context."""
+    """The number of tokens that each way decodes behind a context."""
     return WARM_UP + rounds * IN_A_ROW + 1
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds."""
+    """Seconds that `run` takes."""
     synchronise(device)
     start = time.perf_counter()
     run()
@@ -105,12 +106,12 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
 def steps_in_turn(
     ways: Mapping[str, Way], device: torch.device, rounds: int, context: int, bar: tqdm
 ) -> dict[str, list[float]]:
-    """Milliseconds of each step: a busy second of the machine falls on all of them alike."""
+    """Milliseconds of each way's steps. In turns, a busy second of the machine affects all ways alike."""
     steps: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         bar.set_postfix_str(f"steps at {context:,} tokens, round {number + 1} of {rounds}")
         for name, one in ways.items():
-            one.step()  # what the others left in the processor's caches
+            one.step()  # untimed: the processor's caches hold the other ways' data
             steps[name] += [1e3 * timed(one.step, device) for _ in range(IN_A_ROW - 1)]
         bar.update()
     return steps
@@ -129,12 +130,12 @@ def row_of(name: str, one: Way, steps: list[float], model: Any, plan: Plan) -> d
 
 
 def many_graphs() -> Any:
-    """Within it Dynamo traces the model's code as often as there are ways to run it."""
+    """Within it Dynamo traces the model's code once for each way to run it."""
     return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
 
 
 def first(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
-    """Seconds to the first token, and to the second behind it, once all that they run is compiled."""
+    """Seconds to the first token, and from it to the second, with everything compiled."""
     with torch.no_grad():
         for _ in range(2):
             prefill, decode = first_tokens(name, twin, ids, room)

@@ -27,7 +27,7 @@ def config_of(name: str, layers: int | None) -> Any:
 
 
 def is_random(name: str, layers: int | None) -> bool:
-    """Whether weights are drawn: of a config, or of a checkpoint that is cut."""
+    """Whether weights are random: for a config, or a checkpoint cut to some layers."""
     return name.endswith(".json") or layers is not None
 
 
@@ -44,8 +44,8 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
 def check_room(
     config: Any, contexts: list[int], steps: int, batches: list[int], ways: int, dtype: torch.dtype, device: str
 ) -> None:
-    """SpecacheError, before a weight is loaded, for a context that the model cannot have with so many steps behind it,
-    and where weights and a cache for each way would take more memory than is free."""
+    """Check the room before a weight is loaded. SpecacheError for a context that, with the steps behind it, exceeds the
+    model's, and where the weights and a cache for each way exceed the free memory."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 1 << 62
     if max(contexts) + steps > limit:

@@ -1,4 +1,4 @@
-"""Where a figure comes from, and the file that it is kept in."""
+"""Where figures come from, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from specache_compile.errors import SpecacheError
 
 
 def provenance(device: torch.device, program: str, given: Sequence[str] | None = None) -> dict[str, Any]:
-    """The command, the day, the device, the host's threads and the versions behind a file of results. program: a
-    script, or a command's name; given: its arguments, where they are not this process's."""
+    """The command, the day, the device, the host's threads and the versions behind a file of results.
+
+    program: a script, or a command's name.
+    given: its arguments, where they are not this process's.
+    """
     words = [*(["python"] if program.endswith(".py") else []), program, *(sys.argv[1:] if given is None else given)]
     return {
         "command": shlex.join(words),
@@ -32,7 +35,7 @@ def provenance(device: torch.device, program: str, given: Sequence[str] | None =
 
 
 def triton_version() -> str | None:
-    """None where there is no Triton, as there is for Linux alone."""
+    """Triton's version; None where there is none. Triton exists for Linux only."""
     if importlib.util.find_spec("triton") is None:
         return None
     import triton
@@ -41,7 +44,7 @@ def triton_version() -> str | None:
 
 
 def processor() -> str:
-    """Its model, as Linux tells it; elsewhere its kind."""
+    """The processor's model on Linux; elsewhere its kind."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
@@ -49,10 +52,10 @@ def processor() -> str:
 
 
 class Results:
-    """The rows of one file of results, which is written anew with each of them: a run may end anywhere.
+    """The rows of one file of results. The file is written anew with each row, so that a run may end anywhere.
 
-    `resume`: go on with what the file has. SpecacheError where that was measured on another device, with other versions
-    of what decides, or under other `settings`: such rows do not belong into one table.
+    resume: go on with the file's rows. SpecacheError where these were measured on another device, with other versions
+    of the packages that matter, or under other `settings`: such rows do not belong into one table.
     """
 
     def __init__(
@@ -84,17 +87,17 @@ class Results:
         self.write()
 
     def drop(self, **key: Any) -> None:
-        """Leave out the rows with these figures: others take their place."""
+        """Drop the rows with these figures, to be replaced by others."""
         self.rows[:] = [row for row in self.rows if any(row.get(name) != value for name, value in key.items())]
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """A fact of the whole file: what it has, or else what `make` gives."""
+        """A fact about the whole file: the file's, or else the result of `make`."""
         if name not in self.report:
             self.report[name] = make()
         return self.report[name]
 
     def write(self) -> None:
-        """By way of another file: who is killed meanwhile leaves the old one. Without a file, nothing."""
+        """Write by way of another file, so that a killed process leaves the old one. Without a file, do nothing."""
         if self.out is None:
             return
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,5 +106,5 @@ class Results:
         part.replace(self.out)
 
 
-# Of a provenance, what rows of one table have in common.
+# The parts of the provenance that rows of one table share.
 SAME = ("device", "torch", "cuda", "triton", "transformers")

@@ -1,7 +1,7 @@
-"""The ways to decode that stand side by side: each a model and a cache that holds the context already.
+"""The ways to decode: each is a model and a cache that already holds the context.
 
-A context is read once, by the uncompiled model; every way starts from its keys and values, as far as its cache takes
-them. Weights are shared.
+The uncompiled model reads a context once. Every way starts from its keys and values if the way's cache takes them.
+Weights are shared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from specache_compile.runtime.state import device_total
 from .llama_cpp import LLAMA_CPP, why_no_llama_cpp
 
 COMPILED, STATIC = "compiled", "compiled-static"
-# Hugging Face's own; they dequantise the whole cache in every step, layer by layer.
+# Hugging Face's quantised caches. They dequantise the whole cache in every step, layer by layer.
 QUANTIZED: dict[str, dict[str, Any]] = {
     "quanto-2bit": {"backend": "quanto", "nbits": 2, "axis_key": 0, "axis_value": 0},
     "hqq-2bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "hf-fp8": {"backend": "fp8"},
 }
-# What hqq packs at once, in numbers: its groups of 64, four to a byte.
+# How many numbers hqq packs at once: groups of 64, four to a byte.
 HQQ_GROUPS = {"hqq-2bit": 4 * 64}
 BASELINES = {
     UNCOMPILED: "Hugging Face as it is, with its DynamicCache",
@@ -65,7 +65,7 @@ def why_not(
     if name in LLAMA_CPP:
         return "one sequence alone" if max(batches) > 1 else why_no_llama_cpp(gguf)
     if name in (STATIC, *QUANTIZED) and any(DynamicCache(config=config).is_sliding):
-        return "the model has sliding layers, whose context this cache takes as a prompt alone"
+        return "the model has sliding layers, whose context this cache can only take as a prompt"
     if name in HQQ_GROUPS:
         text = config.get_text_config()
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -81,7 +81,9 @@ def why_not(
 
 
 class Way(Protocol):
-    """step: decodes one token. bytes: of the cache, on the device and on the host."""
+    """step: decodes one token.
+    bytes: the cache's, on the device and on the host.
+    """
 
     def step(self) -> None: ...
     def bytes(self) -> tuple[int, int]: ...
@@ -91,8 +93,8 @@ class Way(Protocol):
 class Decoding:
     """A model and its cache.
 
-    token [B, 1]: the one that is decoded next.
-    position: where it stands.
+    token [B, 1]: the next token to decode.
+    position: its place.
     """
 
     model: Any
@@ -118,7 +120,7 @@ class Decoding:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Those that a layer of a cache keeps, a tensor subclass's own ones in its place."""
+    """The tensors that a layer of a cache keeps; a tensor subclass is replaced by its inner tensors."""
     if isinstance(value, Tensor):
         inner = getattr(value, "__tensor_flatten__", None)
         return [value] if inner is None else [t for name in inner()[0] for t in tensors_of(getattr(value, name))]
@@ -156,11 +158,15 @@ def read(model: Any, ids: Tensor) -> tuple[DynamicCache, Tensor]:
 
 
 def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, token: Tensor, room: int) -> Decoding:
-    """A way that holds the context `ids` [B, n], whose pairs `plain` has; `token` [B, 1] is the next one.
+    """A way that holds the context `ids` [B, n].
 
-    twin: the model that decodes so (`twin_of`). room: tokens that will follow.
+    twin: the model that decodes this way (`twin_of`).
+    plain: the context's pairs.
+    token: [B, 1], the next one.
+    room: tokens that will follow.
     """
-    # Of strides of its own: Dynamo would take a row's for the length of the cache, and trace again when that grows.
+    # A copy with strides of its own: Dynamo would take a row's stride for the cache's length, and trace again when the
+    # cache grows.
     token, length = token.clone(memory_format=torch.contiguous_format), ids.shape[1]
     if name in (UNCOMPILED, COMPILED):
         return Decoding(twin, copy.deepcopy(plain), token, length)
@@ -168,13 +174,13 @@ def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, token: Tensor, r
         return Decoding(twin, filled(empty_cache(name, twin.config, length + room), plain), token, length)
     try:
         held = sc.hold(plain, twin)
-    except SpecacheError:  # its own prefill keeps something else
+    except SpecacheError:  # its own prefill does not keep every pair
         held = DynamicCache(config=twin.config)
         with torch.no_grad():
             twin(ids, past_key_values=held, use_cache=True, logits_to_keep=1)
     session = session_of(held)
     if session is not None:
-        session.make_room(room)  # no bucket ends, and no graph is compiled, among the timed steps
+        session.make_room(room)  # no bucket grows, and no graph is compiled, in the timed steps
     return Decoding(twin, held, token, length)
 
 
@@ -187,7 +193,7 @@ def filled(cache: Cache, plain: DynamicCache) -> Cache:
 
 @torch.no_grad()
 def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]:
-    """Two calls for a timer: one reads the prompt `ids` [B, n] into an empty cache, the next decodes a token."""
+    """Two calls to time: the first reads the prompt `ids` [B, n] into an empty cache, the second decodes a token."""
     cache = empty_cache(name, model.config, ids.shape[1] + room)
     place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     given = {"past_key_values": cache, "use_cache": True}

@@ -1,1 +1,1 @@
-"""What a person sees first, `specache demo`: keys found, bytes and times of one real model, method by method."""
+"""`specache demo`, the first thing to run: keys found, bytes and times of one real model, method by method."""

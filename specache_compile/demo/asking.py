@@ -1,4 +1,4 @@
-"""What the demo asks: one question and several pass keys, each hidden in a text, in chat prompts of one length."""
+"""The demo's prompts: one question and several pass keys, each hidden in a text, in chat prompts of one length."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ QUESTION = "\nAccording to the note to the board, what is the password of the ar
 
 
 def asks_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[Ask]:
-    """The question, then a key at each depth; prompts of `length` tokens, the same for every method."""
+    """The question, then a key at each depth, in prompts of `length` tokens. Every method gets the same."""
     prompt = chat_prompt(reader, text, length, [(0.4, LINE)], QUESTION, random.Random(1))
     rng = random.Random(length)
     return [Ask(prompt, ("lighthouse",)), *(chat_ask(reader, text, length, depth, rng) for depth in depths)]
 
 
 class Prompts:
-    """Prompts of one length, read once, exactly, by the uncompiled model: every method goes on from there, and from the
-    first token of its answer, as `generate` does."""
+    """Prompts of one length. The uncompiled model reads them once, exactly; every method goes on from there with the
+    first token of the uncompiled model's answer, as `generate` does."""
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self.ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
         self.plain, self.first = read(model, self.ids)
 
     def begun(self, name: str, twin: Any, number: int, room: int) -> Decoding:
-        """One of them, as a way to decode holds it."""
+        """Prompt `number` in a way's cache."""
         one = slice(number, number + 1)
         row = copied(self.plain)
         row.batch_select_indices(torch.tensor([number], device=self.ids.device))
@@ -43,7 +43,7 @@ class Prompts:
 
 
 def answer(one: Decoding, reader: Reader) -> str:
-    """Greedily, up to the model's own end."""
+    """A greedy answer, up to the model's own end."""
     said = [int(one.token)]
     for _ in range(CHAT_ANSWER - 1):
         one.step()

