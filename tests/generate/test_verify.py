@@ -186,7 +186,7 @@ def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> N
         assert torch.equal(sampled(twin), sampled(llama))
     told = sc.stats(twin)
     assert (told.decodes, told.extends > 0, told.bytes_to_device) == (0, True, 0)
-    with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this is 2"):
+    with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this batch has 2"):
         assert torch.equal(greedy(twin, prompt(80, 2), 12), greedy(llama, prompt(80, 2), 12))
 
 
