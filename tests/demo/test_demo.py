@@ -177,7 +177,7 @@ def test_contexts_that_the_model_cannot_have_are_left_out(
 
 
 def test_a_model_that_cannot_be_asked_is_one_line() -> None:
-    with pytest.raises(SpecacheError, match="the model.s context is 1,024 tokens"):
+    with pytest.raises(SpecacheError, match="context is 1,024 tokens"):
         fitting(WHOLE, tiny_llama(max_position_embeddings=1024))
     with pytest.raises(SpecacheError, match="one layer here is a LinearAttention"):
         fitting(WHOLE, SimpleNamespace(config=Qwen3NextConfig(num_hidden_layers=2)))
