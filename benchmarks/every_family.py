@@ -1,0 +1,276 @@
+"""Every causal LM that the installed transformers has, tiny and random: what is rewritten, and are its tokens equal?
+
+    python benchmarks/every_family.py                       all, half an hour; goes on where it was
+    python benchmarks/every_family.py --only llama gemma2   these, where --out does not have them
+    python benchmarks/every_family.py --again llama gemma2  these, whether it has them or not
+    python benchmarks/every_family.py --show                the table of what --out has; runs nothing
+
+A family is a class of causal LMs, named by the model type whose config it takes (benchmarks/tiny_families.py). Each has
+a process of its own:
+    uncompiled   a prompt of 70 random tokens and 12 greedy ones behind it, in float32
+    lossless     the same, compiled so that every pair is fetched: are the tokens equal, how far are the logits?
+    lossy        the same in 2 bits with 8 pairs fetched: are the logits finite?
+Attentions, lanes and reasons are read off the graphs of the first decode step, and of the prefill where that has none.
+--out is a line of JSON a family, keyed by versions: Ctrl-C loses only the family that runs. docs/supported.md shows the
+rows of the newest transformers there: `make tables` renews it. Exit status 1 if a token differs or a family fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import multiprocessing
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from packaging.version import Version
+from tabulate import tabulate
+from tiny_families import families, tiny
+from torch import Tensor
+from tqdm import tqdm
+
+import specache_compile as sc
+from specache_compile.compile import backend
+from specache_compile.compile.captured import Captured, capture
+from specache_compile.runtime.records import find_record
+
+PROMPT, NEW = 70, 12
+LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 1024}
+LOSSY = {**LOSSLESS, "bits": 2, "top_k": 8}
+AFTER = 10.0  # seconds that a process has to end in, once it has answered
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+Family = tuple[str, str]  # the model type and the class
+
+
+class Watched:
+    """The graphs that a generation captures, by the forward call that they are captured in."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Captured] = []
+        self.seen: list[int] = []  # graphs, after each forward call
+
+    def capture(self, *arguments: Any) -> Captured:
+        self.graphs.append(capture(*arguments))
+        return self.graphs[-1]
+
+    def after_forward(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """As a logits processor, which a generation calls behind each forward call."""
+        self.seen.append(len(self.graphs))
+        return scores
+
+    @property
+    def of_a_step(self) -> list[Captured]:
+        """Those of the first decode step; of the prefill where a step has made none."""
+        prefill, *later = self.seen or [0]
+        return self.graphs[prefill : later[0]] if later and later[0] > prefill else self.graphs[:prefill]
+
+
+def generate(model: Any, watched: Watched) -> tuple[Tensor, Tensor]:
+    """Greedy tokens, and the logits before each."""
+    ids = torch.randint(1, 128, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    asked = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[watched.after_forward], **asked)
+    return out.sequences[0, PROMPT:], torch.stack(out.logits)
+
+
+def compiled(family: Family, options: dict[str, Any]) -> tuple[Any, Tensor, Tensor, Watched]:
+    """A model that has generated, its tokens and logits, and the graphs."""
+    torch.compiler.reset()
+    model, watched = tiny(*family), Watched()
+    model.compile(backend="specache", options=options)
+    with mock.patch.object(backend, "capture", watched.capture):
+        return model, *generate(model, watched), watched
+
+
+def measured(family: Family) -> dict[str, Any]:
+    """A family's row, but for its name."""
+    try:
+        expected, logits = generate(tiny(*family), Watched())
+        if not logits.isfinite().all():
+            raise ValueError("its logits are not finite")
+    except Exception as error:  # whatever a model raises that was never compiled is no finding about this backend
+        return {"outcome": "not run", "why": shortened(error)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model, tokens, ours, watched = compiled(family, LOSSLESS)
+    lanes, one_lane = lanes_of(model)
+    graphs = watched.of_a_step
+    rewritten = sum(len(graph.sites) for graph in graphs)
+    reasons = [item.reason for graph in graphs for item in graph.left_alone]
+    same = len(tokens) == len(expected)
+    return {
+        "outcome": "ran", "equal": int((tokens == expected).cumprod(0).sum()) if same else 0, "tokens": len(expected),
+        "largest difference": float((ours - logits).abs().max()) if same else None,
+        "rewritten": rewritten, "attentions": rewritten + len(reasons), "reasons": list(dict.fromkeys(reasons)),
+        "lanes": lanes, "one lane": one_lane,
+        "warned": any(issubclass(one.category, sc.SpecacheWarning) for one in told),
+        "finite": bool(compiled(family, LOSSY)[2].isfinite().all()) if rewritten else None,
+    }  # fmt: skip
+
+
+def lanes_of(model: Any) -> tuple[int | None, str | None]:
+    """The lanes of a model's decode, the fewest of its graphs, and why it has one; None where nothing is rewritten."""
+    record = find_record(model)
+    forms = [made for graph in (record.graphs if record else ()) for made in graph.rewrites.made.values()]
+    counts = [
+        report.counts["lanes"]
+        for made in forms
+        for report in made.trace.reports
+        if made.trace.phase == "decode" and report.name == "speculate"
+    ]
+    return min(counts, default=None), next((made.one_lane for made in forms if made.one_lane), None)
+
+
+def shortened(error: BaseException) -> str:
+    """An error in a line of a table."""
+    told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return told if len(told) <= 160 else f"{told[:157]}..."
+
+
+def work(family: Family, answer: Any) -> None:
+    """In a process of its own: send a row, an error as one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who runs all of them ends this one
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    try:
+        answer.send(measured(family))
+    except Exception as error:
+        answer.send({"outcome": "failed", "why": shortened(error)})
+
+
+def within(family: Family, limit: float) -> dict[str, Any]:
+    """A family's row, from a process that has `limit` seconds."""
+    context = multiprocessing.get_context("forkserver")  # which has imported all of this once
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(family, there))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(limit):
+            return {"outcome": "failed", "why": f"no answer in {limit:g} seconds"}
+        row: dict[str, Any] = here.recv()
+        process.join(AFTER)
+        return row
+    except EOFError:
+        process.join()
+        return {"outcome": "failed", "why": f"its process ended with {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["family"], *(row[name] for name in VERSIONS))
+
+
+def kept(out: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The rows of a file by family and versions; of two the last."""
+    lines = out.read_text().splitlines() if out.exists() else []
+    return {key_of(row): row for row in map(json.loads, lines)}
+
+
+def tidy(out: Path) -> None:
+    """One row a family and versions, in order; by way of another file, so that who is killed loses nothing."""
+    rows = kept(out)
+    part = out.with_suffix(".part")
+    part.write_text("".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+    part.replace(out)
+
+
+def newest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the newest versions."""
+    by = {tuple(Version(row[name]) for name in ("transformers", "torch")) for row in rows}
+    return [row for row in rows if tuple(Version(row[name]) for name in ("transformers", "torch")) == max(by)]
+
+
+HEADERS = ("family", "attentions rewritten", "lanes", "tokens equal", "")
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A line of the table for each row; what did not run uncompiled comes last."""
+    for row in sorted(rows, key=lambda row: (row["outcome"] == "not run", row["family"])):
+        if row["outcome"] != "ran":
+            yield row["family"], "–", "–", "–", said(row)
+            continue
+        lanes = {None: "–", 1: "one", 2: "two"}[row["lanes"] if row["rewritten"] else None]
+        equal = f"{row['equal']} of {row['tokens']}"
+        yield row["family"], f"{row['rewritten']} of {row['attentions']}", lanes, equal, said(row)
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row's remarks: why it is not rewritten whole, in two lanes and right."""
+    if row["outcome"] == "not run":
+        return f"not run, since it does not run uncompiled: {row['why']}"
+    if row["outcome"] == "failed":
+        return f"failed: {row['why']}"
+    told = [*row["reasons"], *([f"one lane: {row['one lane']}"] if row["one lane"] else [])]
+    if not row["attentions"]:
+        told.append("no attention that keeps a cache was found")
+    if row["finite"] is False:
+        told.append("logits in 2 bits are not finite")
+    return "; ".join(told)
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether a row says that something is to be mended."""
+    return row["outcome"] == "failed" or (
+        row["outcome"] == "ran" and (row["equal"] < row["tokens"] or row["finite"] is False)
+    )
+
+
+def counts(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows in one sentence."""
+    ran = [row for row in rows if row["outcome"] == "ran"]
+    lanes = [row["lanes"] if row["rewritten"] else 0 for row in ran]
+    return (
+        f"{len(rows)} families with transformers {rows[0]['transformers']} and torch {rows[0]['torch']}: "
+        f"{lanes.count(2)} in two lanes, {lanes.count(1)} in one, {lanes.count(0)} left as they are, "
+        f"{sum(row['outcome'] == 'not run' for row in rows)} not run; wrong or failed: {sum(map(is_wrong, rows))}."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these families (all)")
+    parser.add_argument("--again", nargs="+", metavar="FAMILY", help="these, though --out has them")
+    parser.add_argument("--show", action="store_true", help="print the table of what there is, run nothing")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for each (180)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "every_family.jsonl")
+    args = parser.parse_args(arguments)
+    known = families()
+    asked = [*(args.only or []), *(args.again or [])] or list(known)
+    if unknown := [name for name in asked if name not in known]:
+        parser.error(f"no family {unknown[0]!r}; there are {', '.join(known)}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    done = kept(args.out)
+    todo = [n for n in asked if n in (args.again or []) or (n, *VERSIONS.values()) not in done]
+    with contextlib.suppress(KeyboardInterrupt):
+        for name in tqdm([] if args.show else todo, file=sys.stderr, unit="family"):
+            start = time.perf_counter()
+            found = within((name, known[name]), args.limit)
+            seconds = round(time.perf_counter() - start, 1)
+            origin = {**VERSIONS, "date": datetime.date.today().isoformat(), "seconds": seconds}
+            with args.out.open("a") as file:
+                file.write(json.dumps({"family": name, "class": known[name], **found, **origin}) + "\n")
+    if args.out.exists():
+        tidy(args.out)
+    rows = newest(list(kept(args.out).values())) if args.out.exists() else []
+    if rows:
+        print(tabulate(lines(rows), HEADERS, maxcolwidths=[None, None, None, None, 80]))
+        print(counts(rows))
+    return int(any(is_wrong(row) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
