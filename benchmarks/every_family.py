@@ -12,7 +12,8 @@ a process of its own:
     lossy        the same in 2 bits with 8 pairs fetched: are the logits finite?
 Attentions, lanes and reasons are read off the graphs of the first decode step, and of the prefill where that has none.
 --out is a line of JSON a family, keyed by versions: Ctrl-C loses only the family that runs. docs/supported.md shows the
-rows of the newest transformers there: `make tables` renews it. Exit status 1 if a token differs or a family fails.
+rows of the newest versions there: `make tables` renews it. Exit status 1 if a token differs, a family fails, or nobody
+is told of what is not rewritten.
 """
 
 from __future__ import annotations
@@ -219,13 +220,20 @@ def said(row: dict[str, Any]) -> str:
         told.append("no attention that keeps a cache was found")
     if row["finite"] is False:
         told.append("logits in 2 bits are not finite")
+    if is_untold(row):
+        told.append("nobody is warned")
     return "; ".join(told)
+
+
+def is_untold(row: dict[str, Any]) -> bool:
+    """Whether something is not as in most families, and no warning said so."""
+    return bool(row["reasons"] or row["one lane"]) and not row["warned"]
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
     """Whether a row says that something is to be mended."""
     return row["outcome"] == "failed" or (
-        row["outcome"] == "ran" and (row["equal"] < row["tokens"] or row["finite"] is False)
+        row["outcome"] == "ran" and (row["equal"] < row["tokens"] or row["finite"] is False or is_untold(row))
     )
 
 

@@ -79,21 +79,17 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def families() -> dict[str, str]:
-    """The model type that stands for each class of causal LMs, and the class: the one whose config the class names."""
+    """The model type that stands for each class of causal LMs, and the class: the type whose config the class takes, or
+    the first that the class is listed for."""
     found: dict[str, str] = {}
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        found.setdefault(name, model_type)
-        if config_class(name) is transformers.CONFIG_MAPPING[model_type] and not is_own(found[name], name):
+        if name not in found or config_class(name).model_type == model_type:
             found[name] = model_type
     return {model_type: name for name, model_type in sorted(found.items(), key=lambda pair: pair[1])}
 
 
-def is_own(model_type: str, name: str) -> bool:
-    return config_class(name) is transformers.CONFIG_MAPPING[model_type]
-
-
 def config_class(name: str) -> Any:
-    return getattr(getattr(transformers, name), "config_class", None)
+    return getattr(transformers, name).config_class
 
 
 def small(config: Any, own: dict[str, Any]) -> dict[str, Any]:

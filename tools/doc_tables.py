@@ -98,6 +98,19 @@ def families() -> str:
     ])  # fmt: skip
 
 
+def every_family() -> str:
+    """What benchmarks/every_family.py has found; families that it says the same of stand in one row."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from every_family import HEADERS, counts, lines, newest
+
+    rows = newest([json.loads(line) for line in (RESULTS / "every_family.jsonl").read_text().splitlines()])
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for family, *said in lines(rows):
+        alike.setdefault(tuple(said), []).append(f"`{family}`")
+    body = [(", ".join(names), *said) for said, names in alike.items()]
+    return f"{counts(rows)}\n\n{markdown(HEADERS, body)}"
+
+
 def versions() -> str:
     """The versions that the tests run on, as they are pinned."""
 
@@ -372,8 +385,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, versions, options, methods, summary, demo, cold_start, verification, verify_families, look_ups,
-            gpu, masses, gains, computed_steps, diagnostics, tasks, devices, passes, ops, fields,
+            families, every_family, versions, options, methods, summary, demo, cold_start, verification,
+            verify_families, look_ups, gpu, masses, gains, computed_steps, diagnostics, tasks, devices, passes, ops,
+            fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},

@@ -39,6 +39,7 @@ class Form:
     """softmax(cap(q·kᵀ · scale) + mask, and the sinks) · v, with keys and values as the cache has them: H heads.
 
     mask [B|1, Hq|1, T|1, n], bool (True: seen) or additive; sinks [Hq]; causal: SDPA's own mask, from the first key.
+    scaled_mask: the mask is scaled as the scores are, which changes none that only hides.
     """
 
     q: Node
@@ -49,6 +50,7 @@ class Form:
     mask: Node | None = None
     sinks: Node | None = None
     causal: bool = False
+    scaled_mask: bool = False
 
 
 def is_attention(node: Node) -> bool:
@@ -111,7 +113,10 @@ def match_eager(attention: Node) -> Form:
     while not (isinstance(at, Node) and at.target in MATMULS):
         if not isinstance(at, Node):
             raise NoMatch("its scores do not come from a product of queries and keys")
+        masked = form.mask is not None
         step, at = step_back(at, form)
+        if step == MASK and stage == SCALE and not masked and form.scale > 0:  # before it nothing comes but a scale
+            form.scaled_mask, step = True, SCALE
         if step < stage or step == stage != SCALE:
             raise NoMatch("its scores are scaled, capped, masked and shifted in an order that is not known")
         stage = stage if step == CAST else step

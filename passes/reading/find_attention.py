@@ -117,6 +117,8 @@ def carried_mask(form: Form, known: str | None, masks: ReadMask) -> tuple[Node |
     causal, padding = masks(form.mask)
     if causal and (padding is None or known in (None, padding.name)):
         return None, None if padding is None else padding.name
+    if form.scaled_mask:
+        raise NoMatch("its mask is scaled with its scores, and hides more than later tokens and padding")
     one_row = statically_known_true(value_of(form.mask).shape[2] == 1)
     if one_row and not statically_known_true(value_of(form.q).shape[2] == 1):
         raise NoMatch("its mask hides the same tokens from all its new ones (bidirectional attention?)")

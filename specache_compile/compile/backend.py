@@ -75,7 +75,9 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     why = reasons(captured.left_alone)
 
     def taken(arguments: Sequence[Any]) -> list[Any]:
-        return [made_plain(own_part(arguments[i], captured.fakes[i]), why) for i in kept]
+        """Of the example inputs, which are all that Dynamo captured; in a call Dynamo gives what was kept alone."""
+        given = arguments if len(arguments) == len(kept) else [arguments[i] for i in kept]
+        return [made_plain(own_part(value, captured.fakes[i]), why) for value, i in zip(given, kept, strict=True)]
 
     options, examples = captured.options, [*example_inputs]
     for node, i in zip(captured.placeholders, kept, strict=True):

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from families import Family
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 
@@ -175,6 +176,15 @@ def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: st
         tokens = greedy(twin, ids, 12)
     assert len([one for one in told if "in parts" in str(one.message)]) == 1
     assert torch.equal(tokens, greedy(llama, ids, 12))
+
+
+def test_a_part_that_takes_the_cache_for_its_length_alone_takes_it_in_any_place() -> None:
+    """xmod breaks behind its embeddings, whose graph has the cache among its first inputs: Dynamo gives it no more."""
+    family = Family("xmod", "XmodConfig", {"default_language": "en_XX", "is_decoder": True, "num_hidden_layers": 1})
+    twin = compile_copy(family.model())
+    tokens = greedy(twin, prompt(30), 4, return_dict_in_generate=True)
+    assert torch.equal(tokens.sequences, greedy(family.model(), prompt(30), 4))
+    assert is_held(tokens.past_key_values)
 
 
 def attention_alone(model: LlamaForCausalLM) -> LlamaForCausalLM:

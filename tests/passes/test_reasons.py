@@ -10,8 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
-from families import COMMON, Family
+from families import COMMON, FAMILIES, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
+from specache_compile.passes.reading.attention_forms import NoMatch, match_form
 from specache_compile.runtime.records import find_record
 
 LATENT = {
@@ -64,6 +65,41 @@ def test_gpt2s_eager_attention_is_known() -> None:
     """It casts its weights by `type`."""
     settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "attn_implementation": "eager"}
     assert said(Family("gpt2", "GPT2Config", settings), 2) == []
+
+
+CODEGEN = next(family for family in FAMILIES if family.name == "codegen").one_layer
+
+
+def test_a_mask_may_be_scaled_with_the_scores_where_it_only_hides() -> None:
+    """codegen adds the mask and divides then, in one lane as gptj."""
+    (message,) = said(CODEGEN, 4)
+    assert "one token at a time" in message
+
+
+def test_a_mask_that_weighs_and_is_scaled_with_the_scores_is_left_alone() -> None:
+    model = CODEGEN.model()
+    ids, weighed = prompt(20), torch.randn(1, 1, 20, 20)
+    expected = model(ids, attention_mask=weighed).logits
+    model.compile(backend="specache", options=LOSSLESS)
+    with torch.no_grad(), pytest.warns(sc.SpecacheWarning, match="its mask is scaled with its scores"):
+        torch.testing.assert_close(model(ids, attention_mask=weighed).logits, expected)
+
+
+@pytest.mark.parametrize("steps", ["mask scale mask", "scale cap mask scale", "mask negate"])
+def test_behind_a_mask_that_is_scaled_nothing_else_is_known(steps: str) -> None:
+    builder = GraphBuilder()
+    queries, keys = (builder.input(name, BATCH, HEADS, PAST, DIM) for name in "qk")
+    mask, shape = builder.input("mask", BATCH, 1, PAST, PAST), (BATCH, HEADS, PAST, PAST)
+    turned = builder.call(torch.transpose, (BATCH, HEADS, DIM, PAST), keys, -2, -1)
+    scores = builder.call(torch.matmul, shape, queries, turned)
+    for step in steps.split():
+        if step == "cap":
+            scores = builder.call(torch.tanh, shape, builder.call(torch.div, shape, scores, 2.0))
+        other = {"mask": mask, "scale": 0.5, "cap": 2.0, "negate": -1.0}[step]
+        scores = builder.call(torch.add if step == "mask" else torch.mul, shape, scores, other)
+    weights = builder.call(torch.softmax, shape, scores, -1)
+    with pytest.raises(NoMatch, match="in an order that is not known"):
+        match_form(builder.call(torch.matmul, (BATCH, HEADS, PAST, DIM), weights, keys))
 
 
 def test_one_lane_is_told_once_with_its_reason() -> None:

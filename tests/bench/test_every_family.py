@@ -1,0 +1,132 @@
+"""The command that runs every family: a row says what happened, finished ones are kept, a hang or an error is a row."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from conftest import tiny_llama
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+every_family = importlib.import_module("every_family")
+tiny_families = importlib.import_module("tiny_families")
+
+LLAMA, BLOOM = ("llama", "LlamaForCausalLM"), ("bloom", "BloomForCausalLM")
+RAN = {"outcome": "ran", "equal": 12, "tokens": 12, "rewritten": 2, "attentions": 2, "reasons": [], "lanes": 2,
+       "one lane": None, "warned": False, "finite": True}  # fmt: skip
+
+
+def test_a_family_that_is_rewritten_whole_has_no_remark() -> None:
+    row = every_family.measured(LLAMA)
+    assert {name: row[name] for name in RAN} == RAN
+    assert 0 < row["largest difference"] < 1e-3
+    assert list(every_family.lines([{"family": "llama", **row}])) == [("llama", "2 of 2", "two", "12 of 12", "")]
+
+
+@pytest.mark.slow
+def test_a_family_that_is_left_alone_has_the_warnings_reason() -> None:
+    row = every_family.measured(BLOOM)
+    assert (row["rewritten"], row["attentions"], row["lanes"], row["finite"]) == (0, 4, None, None)
+    assert row["warned"]
+    assert row["equal"] == row["tokens"] == 12
+    (line,) = every_family.lines([{"family": "bloom", **row}])
+    assert "none of the forms that are known" in line[-1]
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_or_dies_is_a_row() -> None:
+    assert every_family.within(LLAMA, 0.01) == {"outcome": "failed", "why": "no answer in 0.01 seconds"}
+    assert every_family.within(("llama", "NoSuchClass"), 60)["outcome"] == "not run"
+    assert every_family.within(LLAMA, 120)["outcome"] == "ran"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The families that the command runs, each with a row made up."""
+    names: list[str] = []
+
+    def within(family: tuple[str, str], limit: float) -> dict[str, Any]:
+        names.append(family[0])
+        return dict(RAN)
+
+    monkeypatch.setattr(every_family, "within", within)
+    return names
+
+
+def test_what_is_there_is_not_run_again_unless_asked(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = ["--out", str(tmp_path / "rows.jsonl")]
+    assert every_family.main(["--only", "llama", "bloom", *out]) == 0
+    assert every_family.main(["--only", "llama", "gpt2", *out]) == 0
+    assert every_family.main(["--again", "llama", *out]) == 0
+    assert every_family.main(["--show", *out]) == 0
+    assert asked == ["llama", "bloom", "gpt2", "llama"]
+    assert "3 families with transformers" in capsys.readouterr().out
+    monkeypatch.setitem(every_family.VERSIONS, "transformers", "99.0")
+    every_family.main(["--only", "llama", *out])
+    assert asked[4:] == ["llama"]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["family"] for row in rows] == ["bloom", "gpt2", "llama", "llama"]
+    assert [row["transformers"] for row in every_family.newest(rows)] == ["99.0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"equal": 3}, ""),
+        ({"finite": False}, "not finite"),
+        ({"one lane": "no positions"}, "nobody is warned"),
+        ({"outcome": "failed", "why": "RuntimeError: no"}, "failed: RuntimeError"),
+    ],
+)
+def test_what_is_wrong_is_the_exit_status(
+    change: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(every_family, "within", lambda family, limit: {**RAN, **change})
+    assert every_family.main(["--only", "llama", "--out", str(tmp_path / "rows.jsonl")]) == 1
+    out = capsys.readouterr().out
+    assert "wrong or failed: 1" in out
+    assert said in out
+
+
+def test_ctrl_c_keeps_what_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = iter([dict(RAN)])
+
+    def within(family: tuple[str, str], limit: float) -> dict[str, Any]:
+        for row in rows:
+            return row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(every_family, "within", within)
+    every_family.main(["--only", "llama", "bloom", "gpt2", "--out", str(tmp_path / "rows.jsonl")])
+    assert "1 families with" in capsys.readouterr().out
+
+
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        every_family.main(["--only", "lama"])
+    assert "llama" in capsys.readouterr().err
+
+
+def test_a_small_config_keeps_a_layer_of_each_kind() -> None:
+    config = LlamaConfig(num_hidden_layers=4)
+    config.layer_types = ["a", "a", "b", "a"]
+    config.other = [1, 2, 3, 4]
+    made = tiny_families.small(config, {"rope_theta": 5.0})
+    assert (made["num_hidden_layers"], made["layer_types"], made["other"]) == (2, ["a", "b"], [1, 3])
+    assert made["rope_theta"] == 5.0
+    assert made["hidden_size"] == tiny_llama().config.hidden_size == 64
+    assert "kv_lora_rank" not in made
