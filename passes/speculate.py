@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .exact_lanes import show_first_lane
 from .plan import Input, PassReport, Plan, Tag, tag_of
+from .reading.attention_forms import argument
 from .reading.in_place import take_writes
 from .reading.lane_rules import own_rules
 from .reading.local_shards import whole_shape
@@ -108,8 +109,18 @@ def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
         if node.target in ("cos", "sin", torch.cos, torch.sin):
             sources.update(dict.fromkeys(integers_behind(node)))
         if node.target in EMBEDDINGS and unshaped(looked_up(node)[0]) is not tokens:
-            sources[looked_up(node)[0]] = None
+            sources[positions_behind(looked_up(node)[0])] = None
     return [node for node in sources if value_of(node).shape[-1:] == (1,)]
+
+
+def positions_behind(index: Node) -> Node:
+    """The index of an embedding; of token types, which are gathered by positions from a buffer, the positions."""
+    at = index
+    while at.target in ("expand", "view", "reshape"):
+        at = at.args[0]  # type: ignore[assignment]
+    if at.target not in ("gather", torch.gather):
+        return index
+    return argument(at, 2, "index")  # type: ignore[return-value]
 
 
 def integers_behind(node: Node) -> list[Node]:

@@ -162,6 +162,9 @@ FAMILIES = (
     Family("gpt_bigcode", "GPTBigCodeConfig", {"n_inner": 96}, note="one KV head"),
     Family("biogpt", "BioGptConfig"),
     Family("gptj", "GPTJConfig", {"rotary_dim": 8}, lanes=1),
+    Family(
+        "roberta", "RobertaConfig", {"is_decoder": True, "type_vocab_size": 1}, note="token types gathered by positions"
+    ),
     Family("codegen", "CodeGenConfig", {"rotary_dim": 8}, lanes=1, note="its mask is scaled with its scores"),
     Family("falcon, alibi", "FalconConfig", {"alibi": True, "head_dim": LEFT_OUT}, lanes=1),
     Family("llama4_text", "Llama4TextConfig", LLAMA4, lanes=1),

@@ -190,8 +190,20 @@ def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
         raise NoMatch(
             "its past is a plain tensor: the cache was filled by an uncompiled model, or by a call left exact"
         )
-    if any(user is not update.node and (user.users or user.op == "output") for user in update.past.users):
+    if any(user is not update.node and is_used(user) for user in update.past.users):
         raise NoMatch(f"its past {update.past.name} is read elsewhere too")
+
+
+def is_used(node: Node) -> bool:
+    """Whether an output comes of it: not of a size that Dynamo has compared already."""
+    seen, todo = {node}, [node]
+    while todo:
+        at = todo.pop()
+        if at.op == "output":
+            return True
+        todo.extend(user for user in at.users if user not in seen)
+        seen.update(at.users)
+    return False
 
 
 def read_beside(update: Node, attention: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 
 import pytest
@@ -59,6 +60,17 @@ def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_
     out.replace_all_uses_with(again)
     builder.graph.erase_node(out)
     assert COMPUTED in found(builder, builder.finish(again, keys, values)).left_alone[0].reason
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_past_may_be_asked_for_its_size_where_nothing_comes_of_it(used: bool) -> None:
+    """As mllama asks whether there is one."""
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    past = next(node for node in builder.graph.nodes if node.name == "past_k0")
+    many = builder.call(operator.gt, (), builder.call(torch.numel, (), past), 0)
+    read = found(builder, builder.finish(out, keys, values, *([many] if used else [])))
+    assert [item.reason for item in read.left_alone] == (["its past past_k0 is read elsewhere too"] if used else [])
 
 
 def test_gpt2s_eager_attention_is_known() -> None:
