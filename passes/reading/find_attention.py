@@ -91,6 +91,7 @@ def match_site(attention: Node, before: Found, held: frozenset[str], masks: Read
         raise NoMatch("its keys and its values have different pasts")
     for update in (keys, values):
         check_owned(update, attention, held)
+    check_mask(form, (keys.node, values.node))
     check_shapes(form, keys, values, value_of(attention))
     tokens = value_of(form.q).shape[2]
     if keys.past is not None and form.mask is None and (form.causal or not statically_known_true(tokens == 1)):
@@ -217,6 +218,12 @@ def read_beside(update: Node, attention: Node) -> bool:
             seen.add(node)
             todo.extend(node.users)
     return False
+
+
+def check_mask(form: Form, updates: tuple[Node, Node]) -> None:
+    """A mask may weigh by anything but what the cache keeps, which then is read beside the attention."""
+    if form.mask is not None and any(behind in updates for behind in nodes_behind(form.mask)):
+        raise NoMatch("its mask is computed from the keys or values that its cache keeps", by_model=True)
 
 
 def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) -> None:

@@ -73,6 +73,13 @@ def test_a_past_may_be_asked_for_its_size_where_nothing_comes_of_it(used: bool) 
     assert [item.reason for item in read.left_alone] == (["its past past_k0 is read elsewhere too"] if used else [])
 
 
+def test_a_mask_made_of_cached_values_is_left_alone() -> None:
+    """doge's is: values that are held could not be read for it."""
+    messages = said(Family("doge", "DogeConfig", {"num_hidden_layers": 1}), 2)
+    assert messages
+    assert all("its mask is computed from the keys or values that its cache keeps" in one for one in messages)
+
+
 def test_gpt2s_eager_attention_is_known() -> None:
     """It casts its weights by `type`."""
     settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "attn_implementation": "eager"}
