@@ -89,9 +89,9 @@ def match_site(attention: Node, before: Found, held: frozenset[str], masks: Read
     keys, values = match_update(form.keys), match_update(form.values)
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
+    check_mask(form, (keys.node, values.node))
     for update in (keys, values):
         check_owned(update, attention, held)
-    check_mask(form, (keys.node, values.node))
     check_shapes(form, keys, values, value_of(attention))
     tokens = value_of(form.q).shape[2]
     if keys.past is not None and form.mask is None and (form.causal or not statically_known_true(tokens == 1)):
