@@ -11,6 +11,8 @@ from transformers import DynamicCache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import session_behind
 
+from .recurrent import own_states
+
 
 def materialize(cache: DynamicCache) -> DynamicCache:
     """A DynamicCache with real keys and values [B, H, n, d]: bit for bit as cached, or rounded once to 8 bits where the
@@ -24,6 +26,7 @@ def materialize(cache: DynamicCache) -> DynamicCache:
     held, layers = itertools.count(), list[Any](cache.layers)
     for layer in layers:
         twin = copy.copy(layer)
+        own_states(twin)
         if isinstance(getattr(layer, "keys", None), HeldTensor):
             number = next(held)
             twin.keys, twin.values = session.plain(number, "keys"), session.plain(number, "values")

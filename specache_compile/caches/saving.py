@@ -3,7 +3,8 @@
     folder/
       session.json                     the session's description, and its tensors' files with their sizes
       tensors-3f9c21d0/
-        layer-000.safetensors          the state tensors of a layer; plain keys and values where it is not held
+        layer-000.safetensors          the state tensors of a layer; plain keys and values, where it is not held; the
+                                     state of its recurrence, where a hybrid has one
         ...
         step.safetensors               what the next step starts from: guesses, padding
 
@@ -31,7 +32,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import OptionError, SpecacheError, split_session
@@ -45,6 +47,8 @@ from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
 
+from .recurrent import STATES, marks_of, restore, states_of
+
 FORMAT = 1
 HEADER = "session.json"
 STEP = "step.safetensors"
@@ -55,8 +59,19 @@ SAMPLED = 256
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
 # The values for a session that was saved before an option existed.
 BEFORE = {"host_bits": 16, "sink_tokens": 0, "value_code": "levels", "param_bits": 16}
-# Layers of a cache that hold only keys, values and numbers.
-KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
+# Layers of a cache that are their keys, their values, the state of a recurrence and their numbers, and no more.
+KINDS = tuple(
+    getattr(cache_utils, name)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+    )
+    if hasattr(cache_utils, name)
+)
 # Matches folders of tensors and nothing else that the folder may hold.
 TENSORS_FOLDER = "tensors-" + "[0-9a-f]" * 8
 # A header's parts and their types in JSON.
@@ -75,9 +90,11 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     """Write a held cache to `folder`, for `load`. Every tier is written bit for bit.
 
     An earlier session in the folder stays until this one is whole. The cache stays usable. SpecacheError where the
-    cache is plain, where one of its layers has more than keys and values, where its model is gone, and where it is
-    split over ranks.
+    cache is plain, where it is of another class than DynamicCache, where one of its layers has more than keys, values
+    and the state of a recurrence, where its model is gone, and where it is split over ranks.
     """
+    if type(cache) is not DynamicCache:
+        raise no_dynamic_cache(type(cache).__name__)
     layers = [described_layer(number, layer) for number, layer in enumerate(cache.layers)]
     session = session_behind(cache)
     tiers, progress = session.tiers, session.progress
@@ -110,8 +127,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     try:
         for number, layer in enumerate(tqdm(cache.layers, "saving", unit="layer", disable=None, leave=False)):
             site = layers[number]["site"]
-            held = {"keys": layer.keys, "values": layer.values} if site is None else whole(session, site)
-            write(held, tensors / layer_file(number))
+            pairs = plain_pairs(layer) if site is None else whole(session, site)
+            write({**pairs, **states_of(layer)}, tensors / layer_file(number))
         starts_from = {"guess": progress.guess, "padding": progress.padding}
         write({name: tensor for name, tensor in starts_from.items() if tensor is not None}, tensors / STEP)
         header["folder"] = tensors.name
@@ -179,9 +196,12 @@ def filled(
     states: dict[int, LayerState] = {}
     for number, layer in enumerate(tqdm(header["layers"], "loading", unit="layer", disable=None, leave=False)):
         path, site = files[layer_file(number)], layer["site"]
-        if site is None:
-            plain[number] = {name: tensor.to(device, copy=True) for name, tensor in read(path).items()}
-        else:
+        plain[number] = {
+            name: tensor.to(device, copy=True)
+            for name, tensor in read(path).items()
+            if site is None or name.startswith(STATES)
+        }
+        if site is not None:
             states[site] = placed(session, site, path)
     session.tiers.state = [states[site] for site in range(len(session.layers))]
     starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
@@ -192,24 +212,33 @@ def filled(
     layers: list[Any] = list(cache.layers)
     for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):
         site = told["site"]
-        pairs = [plain[number][part] if site is None else session.held(site, part) for part in PARTS]
-        layer.lazy_initialization(*pairs)
-        layer.keys, layer.values = pairs
+        own = plain[number]
+        pairs = [own.pop(part, None) if site is None else session.held(site, part) for part in PARTS]
+        if pairs[0] is not None:
+            layer.lazy_initialization(*pairs)
+            layer.keys, layer.values = pairs
+        restore(layer, own, told.get("marks", {}))
         for name, value in told["numbers"].items():
             setattr(layer, name, value)
     return cache
 
 
 def described_layer(number: int, layer: Any) -> dict[str, Any]:
-    """A layer's description: its class, its numbers, and its site (None where its keys and values are plain)."""
-    if type(layer) not in KINDS or not layer.is_initialized:
+    """A layer's description: its class, its numbers, and its site (None where it has no held keys and values)."""
+    if type(layer) not in KINDS or not getattr(layer, "is_initialized", True):
         raise cannot_be_saved(number, type(layer).__name__)
-    handle = getattr(layer.keys, "handle", None)
+    handle = getattr(getattr(layer, "keys", None), "handle", None)
     return {
         "kind": type(layer).__name__,
         "site": None if handle is None else handle.site,
         "numbers": {name: value for name, value in vars(layer).items() if type(value) in (int, bool)},
+        "marks": marks_of(layer),
     }
+
+
+def plain_pairs(layer: Any) -> dict[str, Tensor]:
+    """Keys and values that are not held; none of a layer without attention."""
+    return {part: getattr(layer, part) for part in PARTS if getattr(layer, part, None) is not None}
 
 
 def empty_cache(model: Any, kinds: Sequence[str]) -> DynamicCache:
@@ -395,8 +424,13 @@ def sync(path: Path) -> None:
 
 def cannot_be_saved(number: int, kind: str) -> SpecacheError:
     return SpecacheError(
-        f"layer {number} of this cache, a {kind}, is not keys and values alone: such a cache cannot be saved"
+        f"layer {number} of this cache, a {kind}, is not keys, values and the state of a recurrence alone: such a cache "
+        "cannot be saved"
     )
+
+
+def no_dynamic_cache(kind: str) -> SpecacheError:
+    return SpecacheError(f"save: a {kind} may hold more than its layers do, and cannot be saved: only a DynamicCache can")
 
 
 def model_is_gone() -> SpecacheError:

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaForCausalLM
-from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 import specache_compile as sc
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
@@ -262,16 +262,17 @@ class TestRefusals:
         with pytest.raises(sc.SpecacheError, match="is none that save makes"):
             sc.load(folder, compiled)
 
-    def test_layers_with_more_than_keys_and_values(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    def test_layers_and_caches_with_more_than_is_known(self, compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+        """A layer or a cache of a model's own may hold anything."""
+        layer, cache_of_its_own = (type("Own", (kind,), {}) for kind in (LinearAttentionLayer, DynamicCache))
         _, cache = step(compiled, prompt(70))
-        hybrid = LinearAttentionAndFullAttentionLayer()
-        hybrid.lazy_initialization(cache.layers[0].keys, cache.layers[0].values)
-        hybrid.keys, hybrid.values = cache.layers[0].keys, cache.layers[0].values
-        for layers in ([hybrid, *cache.layers[1:]], [*cache.layers, LinearAttentionLayer()]):
-            cache.layers = layers
-            with pytest.raises(sc.SpecacheError, match=r"a LinearAttention.* is not keys and values alone"):
-                sc.save(cache, tmp_path)
-            assert sc.materialize(cache).get_seq_length() == 70
+        cache.layers.append(layer())
+        with pytest.raises(sc.SpecacheError, match=r"layer 2 of this cache, a Own, is not keys, values and"):
+            sc.save(cache, tmp_path)
+        assert sc.materialize(cache).get_seq_length() == 70
+        cache.__class__ = cache_of_its_own
+        with pytest.raises(sc.SpecacheError, match="a Own may hold more than its layers do"):
+            sc.save(cache, tmp_path)
 
     def test_a_model_on_several_devices(self, folder: Path) -> None:
         other = compile_copy(tiny_llama())

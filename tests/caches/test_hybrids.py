@@ -1,0 +1,123 @@
+"""Caches of hybrids: the state of a recurrence goes with the rest, and is written once a step."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt
+from families import FAMILIES, Family
+from specache_compile.caches.recurrent import states_of
+
+pytestmark = pytest.mark.one_process
+
+BY_NAME = {family.name: family for family in FAMILIES}
+# A layer with attention and a recurrence beside it; a layer of each; convolutions alone; one lane.
+NAMES = ("falcon_h1", "qwen3_5_text", "lfm2", "granitemoehybrid")
+QUICK = "falcon_h1"
+
+
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=[] if n == QUICK else pytest.mark.slow) for n in NAMES])
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A hybrid compiled in lossless settings, and uncompiled."""
+    family: Family = BY_NAME[request.param].one_layer
+    model, plain = family.model(), family.model()
+    model.compile(backend="specache", options=LOSSLESS)
+    return model, plain
+
+
+@torch.no_grad()
+def said(model: Any, cache: DynamicCache, ids: Tensor, steps: int = 3) -> list[Tensor]:
+    """What a model says behind a prompt: each step's last logits."""
+    logits = []
+    for _ in range(1 + steps):
+        logits.append(model(ids, past_key_values=cache, use_cache=True).logits[:, -1])
+        ids = logits[-1].argmax(-1, keepdim=True)
+    return logits
+
+
+def assert_same(
+    models: tuple[Any, Any], caches: tuple[DynamicCache, DynamicCache], ids: Tensor, steps: int = 3
+) -> None:
+    """Both models say the same behind a prompt, and leave the same recurrent state."""
+    for got, expected in zip(*(said(m, c, ids, steps) for m, c in zip(models, caches, strict=True)), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+    assert_same_states(*caches)
+
+
+def assert_same_states(ours: DynamicCache, theirs: DynamicCache) -> None:
+    pairs = [(states_of(one), states_of(other)) for one, other in zip(ours.layers, theirs.layers, strict=True)]
+    assert any(states for states, _ in pairs)
+    torch.testing.assert_close([one for one, _ in pairs], [other for _, other in pairs], atol=1e-4, rtol=1e-4)
+
+
+def filled(models: tuple[Any, Any], rows: int = 1) -> tuple[DynamicCache, DynamicCache]:
+    model, plain = models
+    caches = DynamicCache(config=model.config), DynamicCache(config=plain.config)
+    assert_same(models, caches, prompt(60, rows))
+    return caches
+
+
+def test_of_two_lanes_one_writes_the_state(models: tuple[Any, Any]) -> None:
+    """Step by step, with the pre-decode that makes the first guess."""
+    model, plain = models
+    caches = DynamicCache(config=model.config), DynamicCache(config=plain.config)
+    assert_same(models, caches, prompt(60), 0)
+    for seed in range(5):
+        assert_same(models, caches, prompt(1, seed=seed), 0)
+    assert_same(models, caches, prompt(7, seed=6), 2)
+
+
+def test_a_fork_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
+    caches = filled(models)
+    forks = copy.deepcopy(caches)
+    for seed in (3, 4):
+        assert_same(models, caches, prompt(5, seed=seed))
+        assert_same(models, forks, prompt(2, seed=10 * seed))
+
+
+def test_rows_of_the_state_go_with_beams(models: tuple[Any, Any]) -> None:
+    caches = filled(models, 3)
+    for cache in caches:
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert_same(models, caches, prompt(1, 3, seed=3))
+    asked = {"num_beams": 3, "num_return_sequences": 3}
+    model, plain = models
+    assert torch.equal(greedy(model, prompt(60), 8, **asked), greedy(plain, prompt(60), 8, **asked))
+
+
+def test_a_saved_state_goes_on_bit_for_bit(models: tuple[Any, Any], tmp_path: Path) -> None:
+    model, _ = models
+    ours, theirs = filled(models)
+    sc.save(ours, tmp_path)
+    again = sc.load(tmp_path, model)
+    assert [vars(layer).keys() for layer in again.layers] == [vars(layer).keys() for layer in ours.layers]
+    for one, other in zip(again.layers, ours.layers, strict=True):
+        torch.testing.assert_close(states_of(one), states_of(other), atol=0, rtol=0)
+    assert_same(models, (ours, copy.deepcopy(theirs)), prompt(5, seed=3))
+    assert_same(models, (again, theirs), prompt(5, seed=3))
+    assert torch.equal(*(said(model, cache, prompt(1, seed=4))[-1] for cache in (ours, again)))
+    again.reorder_cache(torch.tensor([0]))
+
+
+def test_a_plain_twin_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
+    _, plain = models
+    ours, theirs = filled(models)
+    twin, kept = sc.materialize(ours), copy.deepcopy(theirs)
+    assert_same((plain, plain), (twin, theirs), prompt(5, seed=3))
+    assert_same(models, (ours, kept), prompt(5, seed=4))
+
+
+def test_a_crop_is_refused_and_changes_nothing(models: tuple[Any, Any]) -> None:
+    """By Hugging Face itself: nothing tells what the state was."""
+    caches = filled(models)
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        caches[0].crop(-3)
+    assert_same(models, caches, prompt(5, seed=3))
