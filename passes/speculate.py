@@ -20,6 +20,7 @@ from .reading.in_place import take_writes
 from .reading.lane_rules import own_rules
 from .reading.local_shards import whole_shape
 from .reading.nodes import arguments_of, output_node, value_of
+from .reading.positions import has_no_positions
 
 aten = torch.ops.aten
 LANES = 2
@@ -37,7 +38,7 @@ def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassR
 
     The graph is vmapped over a lane axis and traced again (docs/design.md tells why its literals are not edited).
     A pre-decode keeps its one lane and returns its own guess. A graph without token ids, positions or logits runs
-    one lane, and the report says which of them is missing.
+    one lane, and the report says which of them is missing; one in which nothing tells positions needs none.
     """
     wanted = plan.speculate and plan.selects and plan.phase.one_token
     if not wanted or not plan.sites:
@@ -51,7 +52,7 @@ def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassR
         plan.guesses = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
     sources = position_sources(graph_module, ids)
-    if not sources:
+    if not sources and not has_no_positions(graph_module, ids):
         return graph_module, one_lane(plan, "no position tensor was found")
     widened = widen(graph_module, ids, logits, sources)
     plan.inputs.append(Input("guess"))
@@ -96,9 +97,10 @@ def looked_up(embedding: Node) -> tuple[Node, Node]:
 
 
 def unshaped(node: Node) -> Node:
-    """The node before views of it, and before a rank has taken from token ids the first one in its part of a table."""
-    while node.target in ("view", "reshape", *RANKS_OWN):
-        node = node.args[0]  # type: ignore[assignment]
+    """The node before views of it, before a rank has taken from token ids the first one in its part of a table, and
+    before a picture's tokens have become padding: `where(is_picture, padding, ids)`."""
+    while node.target in ("view", "reshape", "clone", torch.where, *RANKS_OWN):
+        node = argument(node, 2, "other") if node.target is torch.where else node.args[0]
     return node
 
 

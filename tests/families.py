@@ -29,7 +29,7 @@ class Family:
     @property
     def one_layer(self) -> Family:
         """Its first layer alone, where its layers are all alike."""
-        if {"layer_types", "layers_block_type"} & self.settings.keys():
+        if self.rewritten < 2 or "layer_types" in self.settings:
             return self
         return replace(self, settings={**self.settings, "num_hidden_layers": 1}, rewritten=1)
 
@@ -101,7 +101,12 @@ LLAMA4 = {
     **EXPERTS, "intermediate_size_mlp": 96, "layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0],
     "interleave_moe_layer_step": 2,
 }  # fmt: skip
+JAMBA = {
+    "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
+    "head_dim": LEFT_OUT,
+}  # fmt: skip
 HYBRID = "hybrid: one layer of two has attention"
+NO_POSITIONS = HYBRID + ", without positions"
 
 FAMILIES = (
     Family("llama 2", "LlamaConfig", {"num_key_value_heads": 4}),
@@ -174,14 +179,29 @@ FAMILIES = (
     Family("olmo_hybrid", "OlmoHybridConfig", LINEAR, 1, note=HYBRID),
     Family("lfm2", "Lfm2Config", {"layer_types": ["conv", "full_attention"]}, 1, note=HYBRID),
     Family("falcon_h1", "FalconH1Config", MAMBA, note="hybrid: each layer has both"),
-    Family("zamba2", "Zamba2Config", ZAMBA, 1, lanes=1, note=HYBRID),
+    Family("zamba2", "Zamba2Config", ZAMBA, 1, note=NO_POSITIONS),
     Family(
         "granitemoehybrid",
         "GraniteMoeHybridConfig",
         {**EXPERTS, **MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
         1,
-        lanes=1,
+        note=NO_POSITIONS,
+    ),
+    Family("nemotron_h", "NemotronHConfig", NEMOTRON, 1, note=NO_POSITIONS),
+    Family("jamba", "JambaConfig", JAMBA, 1, note=NO_POSITIONS),
+    Family("bamba", "BambaConfig", {**MAMBA, "attn_layer_indices": [1], "head_dim": LEFT_OUT}, 1, note=HYBRID),
+    Family(
+        "lfm2_moe",
+        "Lfm2MoeConfig",
+        {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        1,
         note=HYBRID,
     ),
-    Family("nemotron_h", "NemotronHConfig", NEMOTRON, 1, lanes=1, note=HYBRID),
+    Family(
+        "minimax",
+        "MiniMaxConfig",
+        {**EXPERTS, "layer_types": ["full_attention", "linear_attention"], "block_size": 16},
+        1,
+        note=HYBRID + "; its cache is of a class of its own",
+    ),
 )

@@ -21,7 +21,10 @@ def materialize(cache: DynamicCache) -> DynamicCache:
     `cache` stays usable. SpecacheError where it is plain already.
     """
     session = session_behind(cache)
-    plain = DynamicCache()
+    plain = copy.copy(cache)  # of its own class, which a model may insist on (MiniMax)
+    for name, value in vars(cache).items():
+        if isinstance(value, list):
+            setattr(plain, name, list(value))
     plain.layers = []
     held, layers = itertools.count(), list[Any](cache.layers)
     for layer in layers:

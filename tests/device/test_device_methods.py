@@ -110,11 +110,11 @@ def test_16_bits_are_as_far_from_float32_as_on_the_cpu(dtype: torch.dtype) -> No
 # What the simulated device lacks, and a real one has.
 MIXTURES = "histc of integers has no kernel on the CPU", {
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "gpt_oss", "olmoe", "granitemoe", "hunyuan_v1_moe",
-    "minimax_m2",
+    "minimax_m2", "minimax",
 }  # fmt: skip
 CONVOLUTIONS = "convolutions have no kernel on the CPU with the arguments that CUDA's take", {
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "falcon_h1", "zamba2", "granitemoehybrid",
-    "nemotron_h",
+    "nemotron_h", "jamba", "bamba", "lfm2_moe",
 }  # fmt: skip
 
 

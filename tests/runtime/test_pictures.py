@@ -1,4 +1,4 @@
-"""Picture models, whole: tiny random ones, whose text goes on from an image as the uncompiled model's does."""
+"""Picture models, whole and their language model alone: tiny random ones, whose text goes on from an image as the uncompiled model's does."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ QWEN = {
     "text_config": {**TEXT, **MROPE}, "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
     "vision_end_token_id": END, "tie_word_embeddings": False,
 }  # fmt: skip
+WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 CLIP = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4, "num_channels": 3,
@@ -35,6 +36,11 @@ CLIP = {
 
 def patches() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+
+
+def placed_patches() -> dict[str, Tensor]:
+    places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), -1)
+    return {"pixel_values": torch.rand(1, 16, 3 * 4 * 4), "image_position_ids": places.view(1, 16, 2)}
 
 
 def pixels(*leading: int) -> Callable[[], dict[str, Tensor]]:
@@ -55,6 +61,7 @@ class Pictures:
     image: Callable[[], dict[str, Tensor]]
     tokens: int
     types: str | None = None  # the name of an input that marks the image's tokens
+    exact: int = 0  # attentions with a window, which stay exact
 
     def model(self) -> Any:
         torch.manual_seed(0)
@@ -111,6 +118,54 @@ MODELS = {
         4,
         "mm_token_type_ids",
     ),
+    "qwen3_vl": Pictures(
+        "Qwen3VL",
+        {
+            **QWEN,
+            "vision_config": {
+                "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
+                "patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+            },
+        },
+        patches,
+        4,
+        "mm_token_type_ids",
+    ),
+    "gemma3": Pictures(
+        "Gemma3",
+        {
+            "text_config": {"model_type": "gemma3_text", **TEXT, **WINDOWS},
+            "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **CLIP},
+            "image_token_index": IMAGE,
+            "mm_tokens_per_image": 4,
+        },
+        pixels(1),
+        4,
+        "token_type_ids",
+        exact=1,
+    ),
+    "gemma4": Pictures(
+        "Gemma4",
+        {
+            "text_config": {
+                "model_type": "gemma4_text", **TEXT, **WINDOWS, "global_head_dim": 16, "num_global_key_value_heads": 2,
+                "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16, "pad_token_id": 0,
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+                "position_embedding_size": 16,
+            },
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "audio_token_id": VIDEO,
+        },
+        placed_patches,
+        4,
+        "mm_token_type_ids",
+        exact=1,
+    ),
     "idefics3": Pictures(
         "Idefics3",
         {
@@ -138,32 +193,57 @@ MODELS = {
     ),
 }  # fmt: skip
 QUICK = "llava"
+NAMES = [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow]) for name in MODELS]
+
+
+def assert_same_answers(pictures: Pictures, model: Any, plain: Any) -> None:
+    """To a first and a second image, each answered for itself."""
+    asked = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    answers = []
+    for seed in (3, 4):
+        expected = plain.generate(**pictures.inputs(seed), **asked)
+        got = model.generate(**pictures.inputs(seed), **asked)
+        assert torch.equal(got.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-3, rtol=0)
+        answers.append(expected.sequences)
+    assert not torch.equal(*answers), "the image must matter"
+
+
+def lanes(compiled: Any, pictures: Pictures) -> set[int]:
+    """Those of its decode; all of its graphs are rewritten."""
+    record = find_record(compiled)
+    assert record is not None
+    assert {(g.phase, len(g.captured.sites), len(g.captured.left_alone)) for g in record.graphs} == {
+        ("prefill", 1, pictures.exact), ("decode", 1, pictures.exact),
+    }  # fmt: skip
+    traces = [trace for graph in record.graphs for trace in graph.rewrites.traces if trace.phase == "decode"]
+    return {report.counts["lanes"] for trace in traces for report in trace.reports if report.name == "speculate"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow]) for name in MODELS]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
-    """A first and a second image, each answered for itself; the text's attention is rewritten in two lanes."""
+    """The text's attention is rewritten in two lanes."""
     pictures = MODELS[name]
     plain, model = pictures.model(), pictures.model()
     model.compile(backend="specache", options=LOSSLESS)
-    asked = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    answers = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecacheWarning)
-        for seed in (3, 4):
-            expected = plain.generate(**pictures.inputs(seed), **asked)
-            got = model.generate(**pictures.inputs(seed), **asked)
-            assert torch.equal(got.sequences, expected.sequences)
-            torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-3, rtol=0)
-            answers.append(expected.sequences)
-    assert not torch.equal(*answers), "the image must matter"
-    record = find_record(model)
-    assert record is not None
-    assert {(g.phase, len(g.captured.sites), len(g.captured.left_alone)) for g in record.graphs} == {
-        ("prefill", 1, 0), ("decode", 1, 0),
-    }  # fmt: skip
-    reports = [report for g in record.graphs for trace in g.rewrites.traces for report in trace.reports]
-    assert {report.counts["lanes"] for report in reports if report.name == "speculate"} >= {2}
+        if pictures.exact:
+            warnings.filterwarnings("ignore", message=".*a sliding window keeps its newest tokens")
+        assert_same_answers(pictures, model, plain)
+    assert lanes(model, pictures) == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
+def test_a_language_model_that_is_compiled_alone_runs_one_lane(name: str) -> None:
+    """What comes in is embedded already."""
+    pictures = MODELS[name]
+    plain, model = pictures.model(), pictures.model()
+    text = model.model.language_model
+    text.compile(backend="specache", options=LOSSLESS)
+    with pytest.warns(SpecacheWarning, match="no token ids come in"):
+        assert_same_answers(pictures, model, plain)
+    assert lanes(text, pictures) == {1}

@@ -36,10 +36,43 @@ def quanto_int8(model: nn.Module) -> None:
     freeze(model)
 
 
+def torchao_int4(model: nn.Module) -> None:
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+
+    quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)))
+
+
+def torchao_int4_on_int8_activations(model: nn.Module) -> None:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
+
+    quantize_(model, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
+
+
+def torchao_fp8(model: nn.Module) -> None:
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    quantize_(model, Float8WeightOnlyConfig())
+
+
+def quanto_fp8(model: nn.Module) -> None:
+    from optimum.quanto import freeze, qfloat8, quantize
+
+    quantize(model, weights=qfloat8, exclude="lm_head")
+    freeze(model)
+
+
+def hqq_2bit(model: nn.Module) -> None:
+    hqq(model, 2)
+
+
 def hqq_4bit(model: nn.Module) -> None:
+    hqq(model, 4)
+
+
+def hqq(model: nn.Module, bits: int) -> None:
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
-    config = BaseQuantizeConfig(nbits=4, group_size=32)
+    config = BaseQuantizeConfig(nbits=bits, group_size=32)
     for owner, place, layer in linears(model):
         setattr(owner, place, HQQLinear(layer, config, compute_dtype=torch.float32, device="cpu"))
 
@@ -55,7 +88,14 @@ def bitsandbytes_8bit(model: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("quantise", [quanto_int8, hqq_4bit, bitsandbytes_8bit], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        quanto_int8, quanto_fp8, hqq_2bit, hqq_4bit, bitsandbytes_8bit, torchao_int4, torchao_int4_on_int8_activations,
+        torchao_fp8,
+    ],
+    ids=lambda one: one.__name__,
+)  # fmt: skip
 def test_tokens_equal_the_uncompiled_quantised_models(quantise: Callable[[nn.Module], None]) -> None:
     def quantised() -> Any:
         model = tiny_llama(num_hidden_layers=1)

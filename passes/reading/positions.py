@@ -1,0 +1,62 @@
+"""Whether anything in a decode graph tells a token where it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from specache_compile.passes.clean_up import writes
+
+from .nodes import arguments_of, value_of
+
+# What a token's own numbers are in an attention op.
+OWN = ("q", "k", "v")
+
+
+def has_no_positions(graph_module: GraphModule, ids: Node) -> bool:
+    """Whether nothing but the token ids, and what was cached before, decides what a token is: a recurrence, or the
+    causal mask alone, tells its place (Jamba, Nemotron-H, Granite's hybrids).
+
+    A position comes in as integers or as a size. None does where they lead to attentions' masks, lengths and tiers
+    alone, through whole numbers and truth values: a floating-point mask may be a bias by distance.
+    """
+    batch = value_of(ids).shape[0]
+    todo = [node for node in graph_module.graph.nodes if node is not ids and may_be_position(node, batch)]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if is_attention_op(user):
+                if any(node is argument and decides(name, node) for name, argument in arguments_of(user).items()):
+                    return False
+            elif user.op == "output" or writes(user):
+                return False
+            elif user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return True
+
+
+def may_be_position(node: Node, batch: Any) -> bool:
+    """An input of integers or truth values, or a size that more than the number of rows decides."""
+    value = value_of(node)
+    if isinstance(value, Tensor):
+        return node.op == "placeholder" and not value.is_floating_point()
+    return not symbols_of(value) <= symbols_of(batch)
+
+
+def symbols_of(size: Any) -> set[Any]:
+    return set(size.node.expr.free_symbols) if isinstance(size, SymInt) else set()
+
+
+def is_attention_op(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "specache"
+
+
+def decides(name: str, node: Node) -> bool:
+    """Whether an attention op's argument may make a token another one by its place."""
+    value = value_of(node)
+    return name in OWN or (name == "mask" and isinstance(value, Tensor) and value.is_floating_point())
