@@ -1,4 +1,4 @@
-"""What a layer of a hybrid's cache has beside keys and values: the state of a recurrence, copied and saved with them."""
+"""What a layer of a hybrid's cache has beside keys and values: a recurrence's state, copied and saved with them."""
 
 from __future__ import annotations
 

@@ -430,7 +430,7 @@ def cannot_be_saved(number: int, kind: str) -> SpecacheError:
 
 
 def no_dynamic_cache(kind: str) -> SpecacheError:
-    return SpecacheError(f"save: a {kind} may hold more than its layers do, and cannot be saved: only a DynamicCache can")
+    return SpecacheError(f"save: a {kind} may hold more than its layers do, and only a DynamicCache can be saved")
 
 
 def model_is_gone() -> SpecacheError:

@@ -124,6 +124,6 @@ def test_a_plain_twin_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
 def test_a_crop_is_refused_and_changes_nothing(models: tuple[Any, Any]) -> None:
     """By Hugging Face itself: nothing tells what the state was."""
     caches = filled(models)
-    with pytest.raises(RuntimeError, match="does not (track past states|support `crop`)"):
+    with pytest.raises(RuntimeError, match=r"does not (track past states|support `crop`)"):
         caches[0].crop(-3)
     assert_same(models, caches, prompt(5, seed=3))

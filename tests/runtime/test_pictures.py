@@ -1,4 +1,5 @@
-"""Picture models, whole and their language model alone: tiny random ones, whose text goes on from an image as the uncompiled model's does."""
+"""Picture models, whole and their language model alone: tiny random ones, whose text goes on from an image as the
+uncompiled model's does."""
 
 from __future__ import annotations
 
