@@ -424,8 +424,8 @@ def sync(path: Path) -> None:
 
 def cannot_be_saved(number: int, kind: str) -> SpecacheError:
     return SpecacheError(
-        f"layer {number} of this cache, a {kind}, is not keys, values and the state of a recurrence alone: such a cache "
-        "cannot be saved"
+        f"layer {number} of this cache, a {kind}, is not keys, values and the state of a recurrence alone: such a "
+        "cache cannot be saved"
     )
 
 
