@@ -206,8 +206,8 @@ def assert_same_answers(pictures: Pictures, model: Any, plain: Any) -> None:
         got = model.generate(**pictures.inputs(seed), **asked)
         assert torch.equal(got.sequences, expected.sequences)
         torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-3, rtol=0)
-        answers.append(expected.sequences)
-    assert not torch.equal(*answers), "the image must matter"
+        answers.append(torch.stack(expected.logits))
+    assert not torch.allclose(*answers, atol=1e-2), "the image must matter"
 
 
 def lanes(compiled: Any, pictures: Pictures) -> set[int]:
