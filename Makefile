@@ -12,8 +12,8 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 demo: .venv/ready          ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
 
-# One thread a worker; a worker takes a file whole, whose tests share models and graphs.
-PYTEST := -m pytest -n 2 --dist loadfile
+# One thread a worker; a worker takes a file whole, whose tests share models and graphs, in the order of tests/conftest.py.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/ready          ## the test suite: eight minutes on two cores; or a part: TESTS=tests/passes
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(TESTS)
@@ -38,7 +38,7 @@ test-newest: .venv-newest/ready  ## the same on the newest versions; by hand, ne
 # Two devices, so that what needs a second one runs too.
 DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/caches/test_hold.py
 ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) --devices 2 -- \
-	  python -m pytest -n 2 --dist loadfile
+	  python $(PYTEST)
 
 test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part of it: TESTS=tests/device DEVICE=rtx4090
 	$(ON_DEVICE) -m 'gpu and not slow and not whole' $(or $(TESTS),$(DEVICE_TESTS))

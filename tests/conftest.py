@@ -19,6 +19,8 @@ os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
 )
 # A cache of fake tensors' results costs more than it saves, where sizes are symbols.
 os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
+# Dynamo looks for garbage behind each of its thousands of compilations: a twenty-fifth of their time.
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
 
 import torch
 
@@ -40,11 +42,27 @@ LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32
 # A trained model of bytes, which finds the needles of a long text.
 NEEDLE_LLAMA = Path(__file__).parent.parent / "examples" / "needle-llama"
 
+# Of the tests' modules those of half a minute and more, the longest first; of `make test-slow` too.
+LONGEST = (
+    "runtime/test_families.py", "kernels/test_triton.py", "tests/test_checkpoints.py", "weights/test_quantised.py",
+    "weights/test_packed.py", "runtime/test_sessions.py", "generate/test_verify.py", "tests/test_benchmarks.py",
+    "lowering/test_fold_layers.py", "runtime/test_mixed_calls.py", "passes/test_masks.py", "compile/test_backend.py",
+    "lowering/test_compiled_graph.py", "evaluation/test_eval.py", "demo/test_demo.py", "evaluation/test_examples.py",
+    "runtime/test_methods.py", "explaining/test_explain.py", "kernels/test_ops.py", "tests/test_cli.py",
+    "explaining/test_bisect.py", "explaining/test_step_time.py", "runtime/test_uncompiled.py",
+    "device/test_device_faults.py", "device/test_device_schedules.py", "device/test_device_methods.py",
+    "device/test_device_ways.py",
+)  # fmt: skip
+
 # Put back behind every test: generate(prefill_chunk_size=...) of transformers 5.17 leaves 64 behind for the process.
 DYNAMOS_LIMITS = {
     "recompile_limit": torch._dynamo.config.recompile_limit,
     "accumulated_recompile_limit": torch._dynamo.config.accumulated_recompile_limit,
 }
+
+# To say how long a graph's guards take, Dynamo empties the processor's caches: a fiftieth of a compilation, and of the
+# worker beside it too.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # Of a module (or a class of it) marked `one_process`: its name, its models by how they were made and compiled.
 _shared: dict[str, Any] = {}
@@ -89,14 +107,19 @@ def tiers_from_the_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `pairwise` or `quick_for` the other cases are slow. GPU tests skip, with the reason, where there
-    is none. The kernels' modules, all but one of them short, come last: workers take modules whole (`--dist loadfile`),
-    and end together then."""
+    is none. The longest modules come first, and the kernels', which are short, last: workers take modules whole
+    (`--dist loadfile --no-loadscope-reorder`), and end together then."""
     for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
         mark_the_rest_slow(list(cases))
     for item in items:
         if not torch.cuda.is_available() and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-    items.sort(key=lambda item: item.path.parent.name == "kernels" and item.path.name != "test_triton.py")
+    items.sort(key=lambda item: place_of(item.path))
+
+
+def place_of(path: Path) -> int:
+    name = f"{path.parent.name}/{path.name}"
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST) + (path.parent.name == "kernels")
 
 
 def mark_the_rest_slow(cases: list[Any]) -> None:

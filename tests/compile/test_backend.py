@@ -18,6 +18,12 @@ from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
 from specache_compile.runtime.records import find_record
 
 
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    """One layer tells what is asked here, and is traced in two thirds of the time."""
+    return tiny_llama(num_hidden_layers=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -53,9 +59,8 @@ def test_a_bad_option_reaches_the_person_through_torch_compile(
 
 @pytest.mark.quick_for("own_cache", "speculate", "prefetch", "correct", "overlap")
 @pytest.mark.parametrize("name", PASS_NAMES)
-def test_every_pass_can_be_switched_off(name: str) -> None:
+def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> None:
     """Without an essential pass nothing is rewritten; without another the tokens are still right at 16 bits."""
-    llama = tiny_llama(num_hidden_layers=1)
     twin = compile_copy(llama, bits=16, disable_passes=[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sc.SpecacheWarning)
@@ -144,7 +149,7 @@ def test_a_held_cache_under_gradients_is_refused(llama: LlamaForCausalLM) -> Non
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str) -> None:
     """Not inside Dynamo's BackendCompilerFailed; afterwards the cache goes on as if it had not been asked."""
-    llama = tiny_llama(attn_implementation=attention)
+    llama = tiny_llama(num_hidden_layers=1, attn_implementation=attention)
     twin = compile_copy(llama)
     with torch.no_grad():
         cache = twin(prompt(50), use_cache=True).past_key_values
@@ -236,8 +241,8 @@ def test_stats_of_a_model_that_never_ran_says_what_to_do() -> None:
         sc.stats(tiny_llama())
 
 
-def test_stats_count_steps_and_bytes(llama: LlamaForCausalLM) -> None:
-    twin = compile_copy(llama, top_k=16, hit_rate=True)
+def test_stats_count_steps_and_bytes() -> None:
+    twin = compile_copy(tiny_llama(), top_k=16, hit_rate=True)
     greedy(twin, prompt(200), 20)
     stats = sc.stats(twin)
     assert (stats.prefills, stats.pre_decodes, stats.decodes, stats.extends) == (1, 1, 19, 0)

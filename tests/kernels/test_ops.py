@@ -225,7 +225,18 @@ def test_every_op_has_inputs_here() -> None:
 @every_case
 @every_op
 def test_opcheck(op: Op, case: Case) -> None:
-    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)))
+    """All that `opcheck` asks but for a compilation, which is most of its time."""
+    asked = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils=asked)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case in (CASES[0], CASES[-2]) else pytest.mark.whole) for case in CASES],
+)
+@every_op
+def test_what_is_compiled_for_any_size_says_what_the_op_says(op: Op, case: Case) -> None:
+    torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils="test_aot_dispatch_dynamic")
 
 
 @every_case
