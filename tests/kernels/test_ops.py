@@ -204,6 +204,12 @@ GUARDS = {"wait"}
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# A compilation is most of what `opcheck` takes: without a mask, and with one, keys and values apart.
+COMPILED = ("plain", "keys and values apart, rotated")
+compiled_cases = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in COMPILED else [pytest.mark.whole]) for case in CASES],
+)
 
 
 def overload(op: Op) -> torch._ops.OpOverload:
@@ -225,15 +231,12 @@ def test_every_op_has_inputs_here() -> None:
 @every_case
 @every_op
 def test_opcheck(op: Op, case: Case) -> None:
-    """All that `opcheck` asks but for a compilation, which is most of its time."""
+    """All that it asks but for a compilation, which is the next test's."""
     asked = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils=asked)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[] if case in (CASES[0], CASES[-2]) else pytest.mark.whole) for case in CASES],
-)
+@compiled_cases
 @every_op
 def test_what_is_compiled_for_any_size_says_what_the_op_says(op: Op, case: Case) -> None:
     torch.library.opcheck(overload(op), GENERATORS[op.name](Inputs(case)), test_utils="test_aot_dispatch_dynamic")

@@ -103,6 +103,8 @@ class Cache:
     def put(self, tokens: int) -> None:
         """Append and offload random pairs, the cursor pointing where a session would have it."""
         pairs = random_pairs(tokens, self.length, self.head_dim, self.dtype)
+        if self.rotate:  # of eighths, a rotation's sums are the same in any order, which is a processor's to choose
+            pairs = (pairs * 8).round() / 8
         self.cursor[LENGTH] = self.length
         self.cursor[LOW_BIT] = self.low_bit(self.length)
         self.cursor[NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
