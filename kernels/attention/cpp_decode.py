@@ -58,8 +58,9 @@ def step_of(
 
 
 def fits(codes: Tensor, *pairs: Tensor) -> bool:
-    """Whether the kernels read such tiers and pairs, all of one dtype; else the definitions take over."""
-    return codes.is_contiguous() and pairs[0].dtype in DTYPES and all(x.dtype == pairs[0].dtype for x in pairs)
+    """Whether the kernels read such tiers and pairs, all of one dtype and head size; else the definitions take over."""
+    alike = all((x.dtype, x.shape[-1]) == (pairs[0].dtype, pairs[0].shape[-1]) for x in pairs)
+    return codes.is_contiguous() and pairs[0].dtype in DTYPES and alike
 
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:

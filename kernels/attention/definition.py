@@ -20,7 +20,7 @@ from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.segments import tokens_of
-from specache_compile.kernels.state.stored_pairs import decoded
+from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import whole_logits
@@ -41,15 +41,23 @@ def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: in
     return dequantize_keys(keys, key_params[:, :, start // group : -(-stop // group)], layout.key_bits)
 
 
-def low_bit_values(codes: Tensor, value_params: Tensor, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
+def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
     """Values, as `low_bit_keys`."""
-    _, values = layout.split(codes[:, :, start:stop], head_dim)
+    if layout.has_rows:
+        return low_bit_keys(tiers.codes, tiers.key_params, layout, head_dim, start, stop)
+    _, values = layout.split(tiers.codes[:, :, start:stop], head_dim)
     if not layout.is_quantised:
         return values.float()
-    value_params = value_params[:, :, start:stop]
+    value_params = tiers.value_params[:, :, start:stop]
     if trellis.is_trellis(value_params):
         return trellis.dequantize(values, read_scale(value_params))
     return dequantize_values(values, value_params, layout.value_bits)
+
+
+def layout_for(q: Tensor, tiers: StoredTiers, layout: Sequence[int]) -> Layout:
+    """How a query finds the low-bit tier: that of rows, where its pairs are the halves of rows (`keys_and_values`)."""
+    how = Layout(*layout)
+    return how if tiers.recent.shape[-1] == q.shape[-1] else how.of_rows
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
@@ -139,7 +147,7 @@ def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: i
     return share_of_center(query, center, capacity // key_params.shape[2], length) if center.shape[2] else None
 
 
-def low_bit_mix(logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Tensor, d: int, layout: Layout) -> Partial:
+def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layout: Layout) -> Partial:
     """`Partial` of the low-bit tier from its logits [B, H, G, lanes, n], without the tokens that are hidden, bool
     [B, H, n]: those whose 16-bit pair is in the slots. The reference; block by block."""
     length = logits.shape[-1]
@@ -149,7 +157,7 @@ def low_bit_mix(logits: Tensor, hidden: Tensor, codes: Tensor, value_params: Ten
     parts = []
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        values = low_bit_values(codes, value_params, layout, d, start, stop)
+        values = low_bit_values(tiers, layout, d, start, stop)
         parts.append(partial_attention(logits[..., start:stop], values))
     out, peak, total = merge(parts, None)
     return Partial(logits, rotated(out) if layout.is_rotated else out, peak, total)
@@ -271,12 +279,12 @@ def attend_over(
     tiers: StoredTiers, layout: Layout,
 ) -> Attended:  # fmt: skip
     """`Attended` from the low-bit tier's logits; hidden: as for `low_bit_mix`."""
-    packed = low_bit_mix(logits, hidden, tiers.codes, tiers.value_params, k.shape[-1], layout)
-    window = ring_tokens(tiers.recent, at.low_bit, at.length)
+    packed = low_bit_mix(logits, hidden, tiers, k.shape[-1], layout)
+    keys, values = keys_and_values(ring_tokens(tiers.recent, at.low_bit, at.length), k.shape[-1])
     parts = [
         packed,
         picked_attention(at, slots, slot_index),
-        partial_attention(at.logits(window[:, :, :, 0], at.low_bit, at.length), window[:, :, :, 1]),
+        partial_attention(at.logits(keys, at.low_bit, at.length), values),
         partial_attention(at.new_logits(k), v),
         picked_attention(at, tiers.sink_pairs, sinks_of(tiers)),
     ]
@@ -286,7 +294,8 @@ def attend_over(
 def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
     """Logits [B, H, G, lanes, n] of the lanes and pairs [B, H, n, 2, d] of the low-bit tier's tokens `index`."""
     fetched, position = in_slots(index, at.low_bit)
-    logits = product(at.query, pairs[:, :, :, 0], at.softcap)
+    keys, _ = keys_and_values(pairs, at.query.shape[-1])
+    logits = product(at.query, keys, at.softcap)
     if at.low_bit_bias is not None and at.low_bit:
         where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
         logits = logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
@@ -296,8 +305,9 @@ def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
 def picked_attention(at: Query, pairs: Tensor, index: Tensor) -> Partial:
     """`Partial` of the pairs in the slots, or of the sinks."""
     # An empty place holds anything, and zero weight does not hide what is not finite.
-    values = pairs[:, :, :, 1].masked_fill(~in_slots(index, at.low_bit)[0].unsqueeze(-1), 0.0)
-    return partial_attention(picked_logits(at, pairs, index), values)
+    _, values = keys_and_values(pairs, at.query.shape[-1])
+    there = in_slots(index, at.low_bit)[0].unsqueeze(-1)
+    return partial_attention(picked_logits(at, pairs, index), values.masked_fill(~there, 0.0))
 
 
 def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
@@ -321,7 +331,8 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
 
-    q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
+    q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes, or one row twice where the
+    tiers' pairs are rows' halves; mask bool (True: seen) or
     additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]; slots [B, H, k, 2, d], slot_index
     int32 [B, H, k] (-1: empty). tiers: those of `StoredTiers`, in its order; layout: `Layout`'s three.
 
@@ -329,7 +340,8 @@ def decode_attention(
     over the query group, for the cached tokens that will be in the low-bit tier after this step; -1 elsewhere, and
     everywhere where there are no slots to select for.
     """
-    held, how = StoredTiers(*tiers), Layout(*layout)
+    held = StoredTiers(*tiers)
+    how = layout_for(q, held, layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     logits = low_bit_logits(at, held, how)
     done = attend_over(at, k, v, logits, hidden_by(slot_index, at.low_bit), slots, slot_index, held, how)
@@ -362,10 +374,11 @@ def score_low_bit(
     the query group, [lanes, B, H, C] in float32, for the tokens that will be in the low-bit tier after this step; -1
     elsewhere.
     """
-    held, how = StoredTiers(*tiers), Layout(*layout)
+    held = StoredTiers(*tiers)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = low_bit_logits(at, held, how)
-    window = at.logits(ring_tokens(held.recent, at.low_bit, at.length)[:, :, :, 0], at.low_bit, at.length)
+    packed = low_bit_logits(at, held, layout_for(q, held, layout))
+    keys, _ = keys_and_values(ring_tokens(held.recent, at.low_bit, at.length), q.shape[-1])
+    window = at.logits(keys, at.low_bit, at.length)
     sinks_apart = picked_logits(at, held.sink_pairs, sinks_of(held))
     peak, share = softmax_denominator([packed, window, at.new_logits(k), sinks_apart], at.sink)
     scores = torch.full((q.shape[2], *held.codes.shape[:3]), -1.0, dtype=torch.float32, device=q.device)
@@ -402,8 +415,8 @@ def attend_scored(
     """
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
-    hidden = hidden_by(chosen, at.low_bit)
-    done = attend_over(at, k, v, packed, hidden, slots, slot_index, StoredTiers(*tiers), Layout(*layout))
+    hidden, held = hidden_by(chosen, at.low_bit), StoredTiers(*tiers)
+    done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, layout_for(q, held, layout))
     return done.output(q.dtype)
 
 
@@ -440,7 +453,8 @@ def extend_attention(
             stop, keys, values = length + tokens, k, v
         else:
             stop = min(start + BLOCK, length)
-            keys, values = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1]).unbind(3)
+            pairs = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, channels_of(host, q.shape[-1]))
+            keys, values = keys_and_values(pairs.float(), q.shape[-1])
         logits = product(query, keys, softcap)
         if bias is not None:
             logits = logits + bias[..., start:stop]

@@ -15,7 +15,7 @@ from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
-from specache_compile.kernels.state.stored_pairs import decoded, stored
+from specache_compile.kernels.state.stored_pairs import decoded, keys_and_values, stored
 from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
 
 from .copy_queue import queue_of
@@ -44,7 +44,8 @@ def append(
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
     group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays). Mutates recent
     [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params [B, H, C/g, 2, d],
-    value_params [B, H, C, 2, d/gv] (`params.py`; or [B, H, C, 1, 1], `trellis`), center [B, H, 4, d] (`center.py`; or
+    value_params [B, H, C, 2, d/gv] (`params.py`; or [B, H, C, 1, 1], `trellis`; of rows, whose halves k and v are, key_params
+    of 2·d channels and none of values), center [B, H, 4, d] (`center.py`; or
     [B, H, 0, d]) and sink_pairs [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`).
     """
     layout = Layout(key_bits, value_bits, rotate)
@@ -75,13 +76,14 @@ def store_low_bit(
         codes[:, :, start:stop] = pairs.flatten(3)
         return
     group = codes.shape[2] // key_params.shape[2]
-    channels = pairs.shape[-1] // value_params.shape[-1]
-    keys, values = pairs.unbind(3)
+    width = key_params.shape[-1]
+    layout = layout if width == pairs.shape[-1] else layout.of_rows
+    keys, values = keys_and_values(pairs, width)
     if center.shape[2]:
         keys = keys.float() - centers(center, group, start // group, stop // group)
     keys, values = ((rotated(x) if layout.is_rotated else x).to(pairs.dtype) for x in (keys, values))
     there = None if padding is None else padding[..., start:stop].mT
-    key_codes, value_codes = layout.split(codes[:, :, start:stop], pairs.shape[-1])
+    key_codes, value_codes = layout.split(codes[:, :, start:stop], width)
     key_params = key_params[:, :, start // group : stop // group]
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
     # Behind its last sink a prompt takes the way of those without: a range with exceptions takes several passes.
@@ -94,11 +96,14 @@ def store_low_bit(
             key_codes[:, :, begin:end], key_params[:, :, begin // group : end // group] = quantize_keys(
                 keys[:, :, begin:end], group, layout.key_bits, zero_point, key_params.dtype, present
             )
+    if layout.has_rows:
+        return
     value_params = value_params[:, :, start:stop]
     if is_trellis(value_params):
         value_codes[...], scale = quantize(values, encoder(values.device))
         value_params[...] = stored_scale(scale, value_params.dtype)
     else:
+        channels = width // value_params.shape[-1]
         value_codes[...], value_params[...] = quantize_values(
             values, channels, layout.value_bits, zero_point, value_params.dtype
         )

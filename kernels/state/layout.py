@@ -13,7 +13,10 @@ from specache_compile.kernels.codes.quantize import packed_width
 
 class Layout(NamedTuple):
     """A token's codes are one row: its keys' bytes, then its values'. 16 bits (of both alike): the pair as it is, never
-    rotated, in the model's dtype. Bits and `rotate` are settings of the ops; g is read off the scales' shapes."""
+    rotated, in the model's dtype. Bits and `rotate` are settings of the ops; g is read off the scales' shapes.
+
+    Of rows that are keys and values at once (latent attention) all is keys, and values have no bits.
+    """
 
     key_bits: int
     value_bits: int
@@ -27,10 +30,19 @@ class Layout(NamedTuple):
     def is_rotated(self) -> bool:
         return bool(self.rotate) and self.is_quantised
 
+    @property
+    def of_rows(self) -> Layout:
+        """The same where keys and values are one row."""
+        return self._replace(value_bits=0)
+
+    @property
+    def has_rows(self) -> bool:
+        return not self.value_bits
+
     def widths(self, head_dim: int) -> tuple[int, int]:
-        """Elements of a row that are keys, and values: bytes, or channels where nothing is quantised."""
+        """Elements of a token's codes that are keys, and values: bytes, or channels where nothing is quantised."""
         if not self.is_quantised:
-            return head_dim, head_dim
+            return head_dim, 0 if self.has_rows else head_dim
         return packed_width(head_dim, self.key_bits), packed_width(head_dim, self.value_bits)
 
     def split(self, codes: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

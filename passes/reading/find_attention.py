@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .in_place import memory_of, unknown_write, written
+from .latents import Latents, match_latents
 from .masks import read_mask
 from .nodes import output_node, value_of
 from .sites import Found, LeftAlone, Site
@@ -84,27 +85,28 @@ class Update:
 def match_site(attention: Node, before: Found, held: frozenset[str], masks: ReadMask) -> Site:
     """The site behind those that were found `before`."""
     form = match_form(attention)
-    for part in (form.keys, form.values):
-        check_read_as_cached(part)
-    keys, values = match_update(form.keys), match_update(form.values)
+    keys, values, latents = as_cached(form)
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
     check_mask(form, (keys.node, values.node))
     for update in (keys, values):
         check_owned(update, attention, held)
-    check_shapes(form, keys, values, value_of(attention))
+    check_shapes(form, keys, values, latents, value_of(attention))
     tokens = value_of(form.q).shape[2]
     if keys.past is not None and form.mask is None and (form.causal or not statically_known_true(tokens == 1)):
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
     mask, padding = carried_mask(form, before.padding, masks)
     heads, head_dim = value_of(keys.new).shape[1::2]
-    frequencies = frequencies_of(keys.new, int(head_dim))
+    if latents is not None:
+        head_dim = (latents.rank + latents.rope) // 2
+    frequencies = frequencies_of(keys.new, int(head_dim)) if latents is None else None
     return Site(
         len(before.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
         mask, padding, form.sinks, form.scale, form.softcap,
         heads=int(heads), query_heads=int(value_of(form.q).shape[1]), head_dim=int(head_dim),
         frequencies=frequencies,
         biased_keys=frequencies is not None and has_bias(keys.new),
+        latents=latents,
     )  # fmt: skip
 
 
@@ -124,6 +126,17 @@ def carried_mask(form: Form, known: str | None, masks: ReadMask) -> tuple[Node |
     if one_row and not statically_known_true(value_of(form.q).shape[2] == 1):
         raise NoMatch("its mask hides the same tokens from all its new ones (bidirectional attention?)")
     return form.mask, None
+
+
+def as_cached(form: Form) -> tuple[Update, Update, Latents | None]:
+    """The cache updates that an attention's keys and values are, or that its latents and their RoPE parts are."""
+    found = match_latents(form)
+    if found is not None:
+        latents, ropes, how = found
+        return match_update(latents), match_update(ropes), how
+    for part in (form.keys, form.values):
+        check_read_as_cached(part)
+    return match_update(form.keys), match_update(form.values), None
 
 
 def check_read_as_cached(part: Node) -> None:
@@ -226,10 +239,11 @@ def check_mask(form: Form, updates: tuple[Node, Node]) -> None:
         raise NoMatch("its mask is computed from the keys or values that its cache keeps", by_model=True)
 
 
-def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) -> None:
-    """One head size, one dtype, whole query groups, and as many new keys as queries."""
+def check_shapes(form: Form, keys: Update, values: Update, latents: Latents | None, out: torch.Tensor) -> None:
+    """One head size, one dtype, whole query groups, and as many new keys as queries. Latents: their own sizes."""
     q, k, v = (value_of(node) for node in (form.q, keys.new, values.new))
-    if q.dim() != 4 or k.shape != v.shape or q.shape[3] != k.shape[3]:
+    width = k.shape[3] if latents is None else latents.nope + latents.rope
+    if q.dim() != 4 or (latents is None and k.shape != v.shape) or q.shape[3] != width:
         raise NoMatch(
             f"queries, keys and values have unlike shapes: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )

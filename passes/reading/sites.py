@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch.fx import Node
+
+from .latents import Latents
 
 Part = Literal["keys", "values"]
 PARTS: tuple[Part, Part] = ("keys", "values")
@@ -16,13 +18,16 @@ PARTS: tuple[Part, Part] = ("keys", "values")
 class Site:
     """One attention in a graph, with the nodes that a rewrite needs.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d]: the new pairs.
+    q [B, Hq, T, d]; k, v [B, H, T, d]: the new pairs; of latent attention the new latents and their RoPE parts, and
+    behind the pass `absorb` both the whole row.
     cat_k, cat_v: the cache update. past_k, past_v: the held placeholders, None in a prefill.
     mask: [B|1, Hq|1, T|1, n + T]; None where causality and padding say it all.
     padding: the name of the input [B, n + T] that says which tokens are there; None where all are.
     sinks: [Hq], or None.
     frequencies: the name of the input [h] that RoPE turns the keys by; None where none was found.
     biased_keys: a bias was added to the keys before.
+    latents: how keys and values are made of what the cache keeps; None where they are what it keeps. A row of rank +
+    rope numbers is then kept as a pair of halves, of head_dim channels each, of one head.
     """
 
     number: int
@@ -44,11 +49,18 @@ class Site:
     head_dim: int
     frequencies: str | None = None
     biased_keys: bool = False
+    latents: Latents | None = None
 
     def moved(self, to: Mapping[Node, Node]) -> Site:
         """The same site in a copy of its graph."""
-        values = {declared.name: getattr(self, declared.name) for declared in fields(self)}
-        return replace(self, **{name: to[node] for name, node in values.items() if isinstance(node, Node)})
+        latents = None if self.latents is None else replace(self.latents, **moved_nodes(self.latents, to))
+        return replace(self, latents=latents, **moved_nodes(self, to))
+
+
+def moved_nodes(of: Site | Latents, to: Mapping[Node, Node]) -> dict[str, Any]:
+    """Its fields that are nodes, in a copy of their graph."""
+    values = {declared.name: getattr(of, declared.name) for declared in fields(of)}
+    return {name: to[node] for name, node in values.items() if isinstance(node, Node)}
 
 
 @dataclass(frozen=True)

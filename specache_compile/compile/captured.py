@@ -18,6 +18,7 @@ from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
 from specache_compile.passes.reading.find_attention import find_attention
+from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
 from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.passes.reading.nodes import value_of
@@ -72,9 +73,12 @@ class Captured:
         """The KV heads of each site."""
         keys = [value_of(site.k) for site in self.sites]
         return [
-            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys)
+            LayerShape(
+                site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys,
+                rank=0 if site.latents is None else site.latents.rank,
+            )
             for site, k in zip(self.sites, keys, strict=True)
-        ]
+        ]  # fmt: skip
 
     @property
     def batch(self) -> Any:
@@ -127,6 +131,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     held = tuple(i for i, fake in enumerate(fakes) if isinstance(fake, HeldTensor))
     if reason is None:
         plain_vmaps(graph_module)
+        joined_copies(graph_module)
         names = frozenset(placeholders[i].name for i in held)
         found = find_attention(graph_module, names, frozenset(options.exact_layers))
     else:

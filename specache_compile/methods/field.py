@@ -9,14 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specache_compile.passes.reading.sites import Part
+
 # The state tensors of one layer, by their fields' names.
 LayerState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The KV heads of one site: count, channels, dtype, device, the site's number, and whether a bias is added to the
-    keys before RoPE."""
+    """What one site keeps of a token.
+
+    heads: KV heads.
+    head_dim: d, channels of a key, and of a value.
+    number: the site's.
+    biased_keys: a bias is added to the keys before RoPE.
+    rank: channels of a latent, of latent attention; 0 elsewhere. Its row of 2·d numbers, latent and RoPE part, is kept
+    as the halves of one head's pair.
+    """
 
     heads: int
     head_dim: int
@@ -24,8 +33,18 @@ class LayerShape:
     device: torch.device
     number: int = 0
     biased_keys: bool = False
+    rank: int = 0
+
+    def channels(self, part: Part) -> int:
+        """Of what Hugging Face's cache has as keys, or as values: the latents, or their RoPE parts."""
+        if not self.rank:
+            return self.head_dim
+        return self.rank if part == "keys" else 2 * self.head_dim - self.rank
 
     def __str__(self) -> str:
+        if self.rank:
+            rope = self.channels("values")
+            return f"latents of {self.rank} + {rope} channels, {self.dtype}, on {self.device}"
         return f"{self.heads} KV heads of {self.head_dim} channels, {self.dtype}, on {self.device}"
 
 

@@ -251,16 +251,22 @@ def check_head_dim(layout: Layout, head_dim: int) -> None:
     """OptionError where heads of this size cannot be stored so."""
     if layout.is_rotated and head_dim % 2:
         raise OptionError(f"option rotate: head_dim {head_dim} is odd, and no block of it can be rotated; rotate=False")
-    if layout.is_quantised and head_dim * min(layout.key_bits, layout.value_bits) % 8:
+    fewest = layout.key_bits if layout.has_rows else min(layout.key_bits, layout.value_bits)
+    if layout.is_quantised and head_dim * fewest % 8:
         raise OptionError(
-            f"option bits: head_dim {head_dim} fills no whole bytes at {min(layout.key_bits, layout.value_bits)} bit; "
-            "take more bits, or 16"
+            f"option bits: head_dim {head_dim} fills no whole bytes at {fewest} bit; take more bits, or 16"
         )
 
 
+def layout_at(options: LowBitOptions, layer: LayerShape) -> tuple[Layout, int]:
+    """A layer's layout, and the channels that its codes are of: of latent attention a whole row's."""
+    return (options.layout.of_rows, 2 * layer.head_dim) if layer.rank else (options.layout, layer.head_dim)
+
+
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    check_head_dim(options.layout, layer.head_dim)
-    return (batch, layer.heads, capacity, sum(options.layout.widths(layer.head_dim)))
+    layout, width = layout_at(options, layer)
+    check_head_dim(layout, width)
+    return (batch, layer.heads, capacity, sum(layout.widths(width)))
 
 
 def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
@@ -270,12 +276,12 @@ def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each channel over a group of tokens."""
     groups = capacity // options.group_size if options.layout.is_quantised else 0
-    return (batch, layer.heads, groups, 2, layer.head_dim)
+    return (batch, layer.heads, groups, 2, layout_at(options, layer)[1])
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each token over a group of channels; in the trellis code a scale."""
-    tokens = capacity if options.layout.is_quantised else 0
+    tokens = capacity if options.layout.is_quantised and not layer.rank else 0
     if options.has_trellis:
         return (batch, layer.heads, tokens, 1, 1)
     return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))
@@ -288,7 +294,7 @@ def params_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """The keys' mean, and how RoPE turns it (`kernels/state/center.py`)."""
     asked = options.center == "always" or (options.center == "auto" and layer.biased_keys)
-    rows = center.ROWS if asked and options.layout.is_quantised else 0
+    rows = center.ROWS if asked and options.layout.is_quantised and not layer.rank else 0
     return (batch, layer.heads, rows, layer.head_dim)
 
 

@@ -33,7 +33,7 @@ from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.options import MethodOptions
-from specache_compile.passes.reading.sites import Part
+from specache_compile.passes.reading.sites import PARTS, Part
 
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
@@ -282,7 +282,7 @@ class Session:
         shape = self.layers[site]
         held = HeldTensor(
             self.anchors[site],
-            (self.tiers.batch, shape.heads, self.length, shape.head_dim),
+            (self.tiers.batch, shape.heads, self.length, shape.channels(part)),
             Handle(self, self.version, site, part),
         )
         torch._dynamo.maybe_mark_dynamic(held, (0, 2))
@@ -298,7 +298,11 @@ class Session:
         if whole is None:
             raise evicted(self.options.method)
         pairs = tokens_of(self.state[site][whole], 0, self.length)
-        found = decoded(pairs[:, :, :, int(part == "values")], layer.dtype, layer.head_dim)
+        found = decoded(pairs, layer.dtype, layer.head_dim)
+        if layer.rank:
+            found = found.flatten(3).split([layer.channels(name) for name in PARTS], -1)[PARTS.index(part)]
+        else:
+            found = found[:, :, :, PARTS.index(part)]
         return found.to(layer.device, copy=True)
 
     def give_up(self, handle: Handle, why: str | None = None) -> Tensor:

@@ -1,0 +1,80 @@
+"""Read a tensor that is filled part by part, in place, as the concatenation that it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .nodes import value_of
+
+
+def joined_copies(graph_module: GraphModule) -> int:
+    """An empty tensor whose last dimension is filled by copies becomes a concatenation; returns how many did.
+
+        keys = new_empty(x, B, H, n, 48)           keys = cat([nope, rope], -1)
+        keys[..., :32].copy_(nope)
+        keys[..., 32:].copy_(rope)
+
+    Latent attention makes its keys so. What is written in place is never dead, and a rewrite leaves such keys unread.
+    """
+    found = 0
+    for node in graph_module.graph.find_nodes(op="call_method", target="new_empty"):
+        parts = parts_of(node)
+        if parts is not None:
+            join(node, parts)
+            found += 1
+    if found:
+        graph_module.recompile()
+    return found
+
+
+def parts_of(empty: Node) -> list[Node] | None:
+    """The `view.copy_(source)` calls that fill a tensor, by their place along the last dimension; None where it is
+    filled in another way, or read before it is full."""
+    copies: dict[int, Node] = {}
+    width, read = value_of(empty).shape[-1], False
+    for user in sorted(empty.users):
+        copy = copy_into(user, empty)
+        if copy is None:
+            read = True
+        elif read:
+            return None
+        else:
+            view: Node = copy.args[0]  # type: ignore[assignment]
+            copies[view.args[1][1].start or 0] = copy  # type: ignore[index, union-attr]
+    sources = [(start, value_of(copies[start].args[1])) for start in sorted(copies)]  # type: ignore[arg-type]
+    at = 0
+    for start, source in sources:
+        if start != at:
+            return None
+        at += source.shape[-1]
+    return [copies[start] for start, _ in sources] if copies and at == width else None
+
+
+def copy_into(view: Node, empty: Node) -> Node | None:
+    """The one use of `empty[..., a:b]`: a copy of a tensor of that shape and dtype, whose result nobody reads."""
+    where = view.args[1] if len(view.args) == 2 else None
+    plain = isinstance(where, tuple) and len(where) == 2 and where[0] is Ellipsis and isinstance(where[1], slice)
+    if not plain or len(view.users) != 1 or not isinstance(where[1].start, int | None):  # type: ignore[index]
+        return None
+    (copy,) = view.users
+    if copy.target != "copy_" or copy.args[0] is not view or copy.users:
+        return None
+    source, target = value_of(copy.args[1]), value_of(view)  # type: ignore[arg-type]
+    fits = isinstance(source, Tensor) and source.shape == target.shape and source.dtype == value_of(empty).dtype
+    return copy if fits else None
+
+
+def join(empty: Node, copies: list[Node]) -> None:
+    """Put the concatenation of what the copies bring in the tensor's place."""
+    graph = empty.graph
+    with graph.inserting_after(max(copies)):
+        joined = graph.call_function(torch.cat, ([copy.args[1] for copy in copies], -1))
+    joined.meta["example_value"] = value_of(empty)
+    for copy in copies:
+        view: Node = copy.args[0]  # type: ignore[assignment]
+        graph.erase_node(copy)
+        graph.erase_node(view)
+    empty.replace_all_uses_with(joined)
+    graph.erase_node(empty)
