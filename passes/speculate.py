@@ -25,6 +25,9 @@ from .reading.positions import has_no_positions
 aten = torch.ops.aten
 LANES = 2
 EMBEDDINGS = (F.embedding, aten.embedding.default)
+INTEGERS = (torch.int32, torch.int64)
+# What takes an angle, of which positions are a factor.
+ANGLES = ("cos", "sin", torch.cos, torch.sin, torch.polar)
 # What `local_shards` has between token ids and a rank's part of the table.
 RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked_fill_.Scalar)
 
@@ -105,10 +108,10 @@ def unshaped(node: Node) -> Node:
 
 
 def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
-    """The integer tensors that positions come from: behind cos and sin, or a computed index of an embedding."""
+    """The integer tensors that positions come from: behind cos, sin and polar, or a computed index of an embedding."""
     sources: dict[Node, None] = {}
     for node in graph_module.graph.nodes:
-        if node.target in ("cos", "sin", torch.cos, torch.sin):
+        if node.target in ANGLES:
             sources.update(dict.fromkeys(integers_behind(node)))
         if node.target in EMBEDDINGS and unshaped(looked_up(node)[0]) is not tokens:
             sources[positions_behind(looked_up(node)[0])] = None
@@ -134,7 +137,7 @@ def integers_behind(node: Node) -> list[Node]:
             continue
         seen.add(at)
         value = value_of(at)
-        if isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
+        if isinstance(value, Tensor) and value.dtype in INTEGERS:
             found.append(at)
         else:
             todo.extend(at.all_input_nodes)

@@ -266,7 +266,7 @@ def assert_as_near(ours: Layer, reference: Layer) -> None:
     exact = layout.rotated(exact) if case.options.layout.is_rotated else exact
     found, wanted = (
         attention.low_bit_values(
-            layer.state["codes"], layer.state["value_params"], case.options.layout, case.head_dim, 0, stop
+            layer.tiers, case.options.layout, case.head_dim, 0, stop
         )
         for layer in (ours, reference)
     )
@@ -286,10 +286,7 @@ def assert_dequantised_alike(ours: Layer, reference: Layer) -> None:
         params, expected = (layer.state[scales] for layer in (ours, reference))
         precision = 16 * torch.finfo(case.dtype).eps
         torch.testing.assert_close(params, expected, atol=precision * float(expected.abs().max()), rtol=precision)
-        found, wanted = (
-            read(layer.state["codes"], layer.state[scales], case.options.layout, case.head_dim, 0, stop)
-            for layer in (ours, reference)
-        )
+        found, wanted = (read(layer, scales, case, stop) for layer in (ours, reference))
         step = expected[:, :, : stop // tokens, 0].float().repeat_interleave(tokens, 2)
         step = step.repeat_interleave(case.head_dim // step.shape[-1], 3)
         moved = (found - wanted).abs() / step.clamp_min(1e-3)  # 0: one number, or none that is there
