@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
 from .plan import PassReport, Plan, replace_attention
@@ -63,8 +65,9 @@ def made(before: Node, function: Callable[..., Any], *arguments: Any) -> Node:
     """A call of a function, with the value that it has."""
     graph = before.graph
     node = graph.call_function(function, arguments)
-    with torch.no_grad():
-        node.meta["example_value"] = function(*torch.fx.map_arg(arguments, value_of))
+    values = torch.fx.map_arg(arguments, value_of)
+    with torch.no_grad(), detect_fake_mode(values) or contextlib.nullcontext():
+        node.meta["example_value"] = function(*values)
     return node
 
 

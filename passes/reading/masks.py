@@ -143,6 +143,13 @@ def at(size: Any, sizes: Sizes) -> int:
     return int(value)
 
 
+def size_of(node: Node, sizes: Sizes) -> int:
+    """What a node that is no tensor stands for; Unreadable where it is no size (the two results of a top-k, say)."""
+    if not isinstance(value_of(node), (int, torch.SymInt)):
+        raise Unreadable
+    return at(value_of(node), sizes)
+
+
 def padding_at(padding: Node, sizes: Sizes) -> Tensor:
     """Some padding [B, n]: a hole in every row, and all rows but the first padded left."""
     batch, width = (at(size, sizes) for size in value_of(padding).shape)
@@ -159,7 +166,7 @@ def evaluate(mask: Node, nodes: list[Node], sizes: Sizes, padding: Node | None) 
 
     def given(value: Any) -> Any:
         if isinstance(value, Node):
-            return known[value] if value in known else at(value_of(value), sizes)
+            return known[value] if value in known else size_of(value, sizes)
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     for node in nodes:
