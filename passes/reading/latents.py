@@ -39,9 +39,9 @@ class Latents:
 def match_latents(form: Form) -> tuple[Node, Node, Latents] | None:
     """The cached latents, the cached RoPE parts, and how keys and values are made of both; None where they are not.
 
-        both = linear(latents, weight).view(B, n, Hq, nope + v).transpose(1, 2)
-        nope, values = split(both, [nope, v], -1)
-        keys = cat([nope, ropes.expand(-1, Hq, -1, -1)], -1)
+    both = linear(latents, weight).view(B, n, Hq, nope + v).transpose(1, 2)
+    nope, values = split(both, [nope, v], -1)
+    keys = cat([nope, ropes.expand(-1, Hq, -1, -1)], -1)
     """
     if form.keys.target is not torch.cat or argument(form.keys, 1, "dim") not in (-1, 3):
         return None

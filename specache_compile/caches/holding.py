@@ -29,6 +29,8 @@ Pairs = tuple[Tensor, Tensor]
 # Models' names for a bias of the keys' projection, and for RoPE's frequencies.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
 FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
+# The projection of latent attention: its cache has latents as keys, and their RoPE parts as values.
+LATENTS = re.compile(r"(^|\.)kv_b_proj\.")
 
 
 def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | None = None) -> DynamicCache:
@@ -92,10 +94,10 @@ def reason_of_shapes(
         return "it is empty"
     if not sites:
         return "option exact_layers names all of its layers"
-    first, _ = pairs[0]
+    (first, _), latent = pairs[0], has_latents(model)
     devices = {weight.device for weight in model.parameters()}
     for number, (keys, values) in enumerate(pairs):
-        if keys.shape != values.shape or keys.dtype != values.dtype:
+        if keys.shape[: 3 if latent else 4] != values.shape[: 3 if latent else 4] or keys.dtype != values.dtype:
             return f"the keys of its layer {number} are {tuple(keys.shape)}, its values {tuple(values.shape)}"
         if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
             return f"its layer {number} has rows or tokens that its layer 0 has not"
@@ -116,10 +118,14 @@ def session_for(
     decoder: Any = getattr(model, "get_decoder", lambda: model)()  # without a vision tower, for example
     frequencies = next((buffer for name, buffer in decoder.named_buffers() if FREQUENCIES.search(name)), None)
     biased = frequencies is not None and any(KEY_BIAS.search(name) for name, _ in decoder.named_parameters())
+    latent = has_latents(model)
     layers = [
-        LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
-        for site, (keys, _) in enumerate(pairs)
-    ]
+        LayerShape(
+            keys.shape[1], (keys.shape[3] + values.shape[3]) // 2, keys.dtype, keys.device, site, biased and not latent,
+            rank=keys.shape[3] if latent else 0,
+        )
+        for site, (keys, values) in enumerate(pairs)
+    ]  # fmt: skip
     batch, _, tokens, _ = pairs[0][0].shape
     session = Session(options, layers, batch, tokens)
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
@@ -127,6 +133,10 @@ def session_for(
     with opened(session, tokens, attention_mask) as step:
         step.fill(pairs, frequencies)
     return session
+
+
+def has_latents(model: torch.nn.Module) -> bool:
+    return any(LATENTS.search(name) for name, _ in model.named_parameters())
 
 
 def not_to_be_held(why: str) -> SpecacheError:

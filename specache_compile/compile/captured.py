@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.segments import SEGMENT
+from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
@@ -133,7 +134,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         plain_vmaps(graph_module)
         joined_copies(graph_module)
         names = frozenset(placeholders[i].name for i in held)
-        found = find_attention(graph_module, names, frozenset(options.exact_layers))
+        found = fitting(find_attention(graph_module, names, frozenset(options.exact_layers)), options)
     else:
         found = Found(left_alone=(LeftAlone("every site", reason),))
     sites = found.sites
@@ -149,6 +150,17 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
         symbols=SymbolReader(fakes),
     )  # fmt: skip
+
+
+def fitting(found: Found, options: MethodOptions) -> Found:
+    """Without the sites whose pairs a method cannot keep."""
+    if METHODS[options.method].takes_latents:
+        return found
+    reason = f"method {options.method!r} tells keys from values, and a latent is both: take specache, kivi or full"
+    plain = [site for site in found.sites if site.latents is None]
+    latent = [LeftAlone(site.attention.name, reason, by_model=True) for site in found.sites if site not in plain]
+    sites = tuple(replace(site, number=number) for number, site in enumerate(plain))
+    return Found(sites, (*found.left_alone, *latent))
 
 
 def phase_of(sites: Sequence[Site]) -> Phase:

@@ -181,6 +181,8 @@ class Step:
         self.start(PREFILL)
         for site, (keys, values) in enumerate(pairs):
             state = session.state[site]
+            if session.layers[site].rank:
+                keys, values = torch.cat([keys, values], -1).chunk(2, -1)
             for call in METHODS[session.options.method].recipe(session.options, site).stores:
                 turned = [frequencies] if call.turned and state[call.turned].shape[2] else []
                 op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]

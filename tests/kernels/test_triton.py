@@ -265,9 +265,7 @@ def assert_as_near(ours: Layer, reference: Layer) -> None:
     exact = ours.pairs[:, :, :stop, 1].float()
     exact = layout.rotated(exact) if case.options.layout.is_rotated else exact
     found, wanted = (
-        attention.low_bit_values(
-            layer.tiers, case.options.layout, case.head_dim, 0, stop
-        )
+        attention.low_bit_values(layer.tiers, case.options.layout, case.head_dim, 0, stop)
         for layer in (ours, reference)
     )
     same = ((found - wanted).abs() <= 1e-5 * wanted.abs()).all(-1)

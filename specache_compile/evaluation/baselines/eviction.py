@@ -262,7 +262,8 @@ def eviction(policy: str) -> Method:
         attend = Call("budget_attention", tuple(field.name for field in FIELDS), (policy, block, seed))
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
-    return Method(policy, RandomOptions if policy == "random" else EvictionOptions, FIELDS, recipe)
+    options = RandomOptions if policy == "random" else EvictionOptions
+    return Method(policy, options, FIELDS, recipe, takes_latents=False)
 
 
 METHODS = tuple(eviction(policy) for policy in POLICIES)

@@ -1,0 +1,99 @@
+"""A decode step of latent attention beside plain torch.compile, which makes every head's keys and values of the whole
+cache in each step.
+
+Attention as in DeepSeek-V2-Lite and MiniCPM3, random weights, two layers of them, a small MLP. The floor is what the
+bytes of weights and cache take at the rate at which this machine reads a gigabyte.
+
+    python benchmarks/latents.py                                    1k, 4k and 16k tokens, float32 and bfloat16: an hour
+    python benchmarks/latents.py --contexts 1024 --dtypes float32 --rounds 2 --lowering eager      a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specache_compile.bench.floor import bandwidth
+from specache_compile.bench.measure import Plan, cell
+from specache_compile.bench.results import Results
+
+METHODS = ("compiled", "full", "kivi:bits=16", "specache")
+COMMON: dict[str, Any] = {
+    "vocab_size": 1024, "num_hidden_layers": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V2-Lite": ("deepseek_v2", {
+        "hidden_size": 2048, "intermediate_size": 2048, "first_k_dense_replace": 2, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }),
+    "MiniCPM3": ("minicpm3", {
+        "hidden_size": 2560, "intermediate_size": 2048, "num_attention_heads": 40, "num_key_value_heads": 40,
+        "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    }),
+}  # fmt: skip
+
+
+def model_of(shape: str, dtype: torch.dtype) -> Any:
+    """Two layers of random weights."""
+    kind, settings = SHAPES[shape]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **COMMON, **settings)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def measure(shape: str, dtype: str, args: argparse.Namespace, results: Results, bar: tqdm) -> None:
+    """The rows of one model that the file lacks: all ways in turn, at each context."""
+    contexts = [c for c in args.contexts if not results.has(shape=shape, dtype=dtype, context=c)]
+    if not contexts:
+        return
+    model = model_of(shape, getattr(torch, dtype))
+    rate = results.once("bandwidth", lambda: bandwidth(torch.device("cpu")))
+    plan = Plan(METHODS, args.rounds, False, args.lowering, None, rate)
+    for context in contexts:
+        rows = cell(model, context, 1, plan, bar)
+        results.add(*({"shape": shape, "dtype": dtype, **row} for row in rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds a step; in brackets how many times as fast as plain torch.compile."""
+    lines = []
+    for key in dict.fromkeys((row["shape"], row["dtype"], row["context"]) for row in rows):
+        steps = {row["method"]: row for row in rows if (row["shape"], row["dtype"], row["context"]) == key}
+        plain = steps["compiled"]["step_ms"]
+        told = [f"{steps[name]['step_ms']:.1f} ({plain / steps[name]['step_ms']:.1f}x)" for name in METHODS]
+        cached = steps["full"]["device_bytes"] / steps["compiled"]["device_bytes"]
+        lines.append([*key[:2], f"{key[2]:,}", *told, f"{steps['full']['floor_ms']:.1f}", f"{cached:.2f}"])
+    heads = ["shape", "dtype", "tokens", *METHODS, "floor of full, ms", "bytes of full : HF's"]
+    return tabulate(lines, headers=heads, disable_numparse=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each way; a turn is five steps")
+    parser.add_argument("--lowering", default="inductor", help="of ours")
+    parser.add_argument("--out", type=Path, default=Path("build/latents.json"), help="goes on where that file ends")
+    args = parser.parse_args()
+    settings = {"lowering": args.lowering, "rounds": args.rounds, "threads": torch.get_num_threads()}
+    results = Results(args.out, "python benchmarks/latents.py", torch.device("cpu"), resume=True, **settings)
+    cells = len(args.shapes) * len(args.dtypes) * len(args.contexts)
+    with tqdm(total=cells * (len(METHODS) + args.rounds), file=sys.stderr, unit="turn") as bar:
+        for shape in args.shapes:
+            for dtype in args.dtypes:
+                measure(shape, dtype, args, results, bar)
+    print(table(results.rows))
+
+
+if __name__ == "__main__":
+    main()
