@@ -20,6 +20,8 @@ from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
+from .flash import DTYPES as FLASH_DTYPES
+from .flash import attend_exact_rows
 from .kept_logits import whole_logits
 
 
@@ -63,6 +65,11 @@ def fits(codes: Tensor, *pairs: Tensor) -> bool:
     return codes.is_contiguous() and pairs[0].dtype in DTYPES and alike
 
 
+def has_exact_rows(q: Tensor, tiers: StoredTiers, layout: Layout) -> bool:
+    """Whether the low-bit tier has 16 bits, of rows that are keys and values at once."""
+    return q.dtype in FLASH_DTYPES and not layout.is_quantised and tiers.recent.shape[-1] != q.shape[-1]
+
+
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
     """What a call with such arguments needs; None where the definition takes over."""
     return decode_library(k.dtype) if k.dtype in DTYPES else None
@@ -75,6 +82,9 @@ def decode_attention_fused(
     """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
     held = StoredTiers(*tiers)
     if not fits(held.codes, k, v, held.recent, slots):
+        if has_exact_rows(q, held, Layout(*layout)) and not slots.shape[2] and softcap is None:
+            none = q.new_full(held.codes.shape[:3], -1.0, dtype=torch.float32)
+            return attend_exact_rows(q, k, v, mask, sinks, cursor, held, scale), none
         return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
     logits, _ = whole_logits(q, held.codes.shape[2])
     out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, held.codes.shape[:3]))

@@ -1,0 +1,144 @@
+"""Exact attention by torch's flash kernel for CPUs, part by part: what an extend, and a decode over 16 bits, comes to.
+
+Each part of the tokens gives an output and the logarithm of its softmax's sum, by which parts are merged. The kernel
+rounds weights to the model's dtype before they meet the values, as `scaled_dot_product_attention` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.movement.copy_queue import wait_for_offloads
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
+from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
+from specache_compile.kernels.state.stored_tiers import StoredTiers
+
+from .definition import extend_attention, ring_tokens
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Tokens of a part: so many of a tier that lies in segments, or is rounded, are copied at a time.
+BLOCK = 8192
+# The kernel shares out whole blocks of query rows; with fewer rows than one has, the tokens are shared out here.
+FEW_ROWS = 64
+
+# Over some of the tokens: output [B, H, rows, d], and log Σ exp(logit) [B, H, rows]; a row that sees none: -inf.
+Part = tuple[Tensor, Tensor]
+
+
+def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Part:
+    """One part: q [B, H, rows, d], keys and values [B, H, n, d], mask [B|1, H|1, rows|1, n], bool or additive."""
+    seen = None if mask is None else mask if mask.dtype == torch.bool else mask > -math.inf
+    if mask is not None and mask.dtype != q.dtype:
+        mask = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf) if mask is seen else mask.to(q.dtype)
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, keys, values, attn_mask=mask, scale=scale
+    )
+    return out, total if seen is None else total.masked_fill(~seen.any(-1), -math.inf)
+
+
+def parts_of(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> list[Part]:
+    """`flash` of as many parts as there are threads without work else."""
+    batch, heads, rows, _ = q.shape
+    tokens = keys.shape[2]
+    parts = torch.get_num_threads() // (batch * heads) if mask is None and heads == 1 and rows <= FEW_ROWS else 1
+    if parts < 2 or tokens < 2 * parts:
+        return [flash(q, keys, values, mask, scale)] if tokens else []
+    each = tokens // parts
+    keys_of, values_of = (x[:, 0, : parts * each].unflatten(1, (parts, each)) for x in (keys, values))
+    out, total = flash(q.expand(-1, parts, -1, -1), keys_of, values_of, None, scale)
+    found = [(out[:, i : i + 1], total[:, i : i + 1]) for i in range(parts)]
+    rest = slice(parts * each, None)
+    return found + ([flash(q, keys[:, :, rest], values[:, :, rest], None, scale)] if parts * each < tokens else [])
+
+
+def merged(parts: Sequence[Part], sinks: Tensor | None) -> Tensor:
+    """The output over all parts, float32 [B, H, rows, d]; sinks [H, rows]: logits of nothing, or None. A row that sees
+    no token is 0."""
+    totals = torch.stack([total for _, total in parts])
+    peak = totals.amax(0)
+    peak = peak if sinks is None else torch.maximum(peak, sinks)
+    peak = peak.masked_fill(peak == -math.inf, 0.0)
+    weights = (totals - peak).exp()
+    whole = weights.sum(0) if sinks is None else weights.sum(0) + (sinks - peak).exp()
+    shares = weights / whole.masked_fill(whole == 0, 1.0)
+    return sum(
+        (out * share.unsqueeze(-1) for (out, _), share in zip(parts, shares, strict=True)),
+        torch.zeros_like(parts[0][0], dtype=torch.float32),
+    )
+
+
+class Rows:
+    """A query [B, Hq, T, d] as rows [B, H, G·T, d] of its KV heads, and a mask's columns as theirs."""
+
+    def __init__(self, q: Tensor, heads: int, mask: Tensor | None) -> None:
+        self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
+        self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
+
+    def columns(self, start: int, stop: int) -> Tensor | None:
+        """Of the mask [B|1, Hq|1, T|1, n] those of some tokens, [B|1, H|1, G·T|1, stop - start]."""
+        return None if self.mask is None else self.by_row(self.mask[..., start:stop])
+
+    def new_columns(self, length: int, columns: int) -> Tensor | None:
+        """Of the new tokens', for which the mask has so many columns; with one column, or one row, for all of them they
+        are causal besides. None: the one token sees itself."""
+        causal = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=self.q.device).tril()[None, None]
+        if self.mask is None:
+            return self.by_row(causal) if self.tokens > 1 else None
+        given = self.mask[..., length : length + columns]
+        if given.shape[2] == given.shape[3] == self.tokens:
+            return self.by_row(given)
+        both = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
+        return self.by_row(both)
+
+    def by_row(self, mask: Tensor) -> Tensor:
+        batch, heads, tokens, columns = mask.shape
+        if heads == tokens == 1:
+            return mask
+        split = mask.unflatten(1, (self.heads, self.group)) if heads > 1 else mask.unsqueeze(2)
+        return split.expand(-1, -1, self.group, self.tokens, -1).flatten(2, 3)
+
+    def back(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, Hq, T, d] of rows."""
+        return out.unflatten(2, (self.group, self.tokens)).flatten(1, 2).to(dtype)
+
+    def sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """[Hq] as [H, G·T]."""
+        return None if sinks is None else sinks.float().repeat_interleave(self.tokens).view(self.heads, -1)
+
+
+def extend_attention_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """`attention.extend_attention`, by torch's flash kernel; the same arguments and results."""
+    if softcap is not None or q.dtype not in DTYPES or q.dtype != k.dtype:
+        return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
+    wait_for_offloads(cursor)
+    length, width = int(cursor[LENGTH]), q.shape[-1]
+    rows = Rows(q, k.shape[1], mask)
+    parts = [flash(rows.q, k, v, rows.new_columns(length, rows.tokens), scale)]
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        pairs = decoded(tokens_of(host, start, stop), q.dtype, channels_of(host, width))
+        parts += parts_of(rows.q, *keys_and_values(pairs, width), rows.columns(start, stop), scale)
+    return rows.back(merged(parts, rows.sinks(sinks)), q.dtype)
+
+
+def attend_exact_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """A decode's attention over a low-bit tier of 16 bits whose pairs are rows' halves, and which has no slots."""
+    length, low_bit, width = int(cursor[LENGTH]), int(cursor[LOW_BIT]), q.shape[-1]
+    rows = Rows(q, k.shape[1], mask)
+    kept = tiers.codes[:, :, :low_bit]
+    window = keys_and_values(ring_tokens(tiers.recent, low_bit, length), width)
+    parts = [flash(rows.q, k, v, rows.new_columns(length, 1), scale)]
+    parts += parts_of(rows.q, kept, kept, rows.columns(0, low_bit), scale)
+    parts += parts_of(rows.q, *window, rows.columns(low_bit, length), scale)
+    return rows.back(merged(parts, rows.sinks(sinks)), q.dtype)
