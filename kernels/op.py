@@ -26,7 +26,8 @@ class Op:
     fake: the op's shapes under FakeTensorMode and on the meta device.
     cuda: "module:function" of the CUDA implementation, loaded on first use (triton is on Linux only);
         ".room.module" is one of kernels/. None: the op is for CPUs.
-    fused: the same for CPUs, in C++ or by a kernel of torch: an op `NAME_fused` of its own, which lowering puts in place of the op.
+    fused: the same for CPUs, in C++ or by a kernel of torch: an op `NAME_fused` of its own, which lowering puts in the
+        op's place.
     library: has that C++ compiled, for arguments like these.
     cost: see `costs.py`.
     lanes: the op's vmap rule, where a mapped axis becomes lanes.

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from . import costs
-from .attention import cpp_decode
+from .attention import cpp_decode, flash
 from .attention import definition as attention
-from .attention import flash
 from .attention.kept_logits import based_logits, whole_logits
 from .attention.measure import measure
 from .few_rows import definition as few_rows
@@ -108,7 +107,8 @@ DECLARED = (
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "float scale, float? softcap) -> Tensor",
         attention.extend_attention, fake_of_query, ".attention.triton_extend:extend_attention",
-        fused=flash.extend_attention_fused, cost=costs.extend_attention, is_work=True, reads_host=True, capturable=False,
+        fused=flash.extend_attention_fused, cost=costs.extend_attention, is_work=True, reads_host=True,
+        capturable=False,
     ),
     Op(
         "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",

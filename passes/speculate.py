@@ -54,6 +54,8 @@ def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassR
         append_guess(graph_module, logits)
         plan.guesses = True
         return graph_module, PassReport("speculate", {"lanes": 1}, ("one lane, which makes the first guess",))
+    if any(chooses_tokens(node) for node in graph_module.graph.nodes):
+        return graph_module, one_lane(plan, "it chooses by a top-k which tokens it sees, a choice for each lane")
     sources = position_sources(graph_module, ids)
     if not sources and not has_no_positions(graph_module, ids):
         return graph_module, one_lane(plan, "no position tensor was found")
@@ -62,6 +64,12 @@ def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassR
     plan.lanes, plan.guesses = LANES, True
     follow_sites(widened, plan)
     return widened, PassReport("speculate", {"lanes": LANES, "positions": len(sources)})
+
+
+def chooses_tokens(node: Node) -> bool:
+    """A top-k among what grows with the cache, as an indexer's: torch's vmap takes the length for a number there."""
+    top_k = node.target in ("topk", torch.topk)
+    return top_k and isinstance(value_of(node.args[0]).shape[-1], torch.SymInt)  # type: ignore[arg-type]
 
 
 def one_lane(plan: Plan, reason: str) -> PassReport:

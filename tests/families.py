@@ -105,6 +105,18 @@ JAMBA = {
     "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
     "head_dim": LEFT_OUT,
 }  # fmt: skip
+# A cache of latents, which each step of the uncompiled model makes into keys and values anew.
+LATENT = {
+    **GROUPED_EXPERTS, "num_key_value_heads": 4, "head_dim": LEFT_OUT, "first_k_dense_replace": 1, "q_lora_rank": 24,
+    "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24,
+}  # fmt: skip
+LONGCAT = {
+    **LATENT, "num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2,
+    "head_dim": 16,
+}  # fmt: skip
+KIMI = {"layer_types": ["linear_attention", "full_attention"]}
+INDEXER = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
+LATENTS = "latent attention, absorbed"
 HYBRID = "hybrid: one layer of two has attention"
 NO_POSITIONS = HYBRID + ", without positions"
 
@@ -173,6 +185,15 @@ FAMILIES = (
     Family("codegen", "CodeGenConfig", {"rotary_dim": 8}, lanes=1, note="its mask is scaled with its scores"),
     Family("falcon, alibi", "FalconConfig", {"alibi": True, "head_dim": LEFT_OUT}, lanes=1),
     Family("llama4_text", "Llama4TextConfig", LLAMA4, lanes=1),
+    Family("deepseek_v2", "DeepseekV2Config", {**LATENT, "q_lora_rank": None}, note=LATENTS),
+    Family("deepseek_v3", "DeepseekV3Config", LATENT, note=LATENTS),
+    Family("minicpm3", "MiniCPM3Config", LATENT, note=LATENTS),
+    Family("glm4_moe_lite", "Glm4MoeLiteConfig", LATENT, note=LATENTS),
+    Family("youtu", "YoutuConfig", LATENT, note=LATENTS),
+    Family("axk1", "AXK1Config", LATENT, note=LATENTS),
+    Family("longcat_flash", "LongcatFlashConfig", LONGCAT, note=LATENTS + "; two attentions a layer"),
+    Family("kimi_linear", "KimiLinearConfig", {**LATENT, **KIMI}, 1, note=f"hybrid; {LATENTS}"),
+    Family("deepseek_v32", "DeepseekV32Config", {**LATENT, **INDEXER}, note=LATENTS + "; follows its indexer"),
     Family("qwen3_5_text", "Qwen3_5TextConfig", LINEAR, 1, note=HYBRID),
     Family("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),
     Family("qwen3_next", "Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),

@@ -96,7 +96,7 @@ class Rows:
         return self.by_row(both)
 
     def by_row(self, mask: Tensor) -> Tensor:
-        batch, heads, tokens, columns = mask.shape
+        heads, tokens = mask.shape[1:3]
         if heads == tokens == 1:
             return mask
         split = mask.unflatten(1, (self.heads, self.group)) if heads > 1 else mask.unsqueeze(2)

@@ -16,13 +16,8 @@ from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
 from specache_compile.passes.reading.attention_forms import NoMatch, match_form
 from specache_compile.runtime.records import find_record
 
-LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8,
-    "first_k_dense_replace": 9, "num_key_value_heads": 4, "num_hidden_layers": 1,
-}  # fmt: skip
 COMPUTED = "computed from what the cache keeps"
 LEFT = {
-    "deepseek_v3": (Family("deepseek_v3", "DeepseekV3Config", LATENT), COMPUTED),
     "diffllama": (Family("diffllama", "DiffLlamaConfig", {"num_hidden_layers": 1}), COMPUTED),
     "bloom": (Family("bloom", "BloomConfig", {"n_head": 4, "n_layer": 1}), "in none of the forms that are known"),
 }

@@ -1,0 +1,206 @@
+"""Latent attention: how it is read, what it is rewritten to, and that nothing of a call's answer changes by it."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from pathlib import Path
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+from transformers import DynamicCache
+
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt
+from families import FAMILIES
+from graphs import BATCH, PAST, GraphBuilder, plan_for, text
+from specache_compile.passes.absorb import absorb
+from specache_compile.passes.own_cache import own_cache
+from specache_compile.passes.phase import DECODE, PREFILL
+from specache_compile.passes.reading.joined_copies import joined_copies
+from specache_compile.passes.reading.lane_rules import heads_times, heads_times_lanes
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.session import session_of
+
+RANK, ROPE, NOPE, VALUE, QUERY_HEADS = 6, 4, 4, 8, 2
+MODEL = next(family for family in FAMILIES if family.name == "deepseek_v3")
+
+
+def latent_graph(past: int) -> tuple[GraphBuilder, GraphModule]:
+    """One attention as transformers writes it, behind `joined_copies`: keys are what a latent's projection gives, and
+    its RoPE part."""
+    builder, n, wide = GraphBuilder(), past + 1, NOPE + VALUE
+    weight = builder.input("weight", QUERY_HEADS * wide, RANK)
+    q = builder.input("q", BATCH, QUERY_HEADS, 1, NOPE + ROPE)
+    updates = []
+    for name, width in (("latent", RANK), ("rope", ROPE)):
+        new = builder.input(name, BATCH, 1, 1, width)
+        before = builder.input(f"past_{name}", BATCH, 1, past, width) if past else builder.call(torch.tensor, (0,), [])
+        updates.append(builder.call(torch.cat, (BATCH, 1, n, width), [before, new], dim=-2))
+    linear = builder.call(F.linear, (BATCH, 1, n, QUERY_HEADS * wide), updates[0], weight)
+    heads = builder.call(torch.reshape, (BATCH, n, QUERY_HEADS, wide), linear, (BATCH, n, -1, wide))
+    heads.target, heads.op = "view", "call_method"
+    both = builder.call(torch.transpose, (BATCH, QUERY_HEADS, n, wide), heads, 1, 2)
+    split = builder.graph.call_function(torch.functional.split, (both, [NOPE, VALUE]), {"dim": -1})
+    nope, values = (
+        builder.call(operator.getitem, (BATCH, QUERY_HEADS, n, width), split, number)
+        for number, width in enumerate((NOPE, VALUE))
+    )
+    ropes = builder.call(torch.Tensor.expand, (BATCH, QUERY_HEADS, n, ROPE), updates[1], -1, QUERY_HEADS, -1, -1)
+    ropes.target, ropes.op = "expand", "call_method"
+    keys = builder.call(torch.cat, (BATCH, QUERY_HEADS, n, NOPE + ROPE), [nope, ropes], -1)
+    out = builder.call(
+        F.scaled_dot_product_attention, (BATCH, QUERY_HEADS, 1, VALUE), q, keys, values, attn_mask=None, scale=0.25
+    )
+    return builder, builder.finish(out, *updates)
+
+
+class TestSnapshots(expecttest.TestCase):
+    def test_absorb(self) -> None:
+        builder, graph_module = latent_graph(PAST)
+        plan = plan_for(builder, DECODE, graph_module)
+        own_cache(graph_module, plan)
+        absorb(graph_module, plan)
+        graph_module.graph.eliminate_dead_code()
+        self.assertExpectedInline(
+            text(graph_module),
+            """\
+cat = cat([past_latent, latent])
+cat_1 = cat([past_rope, rope])
+key_half = key_half(weight, 2, 4)
+value_half = value_half(weight, 2, 4)
+channels = channels(q, 0, 4)
+channels_1 = channels(q, 4, None)
+heads_times = heads_times(channels, key_half)
+cat_3 = cat([heads_times, channels_1], -1)
+cat_4 = cat([cat, cat_1], -1)
+over_rows = over_rows(cat_3, cat_4, None, 0.25)
+channels_2 = channels(over_rows, 0, 6)
+heads_times_1 = heads_times(channels_2, value_half)
+return (heads_times_1, None, None)
+""",
+        )
+
+    def test_a_prefill_keeps_its_keys(self) -> None:
+        builder, graph_module = latent_graph(0)
+        plan = plan_for(builder, PREFILL, graph_module)
+        own_cache(graph_module, plan)
+        absorb(graph_module, plan)
+        (site,) = plan.sites
+        assert site.attention.target is F.scaled_dot_product_attention
+        assert site.k is site.v
+        assert site.k.args == ([node("latent", graph_module), node("rope", graph_module)], -1)
+
+
+def node(name: str, graph_module: GraphModule) -> Node:
+    return next(node for node in graph_module.graph.nodes if node.name == name)
+
+
+def test_copies_that_fill_a_tensor_are_its_concatenation() -> None:
+    builder = GraphBuilder()
+    parts = [builder.input(name, 2, width) for name, width in (("a", 3), ("b", 5))]
+    empty = builder.graph.call_method("new_empty", (parts[0], 2, 8))
+    empty.meta["example_value"] = builder.value(2, 8)
+    for part, where in zip(parts, (slice(None, 3), slice(3, None)), strict=True):
+        view = builder.call(operator.getitem, tuple(part.meta["example_value"].shape), empty, (Ellipsis, where))
+        builder.graph.call_method("copy_", (view, part))
+    graph_module = builder.finish(builder.call(torch.neg, (2, 8), empty))
+    assert joined_copies(graph_module) == 1
+    a, b = torch.randn(2, 3), torch.randn(2, 5)
+    assert torch.equal(graph_module(a, b)[0], -torch.cat([a, b], -1))
+    assert "copy_" not in graph_module.code
+
+
+def test_a_tensor_that_is_read_before_it_is_full_stays() -> None:
+    builder = GraphBuilder()
+    part = builder.input("a", 2, 3)
+    empty = builder.graph.call_method("new_empty", (part, 2, 8))
+    empty.meta["example_value"] = builder.value(2, 8)
+    view = builder.call(operator.getitem, (2, 3), empty, (Ellipsis, slice(None, 3)))
+    builder.graph.call_method("copy_", (view, part))
+    assert joined_copies(builder.finish(empty)) == 0
+
+
+@pytest.mark.parametrize("x_dim", [0, 1, 3])
+def test_a_product_by_heads_under_vmap(x_dim: int) -> None:
+    """Each lane's is the product alone."""
+    x, weight = torch.randn(3, 2, 4, 1, 5), torch.randn(4, 5, 6)
+    expected = torch.stack([torch.einsum("bhtn,hnm->bhtm", lane, weight) for lane in x])
+    out = torch.vmap(heads_times_lanes, (x_dim, None))(x.movedim(0, x_dim), weight)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(heads_times(x[0], weight), expected[0])
+
+
+def compiled(**options: Any) -> Any:
+    model = MODEL.model()
+    model.compile(backend="specache", options={"lowering": "eager", **(options or LOSSLESS)})
+    return model
+
+
+def test_the_cache_has_hugging_faces_bytes_and_comes_back_bit_for_bit() -> None:
+    ids, plain, cache = prompt(90), DynamicCache(), DynamicCache()
+    model = compiled(method="full")
+    with torch.no_grad():
+        MODEL.model()(ids, past_key_values=plain, use_cache=True)
+        model(ids, past_key_values=cache, use_cache=True)
+    whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
+    session = session_of(cache)
+    assert session is not None
+    assert isinstance(cache.layers[0].keys, HeldTensor)
+    assert session.statistics.full_cache_bytes == whole
+    for ours, theirs in zip(sc.materialize(cache).layers, plain.layers, strict=True):
+        torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
+
+
+def test_a_plain_cache_is_taken_over_and_saved(tmp_path: Path) -> None:
+    """A second turn behind a cache that the uncompiled model filled, saved and loaded, says what that model does."""
+    ids, plain = prompt(90), DynamicCache()
+    with torch.no_grad():
+        MODEL.model()(ids[:, :-1], past_key_values=plain, use_cache=True)
+    model = compiled()
+    greedy(model, ids, 2)
+    sc.save(sc.hold(plain, model), tmp_path)
+    out = model.generate(ids, past_key_values=sc.load(tmp_path, model), max_new_tokens=12, do_sample=False)
+    assert torch.equal(out, greedy(MODEL.model(), ids, 12))
+
+
+def test_crops_and_forks_go_on_as_the_uncompiled_model_does() -> None:
+    ids, model = prompt(120), compiled()
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    fork = copy.deepcopy(cache)
+    cache.crop(70 - 120)
+    for held, before in ((cache, 70), (fork, 120)):
+        again = torch.cat([ids[:, :before], prompt(9)], 1)
+        out = model.generate(again, past_key_values=held, max_new_tokens=6, do_sample=False)
+        assert torch.equal(out, greedy(MODEL.model(), again, 6))
+
+
+@pytest.mark.parametrize("method", ["kcache", "snapkv", "h2o"])
+def test_what_tells_keys_from_values_stays_exact_with_that_reason(method: str) -> None:
+    model = compiled(method=method)
+    with pytest.warns(sc.SpecacheWarning, match="a latent is both"):
+        out = greedy(model, prompt(40), 4)
+    assert torch.equal(out, greedy(MODEL.model(), prompt(40), 4))
+
+
+def test_more_bits_of_a_row_are_nearer_and_with_every_pair_fetched_nothing_is_lost() -> None:
+    ids = prompt(200)
+    with torch.no_grad():
+        expected = MODEL.model()(ids).logits[:, -1]
+
+    def distance(bits: float, top_k: int) -> float:
+        model, cache = compiled(bits=bits, top_k=top_k, host_bits=16, group_size=32, residual_length=32), DynamicCache()
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=cache, use_cache=True)
+            logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+        return float((logits - expected).norm())
+
+    distances = [distance(bits, 8) for bits in (1, 2, 4, 8)]
+    assert distances == sorted(distances, reverse=True)
+    assert distance(1, 256) < 1e-3 < distances[-1]
