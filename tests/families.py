@@ -117,6 +117,7 @@ LONGCAT = {
 KIMI = {"layer_types": ["linear_attention", "full_attention"]}
 INDEXER = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
 LATENTS = "latent attention, absorbed"
+CHOOSES = "latent attention with an indexer: absorbed where no pair is chosen ahead"
 HYBRID = "hybrid: one layer of two has attention"
 NO_POSITIONS = HYBRID + ", without positions"
 
@@ -193,7 +194,16 @@ FAMILIES = (
     Family("axk1", "AXK1Config", LATENT, note=LATENTS),
     Family("longcat_flash", "LongcatFlashConfig", LONGCAT, note=LATENTS + "; two attentions a layer"),
     Family("kimi_linear", "KimiLinearConfig", {**LATENT, **KIMI}, 1, note=f"hybrid; {LATENTS}"),
-    Family("deepseek_v32", "DeepseekV32Config", {**LATENT, **INDEXER}, note=LATENTS + "; follows its indexer"),
+    Family(
+        "deepseek_v32",
+        "DeepseekV32Config",
+        {**LATENT, **INDEXER},
+        0,
+        2,
+        1,
+        CHOOSES,
+        "an indexer",
+    ),
     Family("qwen3_5_text", "Qwen3_5TextConfig", LINEAR, 1, note=HYBRID),
     Family("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),
     Family("qwen3_next", "Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),

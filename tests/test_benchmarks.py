@@ -41,6 +41,16 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.whole
+def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
+    asked = ("--contexts", "64", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1", "--lowering", "eager")
+    printed = run("latents", *asked, "--out", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["method"] for row in rows} == {"compiled", "full", "kivi:bits=16", "specache"}
+    assert all(row["step_ms"] > row["floor_ms"] > 0 for row in rows)
+    assert "MiniCPM3" in printed
+
+
+@pytest.mark.whole
 def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> None:
     run("gpu_kernels", "--smoke", "--bits", "1", "--out", str(tmp_path / "out.json"))
     report = json.loads((tmp_path / "out.json").read_text())

@@ -261,6 +261,14 @@ def masses() -> str:
     return fenced(table(load("masses.json")["rows"]))
 
 
+def latents() -> str:
+    """What benchmarks/latents.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from latents import table
+
+    return fenced(table(load("latents.json")["rows"]))
+
+
 def gains() -> str:
     """What fits on a card of 24 GB, and how fast all of it steps; computed."""
     names = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "default": "specache, the default"}
@@ -386,7 +394,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, every_family, versions, options, methods, summary, demo, cold_start, verification,
-            verify_families, look_ups, gpu, masses, gains, computed_steps, diagnostics, tasks, devices, passes, ops,
+            verify_families, look_ups, gpu, masses, latents, gains, computed_steps, diagnostics, tasks, devices, passes,
+            ops,
             fields,
         )
     },

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,16 +19,18 @@ from specache_compile.methods.field import Field, LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
-from specache_compile.passes.reading.find_attention import find_attention
+from specache_compile.passes.reading.find_attention import find_attention, nodes_behind
 from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
 from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.passes.reading.nodes import value_of
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
+from specache_compile.passes.speculate import EMBEDDINGS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.state import bucket
 from specache_compile.runtime.symbols import SymbolReader, new_size
+from specache_compile.runtime.variant import selects
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         plain_vmaps(graph_module)
         joined_copies(graph_module)
         names = frozenset(placeholders[i].name for i in held)
-        found = fitting(find_attention(graph_module, names, frozenset(options.exact_layers)), options)
+        found = find_attention(graph_module, names, frozenset(options.exact_layers))
+        found = without(found, functools.partial(misfit, options))
     else:
         found = Found(left_alone=(LeftAlone("every site", reason),))
     sites = found.sites
@@ -152,15 +156,38 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     )  # fmt: skip
 
 
-def fitting(found: Found, options: MethodOptions) -> Found:
-    """Without the sites whose pairs a method cannot keep."""
-    if METHODS[options.method].takes_latents:
-        return found
-    reason = f"method {options.method!r} tells keys from values, and a latent is both: take specache, kivi or full"
-    plain = [site for site in found.sites if site.latents is None]
-    latent = [LeftAlone(site.attention.name, reason, by_model=True) for site in found.sites if site not in plain]
-    sites = tuple(replace(site, number=number) for number, site in enumerate(plain))
-    return Found(sites, (*found.left_alone, *latent))
+def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
+    """Of the sites those for which there is no reason to leave them alone."""
+    reasons = [misfit(site) for site in found.sites]
+    kept = (site for site, reason in zip(found.sites, reasons, strict=True) if reason is None)
+    left_alone = (
+        LeftAlone(site.attention.name, reason, by_model=True)
+        for site, reason in zip(found.sites, reasons, strict=True)
+        if reason is not None
+    )
+    sites = tuple(replace(site, number=number) for number, site in enumerate(kept))
+    return Found(sites, (*found.left_alone, *left_alone))
+
+
+def misfit(options: MethodOptions, site: Site) -> str | None:
+    """Why a method, or a device, cannot keep what a site needs."""
+    if site.latents is not None and value_of(site.k).is_cuda:
+        return "latent attention is rewritten on a CPU alone: no kernel for a GPU reads its rows yet"
+    if site.latents is not None and not METHODS[options.method].takes_latents:
+        return f"method {options.method!r} tells keys from values, and a latent is both: take specache, kivi or full"
+    layout = getattr(options, "layout", None)
+    ahead = layout is not None and layout.is_quantised and selects(options)
+    if ahead and site.mask is not None and follows(site.mask):
+        return (
+            "its mask shows each token other tokens, by what the token is (an indexer), and pairs that are chosen ahead "
+            "would be those of the token before: take correct='always', the default"
+        )
+    return None
+
+
+def follows(mask: Node) -> bool:
+    """Whether a mask depends on what the tokens are, and not on where they stand alone."""
+    return any(node.target in EMBEDDINGS for node in nodes_behind(mask))
 
 
 def phase_of(sites: Sequence[Site]) -> Phase:

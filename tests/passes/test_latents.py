@@ -24,6 +24,7 @@ from specache_compile.passes.phase import DECODE, PREFILL
 from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.passes.reading.lane_rules import heads_times, heads_times_lanes
 from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import session_of
 
 RANK, ROPE, NOPE, VALUE, QUERY_HEADS = 6, 4, 4, 8, 2
@@ -179,6 +180,16 @@ def test_crops_and_forks_go_on_as_the_uncompiled_model_does() -> None:
         again = torch.cat([ids[:, :before], prompt(9)], 1)
         out = model.generate(again, past_key_values=held, max_new_tokens=6, do_sample=False)
         assert torch.equal(out, greedy(MODEL.model(), again, 6))
+
+
+def test_an_indexers_mask_is_followed_where_each_token_chooses_its_own_pairs() -> None:
+    family = next(family for family in FAMILIES if family.name == "deepseek_v32")
+    model, ids = family.model(), prompt(120)
+    options = {"bits": 1, "top_k": 1024, "host_bits": 16, "group_size": 32, "residual_length": 32, "lowering": "eager"}
+    model.compile(backend="specache", options=options)
+    assert torch.equal(greedy(model, ids, 12), greedy(family.model(), ids, 12))
+    (graph, *_) = find_record(model).graphs
+    assert len(graph.captured.sites) == 2
 
 
 @pytest.mark.parametrize("method", ["kcache", "snapkv", "h2o"])
