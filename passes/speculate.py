@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .exact_lanes import show_first_lane
 from .plan import Input, PassReport, Plan, Tag, tag_of
 from .reading.attention_forms import argument
-from .reading.in_place import take_writes
+from .reading.in_place import memory_of, take_writes, written
 from .reading.lane_rules import own_rules
 from .reading.local_shards import whole_shape
 from .reading.nodes import arguments_of, output_node, value_of
@@ -28,6 +28,7 @@ EMBEDDINGS = (F.embedding, aten.embedding.default)
 INTEGERS = (torch.int32, torch.int64)
 # What takes an angle, of which positions are a factor.
 ANGLES = ("cos", "sin", torch.cos, torch.sin, torch.polar)
+OF_NOTHING = (torch.zeros, torch.ones, torch.empty, torch.full, "new_zeros", "new_ones", "new_empty", "new_full")
 # What `local_shards` has between token ids and a rank's part of the table.
 RANKS_OWN = (aten.view.default, aten.clone.default, aten.sub.Tensor, aten.masked_fill_.Scalar)
 
@@ -168,12 +169,13 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     token_input = placeholders.index(ids)
     lane = add_lane_to_positions(graph_module, placeholders[-1], sources)
+    spread_written(graph_module, lane)
     show_first_lane(graph_module, lane)
     own_rules(graph_module)
-    written = take_writes(graph_module)
+    taken = take_writes(graph_module)
     output = output_node(graph_module)
     outputs: tuple[Any, ...] = tuple(output.args[0])  # type: ignore[arg-type]
-    output.args = ((*outputs, *written.values()),)
+    output.args = ((*outputs, *taken.values()),)
     graph_module.recompile()
     present = [position for position, value in enumerate(outputs) if value is not None]
     fakes = [value_of(node) for node in placeholders]
@@ -181,7 +183,7 @@ def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]
     def two_lanes(*inputs: Any) -> tuple[Any, ...]:
         *arguments, guess = inputs
         lanes = run_lanes(graph_module, arguments, token_input, guess)
-        for node, value in zip(written, lanes[len(outputs) :], strict=True):
+        for node, value in zip(taken, lanes[len(outputs) :], strict=True):
             arguments[placeholders.index(node)].copy_(value[0])
         next_guess = lanes[logits][1][:, -1].argmax(-1, keepdim=True)
         return (*(first_lane(lanes[position]) for position in present), next_guess)
@@ -221,6 +223,23 @@ def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[
             moved = graph.call_function(torch.add, (source, lane))
         source.replace_all_uses_with(moved, delete_user_cb=moved.__ne__)
     return lane
+
+
+def spread_written(graph_module: GraphModule, lane: Node) -> None:
+    """A tensor that the graph makes of nothing, and then writes to, has a part for each lane: vmap refuses a lane's
+    value in a tensor without lanes."""
+    memory = {written(node)[1] for node in graph_module.graph.nodes} - {None}
+    made = [node for node in graph_module.graph.nodes if node.target in OF_NOTHING and memory_of(node) in memory]
+    for node in made:
+        with graph_module.graph.inserting_after(node):
+            spread = graph_module.graph.call_function(by_lane, (node, lane))
+        spread.meta["example_value"] = value_of(node)
+        node.replace_all_uses_with(spread, delete_user_cb=spread.__ne__)
+
+
+def by_lane(x: Tensor, lane: Tensor) -> Tensor:
+    """x, of which each lane has its own."""
+    return x + torch.zeros_like(lane, dtype=x.dtype)
 
 
 def run_lanes(graph_module: GraphModule, arguments: list[Any], token_input: int, guess: Tensor) -> list[Any]:

@@ -110,10 +110,6 @@ LATENT = {
     **GROUPED_EXPERTS, "num_key_value_heads": 4, "head_dim": LEFT_OUT, "first_k_dense_replace": 1, "q_lora_rank": 24,
     "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24,
 }  # fmt: skip
-LONGCAT = {
-    **LATENT, "num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2,
-    "head_dim": 16,
-}  # fmt: skip
 KIMI = {"layer_types": ["linear_attention", "full_attention"]}
 INDEXER = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
 LATENTS = "latent attention, absorbed"
@@ -192,7 +188,6 @@ FAMILIES = (
     Family("glm4_moe_lite", "Glm4MoeLiteConfig", LATENT, note=LATENTS),
     Family("youtu", "YoutuConfig", LATENT, note=LATENTS),
     Family("axk1", "AXK1Config", LATENT, note=LATENTS),
-    Family("longcat_flash", "LongcatFlashConfig", LONGCAT, note=LATENTS + "; two attentions a layer"),
     Family("kimi_linear", "KimiLinearConfig", {**LATENT, **KIMI}, 1, note=f"hybrid; {LATENTS}"),
     Family(
         "deepseek_v32",

@@ -179,8 +179,8 @@ def misfit(options: MethodOptions, site: Site) -> str | None:
     ahead = layout is not None and layout.is_quantised and selects(options)
     if ahead and site.mask is not None and follows(site.mask):
         return (
-            "its mask shows each token other tokens, by what the token is (an indexer), and pairs that are chosen ahead "
-            "would be those of the token before: take correct='always', the default"
+            "its mask shows each token other tokens, by what the token is (an indexer), and pairs chosen ahead would "
+            "be those of the token before: take correct='always', the default"
         )
     return None
 
