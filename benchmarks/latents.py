@@ -66,7 +66,7 @@ def measure(shape: str, dtype: str, args: argparse.Namespace, results: Results, 
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds a step; in brackets how many times as fast as plain torch.compile."""
     lines = []
-    for key in dict.fromkeys((row["shape"], row["dtype"], row["context"]) for row in rows):
+    for key in sorted({(row["shape"], row["dtype"], row["context"]) for row in rows}):
         steps = {row["method"]: row for row in rows if (row["shape"], row["dtype"], row["context"]) == key}
         plain = steps["compiled"]["step_ms"]
         told = [f"{steps[name]['step_ms']:.1f} ({plain / steps[name]['step_ms']:.1f}x)" for name in METHODS]
