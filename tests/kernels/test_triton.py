@@ -259,15 +259,23 @@ def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
     assert torch.equal(ours.state["value_params"], reference.state["value_params"])
 
 
+def read_keys(layer: Layer, stop: int) -> Tensor:
+    """Of the first tokens of the low-bit tier, float32, as they are stored."""
+    case, state = layer.case, layer.state
+    return attention.low_bit_keys(state["codes"], state["key_params"], case.options.layout, case.head_dim, 0, stop)
+
+
+def read_values(layer: Layer, stop: int) -> Tensor:
+    tiers = StoredTiers(*(layer.state[name] for name in StoredTiers._fields))
+    return attention.low_bit_values(tiers, layer.case.options.layout, layer.case.head_dim, 0, stop)
+
+
 def assert_as_near(ours: Layer, reference: Layer) -> None:
     """Values in a trellis: the same to a last bit, but for the few of which two paths are as near."""
     case, stop = ours.case, int(ours.cursor[LOW_BIT])
     exact = ours.pairs[:, :, :stop, 1].float()
     exact = layout.rotated(exact) if case.options.layout.is_rotated else exact
-    found, wanted = (
-        attention.low_bit_values(layer.tiers, case.options.layout, case.head_dim, 0, stop)
-        for layer in (ours, reference)
-    )
+    found, wanted = (read_values(layer, stop) for layer in (ours, reference))
     same = ((found - wanted).abs() <= 1e-5 * wanted.abs()).all(-1)
     assert same.float().mean() > 0.95
     off, expected = (((x - exact) ** 2).sum(-1) for x in (found, wanted))
@@ -277,14 +285,11 @@ def assert_as_near(ours: Layer, reference: Layer) -> None:
 def assert_dequantised_alike(ours: Layer, reference: Layer) -> None:
     """A rotation's sums in another order: scales but for the last bits, and a code on a border may go either way."""
     case, stop = ours.case, int(ours.cursor[LOW_BIT])
-    for read, scales, tokens in (
-        (attention.low_bit_keys, "key_params", case.group),
-        (attention.low_bit_values, "value_params", 1),
-    ):
+    for read, scales, tokens in ((read_keys, "key_params", case.group), (read_values, "value_params", 1)):
         params, expected = (layer.state[scales] for layer in (ours, reference))
         precision = 16 * torch.finfo(case.dtype).eps
         torch.testing.assert_close(params, expected, atol=precision * float(expected.abs().max()), rtol=precision)
-        found, wanted = (read(layer, scales, case, stop) for layer in (ours, reference))
+        found, wanted = (read(layer, stop) for layer in (ours, reference))
         step = expected[:, :, : stop // tokens, 0].float().repeat_interleave(tokens, 2)
         step = step.repeat_interleave(case.head_dim // step.shape[-1], 3)
         moved = (found - wanted).abs() / step.clamp_min(1e-3)  # 0: one number, or none that is there

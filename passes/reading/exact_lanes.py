@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .reading.attention_forms import NoMatch, is_attention, match_form
-from .reading.find_attention import match_update
-from .reading.lane_rules import cat, first_lane, product
+from .attention_forms import NoMatch, is_attention, match_form
+from .find_attention import match_update
+from .lane_rules import cat, first_lane, product
 
 
 def show_first_lane(graph_module: GraphModule, lane: Node) -> int:
