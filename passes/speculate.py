@@ -13,9 +13,9 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .reading.exact_lanes import show_first_lane
 from .plan import Input, PassReport, Plan, Tag, tag_of
 from .reading.attention_forms import argument
+from .reading.exact_lanes import show_first_lane
 from .reading.in_place import memory_of, take_writes, written
 from .reading.lane_rules import own_rules
 from .reading.local_shards import whole_shape
