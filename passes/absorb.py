@@ -90,5 +90,5 @@ def value_half(weight: Tensor, heads: int, nope: int) -> Tensor:
 
 
 def over_rows(query: Tensor, rows: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Where the recipe puts no op: attention of all heads to rows [B, 1, n, rank + rope]."""
+    """Attention of all heads to rows [B, 1, n, rank + rope]; `rewrite_attention` puts the recipe's op in its place."""
     return F.scaled_dot_product_attention(query, rows, rows, mask, scale=scale, enable_gqa=True)
