@@ -69,15 +69,20 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
+def check_covers(mask: Tensor, tokens: int) -> None:
+    """ValueError where a mask has no column for some of so many tokens."""
+    if mask.shape[-1] < tokens:
+        raise ValueError(
+            f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {tokens}"
+        )
+
+
 def grouped_bias(mask: Tensor, heads: int, tokens: int) -> Tensor:
     """A mask [B or 1, Hq or 1, Q or 1, n] as an additive float32 bias [B or 1, H or 1, Hq/H or 1, Q or 1, n]."""
     bias = (
         torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else mask
     )
-    if bias.shape[-1] < tokens:
-        raise ValueError(
-            f"the attention mask covers {bias.shape[-1]} tokens, but the cache and the new ones are {tokens}"
-        )
+    check_covers(mask, tokens)
     bias = bias[..., :tokens].float()
     return bias.unflatten(1, (heads, -1)) if bias.shape[1] > 1 else bias.unsqueeze(2)
 
@@ -331,8 +336,7 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the lanes over C' with the rows K_t replaced by their 16-bit pairs (SpeCache equation 1).
 
-    q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes, or one row twice where the
-    tiers' pairs are rows' halves; mask bool (True: seen) or
+    q [B, Hq, lanes, d]; k, v [B, H, lanes, d] of the new tokens, causal between lanes; mask bool (True: seen) or
     additive, [B|1, Hq|1, lanes|1, ≥ n + 1], column n the new token; sinks [Hq]; slots [B, H, k, 2, d], slot_index
     int32 [B, H, k] (-1: empty). tiers: those of `StoredTiers`, in its order; layout: `Layout`'s three.
 

@@ -18,11 +18,13 @@ from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
-from .definition import extend_attention, ring_tokens
+from .definition import check_covers, extend_attention, ring_tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of a part: so many of a tier that lies in segments, or is rounded, are copied at a time.
 BLOCK = 8192
+# The same under a mask of a row for each new token, which is copied for all heads of a group.
+MASKED_BLOCK = 1024
 # The kernel shares out whole blocks of query rows; with fewer rows than one has, the tokens are shared out here.
 FEW_ROWS = 64
 
@@ -32,6 +34,7 @@ Part = tuple[Tensor, Tensor]
 
 def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Part:
     """One part: q [B, H, rows, d], keys and values [B, H, n, d], mask [B|1, H|1, rows|1, n], bool or additive."""
+    q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys, values))
     seen = None if mask is None else mask if mask.dtype == torch.bool else mask > -math.inf
     if mask is not None and mask.dtype != q.dtype:
         mask = q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf) if mask is seen else mask.to(q.dtype)
@@ -75,7 +78,10 @@ def merged(parts: Sequence[Part], sinks: Tensor | None) -> Tensor:
 class Rows:
     """A query [B, Hq, T, d] as rows [B, H, G·T, d] of its KV heads, and a mask's columns as theirs."""
 
-    def __init__(self, q: Tensor, heads: int, mask: Tensor | None) -> None:
+    def __init__(self, q: Tensor, heads: int, mask: Tensor | None, tokens: int) -> None:
+        """tokens: those that the mask must cover."""
+        if mask is not None:
+            check_covers(mask, tokens)
         self.q, self.mask = q.unflatten(1, (heads, -1)).flatten(2, 3), mask
         self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
 
@@ -104,7 +110,7 @@ class Rows:
 
     def back(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, Hq, T, d] of rows."""
-        return out.unflatten(2, (self.group, self.tokens)).flatten(1, 2).to(dtype)
+        return out.unflatten(2, (self.group, self.tokens)).flatten(1, 2).to(dtype).contiguous()
 
     def sinks(self, sinks: Tensor | None) -> Tensor | None:
         """[Hq] as [H, G·T]."""
@@ -120,10 +126,11 @@ def extend_attention_fused(
         return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
     wait_for_offloads(cursor)
     length, width = int(cursor[LENGTH]), q.shape[-1]
-    rows = Rows(q, k.shape[1], mask)
+    rows = Rows(q, k.shape[1], mask, length + q.shape[2])
     parts = [flash(rows.q, k, v, rows.new_columns(length, rows.tokens), scale)]
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
+    block = BLOCK if mask is None or mask.shape[2] == 1 else MASKED_BLOCK
+    for start in range(0, length, block):
+        stop = min(start + block, length)
         pairs = decoded(tokens_of(host, start, stop), q.dtype, channels_of(host, width))
         parts += parts_of(rows.q, *keys_and_values(pairs, width), rows.columns(start, stop), scale)
     return rows.back(merged(parts, rows.sinks(sinks)), q.dtype)
@@ -135,7 +142,7 @@ def attend_exact_rows(
 ) -> Tensor:  # fmt: skip
     """A decode's attention over a low-bit tier of 16 bits whose pairs are rows' halves, and which has no slots."""
     length, low_bit, width = int(cursor[LENGTH]), int(cursor[LOW_BIT]), q.shape[-1]
-    rows = Rows(q, k.shape[1], mask)
+    rows = Rows(q, k.shape[1], mask, length + 1)
     kept = tiers.codes[:, :, :low_bit]
     window = keys_and_values(ring_tokens(tiers.recent, low_bit, length), width)
     parts = [flash(rows.q, k, v, rows.new_columns(length, 1), scale)]

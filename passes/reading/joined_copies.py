@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from .in_place import written
 from .nodes import value_of
 
 
@@ -42,7 +43,12 @@ def parts_of(empty: Node) -> list[Node] | None:
             return None
         else:
             view: Node = copy.args[0]  # type: ignore[assignment]
-            copies[view.args[1][1].start or 0] = copy  # type: ignore[index, union-attr]
+            start = view.args[1][1].start or 0  # type: ignore[index, union-attr]
+            if start in copies:
+                return None
+            copies[start] = copy
+    if copies and writes_between(list(copies.values())):
+        return None
     sources = [(start, value_of(copies[start].args[1])) for start in sorted(copies)]  # type: ignore[arg-type]
     at = 0
     for start, source in sources:
@@ -50,6 +56,16 @@ def parts_of(empty: Node) -> list[Node] | None:
             return None
         at += source.shape[-1]
     return [copies[start] for start, _ in sources] if copies and at == width else None
+
+
+def writes_between(copies: list[Node]) -> bool:
+    """Whether something else is written while the copies are made: a source might be."""
+    at, last = min(copies), max(copies)
+    while at is not last:
+        if at not in copies and written(at)[0] is not None:
+            return True
+        at = at.next
+    return False
 
 
 def copy_into(view: Node, empty: Node) -> Node | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,15 +50,17 @@ def match_latents(form: Form) -> tuple[Node, Node, Latents] | None:
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
         return None
     nope, rope = parts
-    split = nope.args[0]
+    if any(node.target is not operator.getitem for node in (nope, form.values)) or rope.target != "expand":
+        return None
+    split, ropes = nope.args[0], rope.args[0]
     halves = [(operator.getitem, (split, number)) for number in (0, 1)]
     if [(node.target, node.args) for node in (nope, form.values)] != halves or split.target not in SPLITS:
         return None
-    both, linear = unshaped(split.args[0])
-    ropes = rope.args[0] if rope.target == "expand" else rope
-    if linear is None or rope.target != "expand":
+    both = split.args[0]
+    linear = projection_of(both)
+    if linear is None:
         return None
-    latents, weight = linear.args[:2]
+    latents, weight = argument(linear, 0, "input"), argument(linear, 1, "weight")
     check(linear, latents, weight, ropes)
     heads, width = (int(value_of(both).shape[dim]) for dim in (1, 3))
     sizes = [int(value_of(part).shape[-1]) for part in (nope, form.values, latents, ropes)]
@@ -66,13 +69,13 @@ def match_latents(form: Form) -> tuple[Node, Node, Latents] | None:
     return latents, ropes, Latents(form.keys, form.values, weight, sizes[0], sizes[2], sizes[3])
 
 
-def unshaped(both: Node) -> tuple[Node, Node | None]:
-    """Of what is split the node itself, and the linear layer behind its view by heads; None where there is none."""
+def projection_of(both: Node) -> Node | None:
+    """The linear layer behind what is split, viewed by heads; None where there is none."""
     if both.target not in ("transpose", torch.transpose) or tuple(both.args[1:]) != (1, 2):
-        return both, None
-    view = both.args[0]
-    linear = view.args[0] if view.target in ("view", "reshape") else view  # type: ignore[union-attr]
-    return both, linear if linear.target is F.linear else None  # type: ignore[return-value, union-attr]
+        return None
+    view: Any = both.args[0]
+    linear = view.args[0] if view.target in ("view", "reshape") else view
+    return linear if isinstance(linear, Node) and linear.target is F.linear else None
 
 
 def check(linear: Node, latents: Node, weight: Node, ropes: Node) -> None:

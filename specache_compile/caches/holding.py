@@ -97,6 +97,8 @@ def reason_of_shapes(
     (first, _), latent = pairs[0], has_latents(model)
     devices = {weight.device for weight in model.parameters()}
     for number, (keys, values) in enumerate(pairs):
+        if latent and (keys.shape[1] != 1 or (keys.shape[3] + values.shape[3]) % 2):
+            return f"the latents of its layer {number} are {tuple(keys.shape)} and {tuple(values.shape)}"
         if keys.shape[: 3 if latent else 4] != values.shape[: 3 if latent else 4] or keys.dtype != values.dtype:
             return f"the keys of its layer {number} are {tuple(keys.shape)}, its values {tuple(values.shape)}"
         if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
@@ -26,7 +27,6 @@ from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.passes.reading.nodes import value_of
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
-from specache_compile.passes.speculate import EMBEDDINGS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.state import bucket
 from specache_compile.runtime.symbols import SymbolReader, new_size
@@ -180,14 +180,14 @@ def misfit(options: MethodOptions, site: Site) -> str | None:
     if ahead and site.mask is not None and follows(site.mask):
         return (
             "its mask shows each token other tokens, by what the token is (an indexer), and pairs chosen ahead would "
-            "be those of the token before: take correct='always', the default"
+            "be those of the token before: take the defaults of correct and speculate"
         )
     return None
 
 
 def follows(mask: Node) -> bool:
     """Whether a mask depends on what the tokens are, and not on where they stand alone."""
-    return any(node.target in EMBEDDINGS for node in nodes_behind(mask))
+    return any(node.target is F.linear for node in nodes_behind(mask))
 
 
 def phase_of(sites: Sequence[Site]) -> Phase:

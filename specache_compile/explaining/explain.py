@@ -117,7 +117,7 @@ def explain(
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     layers = next((graph.layers for graph in captured if graph.sites), [])
-    for layer in layers[:1]:
+    for layer in (layer for layer in layers[:1] if not layer.rank):
         check_part(whole, config, layer.head_dim)
     parsed = within_memory(parsed, layers, batch_size, prompt_length)
     check_memory(parsed, layers, batch_size, prompt_length)

@@ -10,6 +10,7 @@ import math
 import mmap
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -600,6 +601,7 @@ def check_extend(
     for op, roundings in ((torch.ops.specache.extend_attention, 0.5), (torch.ops.specache.extend_attention_fused, 2)):
         out = op(q, k, v, given, sink, cursor, host, head_dim**-0.5, softcap)
         assert out.dtype == dtype
+        assert out.is_contiguous(), "as its fake is"
         rounding = {"rtol": roundings * eps + 1e-4, "atol": 2e-5 + (roundings > 1) * eps}
         torch.testing.assert_close(out.double(), expected, **rounding)
 
@@ -621,6 +623,24 @@ def test_extend_over_several_blocks_of_the_host_tier(mask: str, length: int) -> 
 )
 def test_extend_masks_hide_and_bias(mask: str) -> None:
     check_extend(100, 12, mask, batch=3)
+
+
+@pytest.mark.parametrize("op", [torch.ops.specache.extend_attention, torch.ops.specache.extend_attention_fused])
+def test_extend_refuses_a_mask_that_covers_too_few_tokens(op: Any) -> None:
+    q, host = torch.randn(1, 2, 3, 16), torch.zeros(1, 1, 256, 2, 16)
+    mask = torch.ones(1, 1, 1, 101, dtype=torch.bool)
+    with pytest.raises(ValueError, match="covers 101 tokens, but the cache and the new ones are 103"):
+        op(q, q[:, :1], q[:, :1], mask, None, torch.tensor([100, 0, 0, 0]), host, 0.25, None)
+
+
+def test_extend_takes_queries_and_keys_of_any_strides() -> None:
+    def turned(*shape: int) -> Tensor:
+        return torch.randn(*shape[:2], shape[3], shape[2]).mT
+
+    q, k, v, host = turned(1, 2, 5, 16), turned(1, 1, 5, 16), turned(1, 1, 5, 16), torch.randn(1, 1, 256, 2, 16)
+    given = (None, None, torch.tensor([100, 0, 0, 0]), host, 0.25, None)
+    expected = torch.ops.specache.extend_attention(q, k, v, *given)
+    torch.testing.assert_close(torch.ops.specache.extend_attention_fused(q, k, v, *given), expected)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96])

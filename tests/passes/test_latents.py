@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import FAMILIES
-from graphs import BATCH, PAST, GraphBuilder, plan_for, text
+from graphs import BATCH, PAST, GraphBuilder, found, plan_for, text
 from specache_compile.passes.absorb import absorb
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
@@ -124,6 +124,26 @@ def test_a_tensor_that_is_read_before_it_is_full_stays() -> None:
     view = builder.call(operator.getitem, (2, 3), empty, (Ellipsis, slice(None, 3)))
     builder.graph.call_method("copy_", (view, part))
     assert joined_copies(builder.finish(empty)) == 0
+
+
+def test_a_source_that_is_written_meanwhile_is_not_read_later() -> None:
+    builder = GraphBuilder()
+    parts = [builder.input(name, 2, width) for name, width in (("a", 3), ("b", 5))]
+    empty = builder.graph.call_method("new_empty", (parts[0], 2, 8))
+    empty.meta["example_value"] = builder.value(2, 8)
+    for part, where in zip(parts, (slice(None, 3), slice(3, None)), strict=True):
+        view = builder.call(operator.getitem, tuple(part.meta["example_value"].shape), empty, (Ellipsis, where))
+        builder.graph.call_method("copy_", (view, part))
+        builder.graph.call_method("mul_", (parts[0], 2))
+    assert joined_copies(builder.finish(builder.call(torch.neg, (2, 8), empty))) == 0
+
+
+def test_keys_of_two_parts_that_are_no_latents_are_told_and_no_crash() -> None:
+    builder = GraphBuilder()
+    q, nope, rope, v = (builder.input(name, BATCH, QUERY_HEADS, 1, 4) for name in ("q", "nope", "rope", "v"))
+    keys = builder.call(torch.cat, (BATCH, QUERY_HEADS, 1, 8), [nope, rope], -1)
+    out = builder.call(F.scaled_dot_product_attention, (BATCH, QUERY_HEADS, 1, 4), q, keys, v)
+    assert len(found(builder, builder.finish(out)).left_alone) == 1
 
 
 @pytest.mark.parametrize("x_dim", [0, 1, 3])
