@@ -106,7 +106,7 @@ def tiers_from_the_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `pairwise` or `quick_for` the other cases are slow. GPU tests skip, with the reason, where there
+    """Of a test marked `pairwise` or `quick_for` the other cases are not quick. GPU tests skip, with the reason, where there
     is none. The longest modules come first, and the kernels', which are short, last: workers take modules whole
     (`--dist loadfile --no-loadscope-reorder`), and end together then."""
     for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
@@ -123,7 +123,8 @@ def place_of(path: Path) -> int:
 
 
 def mark_the_rest_slow(cases: list[Any]) -> None:
-    """Of one test's cases those that `pairwise` or `quick_for` leaves out: slow, or what the marker says of them."""
+    """Of one test's cases those that `quick_for` leaves out are slow, and those that `pairwise` does whole, unless the
+    marker says otherwise."""
     grid, named = (cases[0].get_closest_marker(name) for name in ("pairwise", "quick_for"))
     if named is not None:
         known = {case.callspec.id for case in cases}
@@ -135,7 +136,7 @@ def mark_the_rest_slow(cases: list[Any]) -> None:
         return
     for place, case in enumerate(cases):
         if place not in kept:
-            case.add_marker((named or grid).kwargs.get("rest", "slow"))
+            case.add_marker((named or grid).kwargs.get("rest", "slow" if named else "whole"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
