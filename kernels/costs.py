@@ -122,7 +122,7 @@ def pair_bytes(options: Any, layer: Any) -> Pair:
         return Pair(exact, on_host, exact / 2, exact / 2)
     d, item = layer.head_dim, options.param_dtype(layer.dtype).itemsize
     if layer.rank:  # one row of keys' codes, which both passes over the tier read
-        row = 2 * d * (layout.key_bits / 8 + 2 * item / options.group_size)
+        row = layer.row * (layout.key_bits / 8 + 2 * item / options.group_size)
         return Pair(exact, on_host, row, row)
     keys = d * layout.key_bits / 8 + 2 * item * d / options.group_size
     numbers = 1 if options.has_trellis else 2 * d / value_group(d, options.group_size)

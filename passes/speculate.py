@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from typing import Any
 
@@ -221,7 +222,7 @@ def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[
         at = source if source.op != "placeholder" else lane
         with graph.inserting_after(at):
             moved = graph.call_function(torch.add, (source, lane))
-        source.replace_all_uses_with(moved, delete_user_cb=lambda user, moved=moved: user is not moved)
+        source.replace_all_uses_with(moved, delete_user_cb=functools.partial(operator.is_not, moved))
     return lane
 
 
@@ -234,7 +235,7 @@ def spread_written(graph_module: GraphModule, lane: Node) -> None:
         with graph_module.graph.inserting_after(node):
             spread = graph_module.graph.call_function(by_lane, (node, lane))
         spread.meta["example_value"] = value_of(node)
-        node.replace_all_uses_with(spread, delete_user_cb=lambda user, spread=spread: user is not spread)
+        node.replace_all_uses_with(spread, delete_user_cb=functools.partial(operator.is_not, spread))
 
 
 def by_lane(x: Tensor, lane: Tensor) -> Tensor:

@@ -106,8 +106,8 @@ def tiers_from_the_first_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `pairwise` or `quick_for` the other cases are not quick. GPU tests skip, with the reason, where there
-    is none. The longest modules come first, and the kernels', which are short, last: workers take modules whole
+    """Of a test marked `pairwise` or `quick_for` the other cases are not quick. GPU tests skip, with the reason, where
+    there is none. The longest modules come first, and the kernels', which are short, last: workers take modules whole
     (`--dist loadfile --no-loadscope-reorder`), and end together then."""
     for _, cases in itertools.groupby(items, key=lambda item: item.nodeid.split("[")[0]):
         mark_the_rest_slow(list(cases))

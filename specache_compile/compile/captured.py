@@ -158,15 +158,12 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
 
 def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
     """Of the sites those for which there is no reason to leave them alone."""
-    reasons = [misfit(site) for site in found.sites]
-    kept = (site for site, reason in zip(found.sites, reasons, strict=True) if reason is None)
-    left_alone = (
-        LeftAlone(site.attention.name, reason, by_model=True)
-        for site, reason in zip(found.sites, reasons, strict=True)
-        if reason is not None
+    told = [(site, misfit(site)) for site in found.sites]
+    kept = (site for site, reason in told if reason is None)
+    left_alone = (LeftAlone(site.attention.name, reason, by_model=True) for site, reason in told if reason is not None)
+    return Found(
+        tuple(replace(site, number=number) for number, site in enumerate(kept)), (*found.left_alone, *left_alone)
     )
-    sites = tuple(replace(site, number=number) for number, site in enumerate(kept))
-    return Found(sites, (*found.left_alone, *left_alone))
 
 
 def misfit(options: MethodOptions, site: Site) -> str | None:

@@ -35,11 +35,16 @@ class LayerShape:
     biased_keys: bool = False
     rank: int = 0
 
+    @property
+    def row(self) -> int:
+        """Channels of what keys' codes are of: a key, or a whole row of latent attention."""
+        return 2 * self.head_dim if self.rank else self.head_dim
+
     def channels(self, part: Part) -> int:
         """Of what Hugging Face's cache has as keys, or as values: the latents, or their RoPE parts."""
         if not self.rank:
             return self.head_dim
-        return self.rank if part == "keys" else 2 * self.head_dim - self.rank
+        return self.rank if part == "keys" else self.row - self.rank
 
     def __str__(self) -> str:
         if self.rank:

@@ -260,7 +260,7 @@ def check_head_dim(layout: Layout, head_dim: int) -> None:
 
 def layout_at(options: LowBitOptions, layer: LayerShape) -> tuple[Layout, int]:
     """A layer's layout, and the channels that its codes are of: of latent attention a whole row's."""
-    return (options.layout.of_rows, 2 * layer.head_dim) if layer.rank else (options.layout, layer.head_dim)
+    return options.layout.of_rows if layer.rank else options.layout, layer.row
 
 
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each channel over a group of tokens."""
     groups = capacity // options.group_size if options.layout.is_quantised else 0
-    return (batch, layer.heads, groups, 2, layout_at(options, layer)[1])
+    return (batch, layer.heads, groups, 2, layer.row)
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
