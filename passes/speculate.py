@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from specache_compile.errors import SpecacheError
 
 from .plan import Input, PassReport, Plan, Tag, tag_of
 from .reading.attention_forms import argument
@@ -61,7 +65,12 @@ def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassR
     sources = position_sources(graph_module, ids)
     if not sources and not has_no_positions(graph_module, ids):
         return graph_module, one_lane(plan, "no position tensor was found")
-    widened = widen(graph_module, ids, logits, sources)
+    try:
+        widened = widen_copy(graph_module, ids, logits, sources)
+    except RuntimeError as error:
+        if isinstance(error, SpecacheError | GuardOnDataDependentSymNode):
+            raise
+        return graph_module, one_lane(plan, f"torch.vmap refuses its graph ({first_line(error)})")
     plan.inputs.append(Input("guess"))
     plan.lanes, plan.guesses = LANES, True
     follow_sites(widened, plan)
@@ -113,7 +122,11 @@ def unshaped(node: Node) -> Node:
     """The node before views of it, before a rank has taken from token ids the first one in its part of a table, and
     before a picture's tokens have become padding: `where(is_picture, padding, ids)`."""
     while node.target in ("view", "reshape", "clone", torch.where, *RANKS_OWN):
-        node = argument(node, 2, "other") if node.target is torch.where else node.args[0]
+        chosen = (argument(node, 1, "input"), argument(node, 2, "other"))
+        behind = [x for x in (chosen if node.target is torch.where else node.args[:1]) if isinstance(x, Node)]
+        if not behind:
+            break
+        node = behind[-1]
     return node
 
 
@@ -163,6 +176,18 @@ def append_guess(graph_module: GraphModule, logits: int) -> None:
         guess = graph_module.graph.call_function(torch.argmax, (last, -1, True))
     output.args = ((*outputs, guess),)  # type: ignore[misc]
     graph_module.recompile()
+
+
+def widen_copy(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:
+    """`widen` of a copy: where vmap refuses, the graph is as it was."""
+    copied = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    twins = dict(zip(graph_module.graph.nodes, copied.graph.nodes, strict=True))
+    return widen(copied, twins[ids], logits, [twins[source] for source in sources])
+
+
+def first_line(error: Exception) -> str:
+    line = str(error).strip().split("\n")[0]
+    return line if len(line) <= 120 else f"{line[:117]}..."
 
 
 def widen(graph_module: GraphModule, ids: Node, logits: int, sources: list[Node]) -> GraphModule:

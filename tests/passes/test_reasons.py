@@ -13,6 +13,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import COMMON, FAMILIES, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
+from specache_compile.passes import speculate
 from specache_compile.passes.reading.attention_forms import NoMatch, match_form
 from specache_compile.runtime.records import find_record
 
@@ -114,6 +115,15 @@ def test_behind_a_mask_that_is_scaled_nothing_else_is_known(steps: str) -> None:
     weights = builder.call(torch.softmax, shape, scores, -1)
     with pytest.raises(NoMatch, match="in an order that is not known"):
         match_form(builder.call(torch.matmul, (BATCH, HEADS, PAST, DIM), weights, keys))
+
+
+def test_what_vmap_refuses_runs_one_lane_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: object) -> None:
+        raise RuntimeError("vmap: no such thing\nat all")
+
+    monkeypatch.setattr(speculate, "run_lanes", refused)
+    (message,) = said(Family("llama", "LlamaConfig", {"num_hidden_layers": 1}), 3)
+    assert "torch.vmap refuses its graph (vmap: no such thing)" in message
 
 
 def test_one_lane_is_told_once_with_its_reason() -> None:
