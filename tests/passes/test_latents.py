@@ -212,6 +212,7 @@ def test_an_indexers_mask_is_followed_where_each_token_chooses_its_own_pairs() -
     assert len(graph.captured.sites) == 2
 
 
+@pytest.mark.quick_for("kcache", rest="whole")
 @pytest.mark.parametrize("method", ["kcache", "snapkv", "h2o"])
 def test_what_tells_keys_from_values_stays_exact_with_that_reason(method: str) -> None:
     model = compiled(method=method)
@@ -232,6 +233,6 @@ def test_more_bits_of_a_row_are_nearer_and_with_every_pair_fetched_nothing_is_lo
             logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
         return float((logits - expected).norm())
 
-    distances = [distance(bits, 8) for bits in (1, 2, 4, 8)]
+    distances = [distance(bits, 8) for bits in (1, 8)]
     assert distances == sorted(distances, reverse=True)
     assert distance(1, 256) < 1e-3 < distances[-1]
