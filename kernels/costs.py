@@ -61,10 +61,10 @@ class Workload:
     """How a step is run.
 
     options: the method's.
-    layers: `LayerShape` of each site.
+    layers, query_heads: `LayerShape`, and the number of query heads, of each site.
     length: tokens cached before it.
-    reuse: the share of wanted pairs in the slots already.
-    corrected: of those that a correction must still bring.
+    reuse: the share of wanted pairs that are in the slots already.
+    corrected: the share of wanted pairs that a correction must still bring.
     """
 
     options: Any
@@ -101,8 +101,12 @@ def bytes_of(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Pair:
-    """Bytes of one KV pair of one head: exact in 16 bits (or the model's dtype), on_host as the host tier has it, low
-    in the low-bit tier, those of keys and of values."""
+    """Bytes of one KV pair of one head.
+
+    exact: in 16 bits, or the model's dtype.
+    on_host: as the host tier has the pair.
+    low_keys, low_values: in the low-bit tier, of the key and of the value.
+    """
 
     exact: int
     on_host: int

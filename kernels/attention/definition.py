@@ -104,8 +104,12 @@ def softmax_denominator(logits: list[Tensor], sinks: Tensor | None) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over some of the tokens: logits [B, H, G, lanes, n], Σ exp(l - peak)·v [B, H, G, lanes, d], and the
-    row maximum and Σ exp(l - peak) [B, H, G, lanes, 1]. An empty or fully masked row has peak -inf and total 0.
+    """Attention over some of the tokens. An empty or fully masked row has peak -inf and total 0.
+
+    logits: l, [B, H, G, lanes, n].
+    out: Σ exp(l - peak)·v, [B, H, G, lanes, d].
+    peak: the row's largest logit, [B, H, G, lanes, 1].
+    total: Σ exp(l - peak), [B, H, G, lanes, 1].
     """
 
     logits: Tensor
@@ -190,9 +194,16 @@ def merge(parts: list[Partial], sinks: Tensor | None) -> tuple[Tensor, Tensor, T
 
 @dataclass(frozen=True)
 class Query:
-    """A decode step's lanes, in float32: query [B, H, G, lanes, d], scaled; bias [B|1, H|1, G|1, lanes|1, n + 1] and
-    sink [H, G, 1, 1], where there are. length: cached tokens; low_bit: of them in the low-bit tier; candidates: there
-    after this step (with R = 0 the new token is to be low-bit, but is not on the host yet)."""
+    """A decode step's lanes, in float32.
+
+    query: [B, H, G, lanes, d], scaled.
+    bias: the mask, additive, [B|1, H|1, G|1, lanes|1, n + 1]; None without one.
+    sink: [H, G, 1, 1]; None without sinks.
+    length: n, cached tokens.
+    low_bit: cached tokens that are in the low-bit tier.
+    candidates: cached tokens that are there after this step. With R = 0 the new token will be there too, but is no
+        candidate: the host does not have its pair yet.
+    """
 
     query: Tensor
     bias: Tensor | None
@@ -207,12 +218,12 @@ class Query:
         return None if self.bias is None else self.bias[..., : self.low_bit]
 
     def logits(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """Of the keys [B, H, n, d] of the tokens start..stop; one column of the mask may be all new tokens'."""
+        """Those of the keys [B, H, n, d] of the tokens start..stop; one column of the mask may be all new tokens'."""
         logits = product(self.query, keys, self.softcap)
         return logits if self.bias is None else logits + self.bias[..., start:stop]
 
     def new_logits(self, k: Tensor) -> Tensor:
-        """Of the new keys [B, H, lanes, d], causal between lanes."""
+        """Those of the new keys [B, H, lanes, d], causal between lanes."""
         logits = self.logits(k, self.length, self.length + 1)
         lanes = k.shape[2]
         return logits.masked_fill(torch.ones(lanes, lanes, dtype=torch.bool, device=k.device).triu(1), -math.inf)
@@ -240,12 +251,12 @@ def query_of(
 
 
 def in_slots(slot_index: Tensor, low_bit: int) -> tuple[Tensor, Tensor]:
-    """Of the slots, or sinks, [B, H, k] which hold a pair of the low-bit tier, bool, and whose, int64."""
+    """Which slots, or sinks, [B, H, k] hold a pair of the low-bit tier, bool; and the token of each pair, int64."""
     return (slot_index >= 0) & (slot_index < low_bit), slot_index.long().clamp(0, max(low_bit - 1, 0))
 
 
 def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
-    """Of the low-bit tier's tokens which are in the slots, or sinks, bool [B, H, low_bit]."""
+    """Which of the low-bit tier's tokens are in the slots, or sinks, bool [B, H, low_bit]."""
     fetched, position = in_slots(slot_index, low_bit)
     hidden = torch.zeros(*fetched.shape[:2], low_bit, dtype=torch.int32, device=slot_index.device)
     if low_bit:
@@ -255,8 +266,12 @@ def hidden_by(slot_index: Tensor, low_bit: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Attended:
-    """Attention over all tiers: the parts (low-bit, slots, recent, new, sinks); out, peak and total of all of them
-    (`merge`); and the token in each slot, int64 [B, H, k]."""
+    """Attention over all tiers.
+
+    parts: low-bit, slots, recent, new, sinks.
+    out, peak, total: those of all parts together (`merge`).
+    slot_tokens: the token in each slot, int64 [B, H, k].
+    """
 
     parts: list[Partial]
     out: Tensor

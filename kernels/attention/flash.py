@@ -86,12 +86,15 @@ class Rows:
         self.heads, self.group, self.tokens = heads, q.shape[1] // heads, q.shape[2]
 
     def columns(self, start: int, stop: int) -> Tensor | None:
-        """Of the mask [B|1, Hq|1, T|1, n] those of some tokens, [B|1, H|1, G·T|1, stop - start]."""
+        """The columns start..stop of the mask [B|1, Hq|1, T|1, n], as [B|1, H|1, G·T|1, stop - start]."""
         return None if self.mask is None else self.by_row(self.mask[..., start:stop])
 
     def new_columns(self, length: int, columns: int) -> Tensor | None:
-        """Of the new tokens', for which the mask has so many columns; with one column, or one row, for all of them they
-        are causal besides. None: the one token sees itself."""
+        """The new tokens' columns, of which the mask has so many, behind those of `length` tokens.
+
+        Where the mask has one column, or one row, for all new tokens, they are causal besides. None: the one token
+        sees itself.
+        """
         causal = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=self.q.device).tril()[None, None]
         if self.mask is None:
             return self.by_row(causal) if self.tokens > 1 else None

@@ -342,8 +342,11 @@ def score_tokens(
 
 @dataclass(frozen=True)
 class Sums:
-    """What attend_tiers leaves to merge_splits, which has their shapes; the first `exact` parts are of the exact
-    tiers."""
+    """What attend_tiers leaves to merge_splits, which has the shapes.
+
+    exact: so many of the parts, the first ones, are of the exact tiers.
+    partial, peaks, totals: of each part.
+    """
 
     exact: int
     partial: Tensor

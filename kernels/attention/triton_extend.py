@@ -26,7 +26,13 @@ HOST_BLOCK = 2048
 
 
 class Tile(NamedTuple):
-    """New tokens and pairs of one product, warps, and pairs' tiles under way at once (`num_stages`)."""
+    """How a program of `attend_block` does its share.
+
+    rows: new tokens of one product.
+    keys: pairs of one product.
+    warps: of the program.
+    stages: tiles of pairs that are under way at once (`num_stages`).
+    """
 
     rows: int
     keys: int

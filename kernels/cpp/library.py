@@ -25,14 +25,17 @@ FLAGS = (
     "-fassociative-math",
     "-fno-math-errno",
 )
-# What tensors may be made of, and its name in C++; each library has a build for each.
+# The dtypes that tensors may have, and the name of each in C++; each library has a build for each dtype.
 DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
-# shares: `center.share_of_center` of the low-bit tier. bias_strides: along [B, H, Hq/H, lanes, column]. row_width:
-# elements of a token's codes. param_bits: of a scale, 8 or T's (`params.py`). circle: numbers that the values' trellis
-# code goes round in, 0 where they are in another. rotation: channels that are rotated together, 0 where none are.
+# shares: `center.share_of_center` of the low-bit tier.
 # scores: of all lanes, or the last one's.
+# row_width: elements of a token's codes.
+# param_bits: of a scale, 8 or T's (`params.py`).
+# circle: numbers that the values' trellis code goes round in, 0 where they are in another code.
+# rotation: channels that are rotated together, 0 where none are.
+# bias_strides: along [B, H, Hq/H, lanes, column].
 POINTERS = {
     "q": "float", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void",
     "key_params": "void", "value_params": "void", "recent": "T", "slots": "T",
@@ -47,7 +50,7 @@ STRIDES = 5
 
 
 class Step(Structure):
-    """The arguments of the C++ kernels; it does not keep tensors alive."""
+    """The arguments of the C++ kernels, by address: the tensors must be kept alive by others."""
 
     _fields_ = (
         *((name, c_void_p) for name in (*POINTERS, *RESULTS)),

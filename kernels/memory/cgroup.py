@@ -12,8 +12,12 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Files:
-    """What a version of the memory controller calls its limit, what counts against it, and, in memory.stat, the file
-    pages among that which it drops before it runs out."""
+    """The names that a version of the memory controller has.
+
+    limit: the file with the group's limit.
+    usage: the file with the bytes that count against the limit.
+    cache: in memory.stat, those of these bytes that are file pages, which the controller drops before it runs out.
+    """
 
     limit: str
     usage: str

@@ -68,8 +68,10 @@ if hasattr(os, "register_at_fork"):
 class CopyQueue:
     """A session's copies in flight, and what they have cost so far.
 
-    `waited` counts seconds that a step stood still for a copy, `correcting` for a correction; `error` is the first
-    failed copy's, after which the tiers can no longer be trusted.
+    number: by which ops find the queue.
+    waited: seconds that steps stood still for copies.
+    correcting: seconds that steps stood still for corrections.
+    error: the first failed copy's, after which the tiers can no longer be trusted.
     """
 
     def __init__(self) -> None:

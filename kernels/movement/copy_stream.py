@@ -149,8 +149,11 @@ def wait_for_correction(slots: Tensor) -> None:
 
 
 def copy_across(source: Tensor, target: Tensor) -> None:
-    """Copy pairs [B, H, n, 2, d] to the same shape across PCIe: in one piece where both are, as a whole segment is;
-    else by rows and heads, each of which is contiguous."""
+    """Copy pairs [B, H, n, 2, d] to the same shape across PCIe.
+
+    Where both are contiguous, as a whole segment is, one copy takes all; else each row's head, contiguous in any case,
+    has a copy of its own.
+    """
     if source.is_contiguous() and target.is_contiguous():
         target.copy_(source, non_blocking=True)
         return
@@ -195,9 +198,12 @@ class Staging:
 
 
 def stage(k: Tensor, v: Tensor, start: int, host: Tensor, buffer: Tensor) -> list[Tensor]:
-    """Put the new pairs k, v [B, H, T, d], as the host tier stores them, into `buffer`, a contiguous piece for each of
-    the `runs` of its tokens from `start` on; returns the pieces [B, H, n, 2, d or w]. Whole segments are put there at
-    once."""
+    """Put the new pairs k, v [B, H, T, d] into `buffer`, as the host tier stores them; returns the pieces
+    [B, H, n, 2, d or w].
+
+    Each of the `runs` of the host tier's tokens from `start` on has a contiguous piece. Whole segments are put there
+    at once.
+    """
     stop, staged, used = start + k.shape[2], list[Tensor](), 0
     for begin, end in aligned(host, start, stop):
         size = min(end - begin, span_of(host))
@@ -283,7 +289,7 @@ class StreamCopies:
     """What a session on a CUDA device has in place of a `CopyQueue`: its copies run on the device's copy stream."""
 
     number = 0
-    # A copy on a stream cannot fail by itself; and how long the main stream stood still for one, the host cannot tell.
+    # A copy on a stream cannot fail by itself. How long the main stream stood still for one, the host cannot tell.
     error: BaseException | None = None
     waited: float | None = None
     correcting: float | None = None

@@ -72,7 +72,11 @@ def end_of(slots: Tensor) -> Any:
 
 
 class Deferred:
-    """What a session's last replay has left undone. fetches(): those that a replay leaves."""
+    """What a session's last replay has left undone.
+
+    fetches: () → those that a replay leaves.
+    owed: a replay has left them, and nobody has made them since.
+    """
 
     def __init__(self, fetches: Callable[[], Sequence[Fetch]] = tuple) -> None:
         self.fetches = fetches

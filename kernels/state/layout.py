@@ -12,10 +12,13 @@ from specache_compile.kernels.codes.quantize import packed_width
 
 
 class Layout(NamedTuple):
-    """A token's codes are one row: its keys' bytes, then its values'. 16 bits (of both alike): the pair as it is, never
-    rotated, in the model's dtype. Bits and `rotate` are settings of the ops; g is read off the scales' shapes.
+    """Settings of the ops. A token's codes are one row: its keys' bytes, then its values'.
 
-    Of rows that are keys and values at once (latent attention) all is keys, and values have no bits.
+    key_bits: 16, then of values too: the pair as it is, never rotated, in the model's dtype.
+    value_bits: 0 for rows that are keys and values at once (latent attention), of which all is keys.
+    rotate: 1: keys and values are rotated before they are quantised.
+
+    g is no setting: the scales' shapes tell it.
     """
 
     key_bits: int
