@@ -77,8 +77,10 @@ def fake_of_query(q: Tensor, *rest: Any) -> Tensor:
 
 
 def loaded_on_first_use(place: str) -> Callable[..., Any]:
-    """A function that imports `place` (`Op.cuda`) when it is first called, and runs it on the device of its first
-    tensor: Triton launches on the current one, whichever its arguments are on."""
+    """A function that imports `place` (`Op.cuda`) when it is first called, and runs it on its first tensor's device.
+
+    Triton by itself launches on the current device, whichever its arguments are on.
+    """
     module, name = place.split(":")
 
     def call(*arguments: Any) -> Any:

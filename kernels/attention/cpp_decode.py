@@ -71,7 +71,7 @@ def has_exact_rows(q: Tensor, tiers: StoredTiers, layout: Layout) -> bool:
 
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
-    """What a call with such arguments needs; None where the definition takes over."""
+    """The library that a call with such arguments needs; None where the definition takes over."""
     return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 

@@ -157,8 +157,10 @@ def center_shares(query: Tensor, key_params: Tensor, center: Tensor, capacity: i
 
 
 def low_bit_mix(logits: Tensor, hidden: Tensor, tiers: StoredTiers, d: int, layout: Layout) -> Partial:
-    """`Partial` of the low-bit tier from its logits [B, H, G, lanes, n], without the tokens that are hidden, bool
-    [B, H, n]: those whose 16-bit pair is in the slots. The reference; block by block."""
+    """`Partial` of the low-bit tier from its logits [B, H, G, lanes, n]. The reference; block by block.
+
+    hidden: bool [B, H, n], the tokens that are left out, since their 16-bit pairs are in the slots.
+    """
     length = logits.shape[-1]
     if not length:
         return partial_attention(logits, logits.new_empty((*logits.shape[:2], 0, d)))

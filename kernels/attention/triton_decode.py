@@ -489,8 +489,10 @@ def scores_of(kept: Kept, lse: Tensor, form: MaskForm, cursor: Tensor, tiers: St
 
 
 def mask_form(mask: Tensor | None, batch: int, query_heads: int, rows: int) -> MaskForm:
-    """The mask's kind, what the kernel loads, and its strides over [B, Hq, rows, n], by the kernels' names for them; 0
-    where it is broadcast. rows: lanes, or new tokens."""
+    """The mask's kind, the tensor that the kernel loads, and the mask's strides by the kernels' names for them.
+
+    Strides are over [B, Hq, rows, n], 0 where the mask is broadcast. rows: lanes, or new tokens.
+    """
     names = ("m_batch", "m_head", "m_row", "m_token")
     if mask is None:
         return NO_MASK, None, dict.fromkeys(names, 0)
@@ -507,12 +509,17 @@ def exact_blocks(top_k: int, window: int, sink_tokens: int) -> int:
 
 @functools.cache
 def shares_of(rows: int, tiles: int, blocks: int, slots: int, apart: bool = False) -> tuple[int, int]:
-    """E and S, the shares of a head's exact tiers, `blocks` tiles of 16 bits, and of its low-bit tier's `tiles`, for
-    B·H `rows` on a GPU that runs `slots` programs at a time.
+    """E and S: how many shares a head's exact tiers have, and how many its low-bit tier has.
 
-    E: of three tiles or more, while all heads' fill a quarter of the GPU at most. S: of those with four tiles or more,
-    and a few rounds of programs in all, the number that ends first. apart: each kind has a launch, and the GPU, of its
-    own.
+    rows: B·H.
+    tiles: of the low-bit tier.
+    blocks: tiles of 16 bits in the exact tiers.
+    slots: programs that the GPU runs at a time.
+    apart: each kind of share has a launch, and the GPU, of its own.
+
+    E: as many shares of three tiles or more as fill a quarter of the GPU at most, those of all heads together.
+    S: of the numbers that leave a share four tiles or more, and make a few rounds of programs in all, the one that ends
+    first.
     """
     room = slots if apart else slots // 4
     exact = max(1, min(blocks // FEWEST_TILES, room // rows, MOST_PARTS // 2))
@@ -535,8 +542,10 @@ def makespan(slots: int, programs: list[float]) -> float:
 
 @functools.cache
 def programs_at_once(device: torch.device) -> int:
-    """Programs of attend_tiers that the GPU's registers and shared memory hold; in the interpreter, which runs one
-    after another, those of two multiprocessors."""
+    """Programs of attend_tiers that the GPU's registers and shared memory hold.
+
+    The interpreter runs one after another, and is told those of two multiprocessors.
+    """
     if device.type != "cuda":
         return 2 * PROGRAMS_PER_SM
     properties = torch.cuda.get_device_properties(device)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# (low, high, bits) → scale s and zero z in float32: code q of 0 .. 2**bits - 1 stands for q·s + z (KIVI, equation 2).
+# (low, high, bits) → scale s and zero z in float32. A code q of 0 .. 2**bits - 1 stands for q·s + z (KIVI, equation 2).
 Quantiser = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 

@@ -64,8 +64,9 @@ def in_steps(x: Tensor) -> Tensor:
 def nearest_paths(circles: Tensor) -> Tensor:
     """The bits of numbers [n, t] of unit step, uint8 [n, t], whose levels are nearest (Viterbi, 1967).
 
-    A path that goes round must end as it began. Where it does is found first, by a walk from half way round to half way
-    round: it has read as much before that place as behind it. Of all paths round that finds not quite the nearest.
+    A path that goes round must end in the state in which it began. That state is found first, by a walk from half way
+    round to half way round, which has read as much before the path's beginning as behind it. The path is not always the
+    nearest of all that go round.
     """
     half = circles.shape[1] // 2
     free = circles.new_zeros(circles.shape[0], STATES)
@@ -86,8 +87,11 @@ def followed(choices: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def walked(circles: Tensor, costs: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """From the costs [n, STATES] to begin in each state, those to end there; and by step, for each state, which of the
-    two before was the nearer. A state's bits are the last three, the newest lowest."""
+    """The costs [n, STATES] to end in each state, from those to begin there; and each step's choices.
+
+    A choice says, for each state, which of the two states before was the nearer. A state's bits are the last three, the
+    newest lowest.
+    """
     state = torch.arange(STATES, device=circles.device)
     before = torch.stack([state >> 1, state >> 1 | STATES >> 1])
     window = torch.stack([state, state | STATES])

@@ -21,7 +21,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def library_of(x: Tensor, *rest: Tensor | None) -> CDLL | None:
-    """What a call with such arguments needs; None where the definition takes over."""
+    """The library that a call with such arguments needs; None where the definition takes over."""
     return rows_library(x.dtype) if x.dtype in DTYPES else None
 
 

@@ -127,8 +127,10 @@ class Pool:
         return sum(memory.pinned for memory in self.idle)
 
     def lend(self, size: int, addresses: int, unit: int, device: torch.device) -> memoryview | None:
-        """A map with so many `addresses`, or more, whose first `size` bytes or a little more are pinned, with whatever
-        they held last; None where they cannot be. unit: bytes of a segment."""
+        """A map with so many `addresses`, or more; None where its first bytes cannot be pinned.
+
+        The first `size` bytes, or a little more, are pinned, and hold what they held last. unit: bytes of a segment.
+        """
         size = min(whole_pages(size, unit), addresses * ROOM)
         with self.lock:
             self.collect()
@@ -249,9 +251,12 @@ def makes_fakes() -> bool:
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backed: int | None = None) -> Tensor:
-    """A tensor on the host, of which `device` can read the first `backed` places of dim 0 (all, if not given), with
-    anything in it: nothing is read of a host tier that was not written before. Pinned for a GPU; where that fails,
-    ordinary memory and one warning. Under a fake mode there is no memory to pin."""
+    """A tensor on the host, of which `device` can read the first `backed` places of dim 0 (all, if not given).
+
+    The tensor holds anything: nothing is read of a host tier that was not written before. For a GPU its memory is
+    pinned; where that fails, the memory is ordinary, and one warning says so. Under a fake mode there is no memory to
+    pin.
+    """
     if makes_fakes():
         return torch.empty(shape, dtype=dtype, device="cpu")
     addresses, unit = math.prod(shape) * dtype.itemsize, math.prod(shape[1:]) * dtype.itemsize
@@ -269,15 +274,20 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
 
 
 def whole_pages(size: int, unit: int) -> int:
-    """The size, or a little more where segments of `unit` bytes are no whole pages, so that the next registration can
-    begin there: those of 8 bits, of an odd number of heads."""
+    """The size, or a little more, so that the next registration can begin there.
+
+    More where segments of `unit` bytes are no whole pages: segments of 8 bits, of an odd number of heads.
+    """
     step = math.lcm(unit, mmap.PAGESIZE) if unit > mmap.PAGESIZE else 1
     return -(-size // step) * step
 
 
 def host_grown(old: Tensor, shape: tuple[int, ...], device: torch.device, backed: int | None = None) -> Tensor | None:
-    """`old` where it is, with the places along dim 0 of `shape`, of which `device` can read the first `backed` (all, if
-    not given); None where it must move for that. Ordinary memory of that shape already stays: there all can be read."""
+    """`old` where it is, with the places along dim 0 of `shape`; None where `old` must move for that.
+
+    `device` can read the first `backed` places (all, if not given). Ordinary memory that has that shape already stays:
+    all of such memory can be read.
+    """
     unit = math.prod(shape[1:]) * old.dtype.itemsize
     if device.type != "cuda" or isinstance(old, FakeTensor) or not _pool.lent_at(old.data_ptr()):
         return old if old.shape == shape else None
@@ -330,8 +340,10 @@ def register(address: int, size: int, device: torch.device) -> bool:
 
 
 def address_on_device(address: int) -> int | None:
-    """Where the current device has registered memory that the host has at `address`; None where nobody says. torch's
-    bindings of the runtime lack that question; the driver, which torch has loaded, answers it."""
+    """Where the current device has registered memory that the host has at `address`; None where nobody says.
+
+    The driver, which torch has loaded, is asked: torch's bindings of the runtime lack that question.
+    """
     driver, found = ctypes.CDLL("nvcuda" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_uint64()
     error = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
     return None if error else found.value
@@ -346,8 +358,10 @@ def clear_error() -> None:
 
 
 def allowance(held: int, asked: int | None, ranks: int = 1) -> int:
-    """Bytes that a host tier, of which `held` are there, may have: what was `asked`, or half of what is free,
-    which the pool's idle maps are: they make room. So many `ranks` of one model share either."""
+    """Bytes that a host tier may have, of which `held` are there: what was `asked`, or half of what is free.
+
+    The pool's idle maps count as free, since they make room. So many `ranks` of one model share either.
+    """
     own = _pool.idle_bytes() + _pool.ahead
     return (free_memory() // ranks + own + held) // 2 if asked is None else asked // ranks
 

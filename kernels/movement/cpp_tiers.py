@@ -27,7 +27,7 @@ WRITE_THROUGH = 16
 
 
 def library_of(*arguments: Any) -> CDLL:
-    """What a call with such arguments needs: the same for all, unless the host tier is rounded."""
+    """The library that a call with such arguments needs: one for all calls, unless the host tier is rounded."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     rounded = [x for x in tensors if x.dtype == ROUNDED]
     return library_for([x for x in tensors if x.is_floating_point()][-1], rounded[0]) if rounded else tiers_library()
@@ -37,14 +37,14 @@ def library_of_append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, *rest: Any,
 ) -> CDLL:  # fmt: skip
-    """The same of `append`, and what encodes values in a trellis."""
+    """The library that `append` needs; the encoder of the trellis, where values need one, is compiled beside it."""
     if is_trellis(value_params):
         trellis_library()
     return tiers_library()
 
 
 def library_for(pairs: Tensor, host: Tensor) -> CDLL:
-    """What moves pairs of this dtype to and from a host tier."""
+    """The library that moves pairs of this dtype to and from a host tier."""
     return tiers_library(pairs.dtype) if host.dtype == ROUNDED else tiers_library()
 
 
@@ -128,7 +128,8 @@ def append_fused(
 
 
 def write_pairs(k: Tensor, v: Tensor, target: Tensor, first: int) -> Callable[[], None]:
-    """What puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from `first` on, at t mod its places."""
+    """A job that puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from `first` on: token t at t mod the
+    target's places."""
     k, v = k.contiguous(), v.contiguous()
     heads, count, half = k.shape[0] * k.shape[1], k.shape[2], k.shape[3] * k.element_size()
     places, span, library = places_of(target), span_of(target), tiers_library()
@@ -140,7 +141,7 @@ def write_pairs(k: Tensor, v: Tensor, target: Tensor, first: int) -> Callable[[]
 
 
 def round_pairs(k: Tensor, v: Tensor, host: Tensor, first: int) -> Callable[[], None]:
-    """The same into a host tier that is rounded."""
+    """A job that does so with a host tier that is rounded."""
     k, v = k.contiguous(), v.contiguous()
     heads, count, d = k.shape[0] * k.shape[1], k.shape[2], k.shape[3]
     span, library = span_of(host), library_for(k, host)

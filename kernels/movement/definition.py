@@ -68,8 +68,11 @@ def append(
 def store_low_bit(
     pairs: Tensor, padding: Tensor | None, start: int, tiers: StoredTiers, layout: Layout, zero_point: str
 ) -> None:
-    """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on; keep the sinks
-    among them. padding: as for `append`. What is centered or rotated is rounded to the pairs' dtype before."""
+    """Quantise pairs [B, H, T, 2, d], T a multiple of g, into the low-bit tier from token `start` on.
+
+    The pairs of sinks among them are kept in `sink_pairs` too. padding: as for `append`. What was centered or rotated
+    is rounded to the pairs' dtype before it is quantised.
+    """
     stop = start + pairs.shape[2]
     codes, key_params, value_params, center = tiers[:4]
     if not layout.is_quantised:

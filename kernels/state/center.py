@@ -64,8 +64,11 @@ def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor, center: 
 
 
 def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-    """R(t)·β of the tokens of the groups first..stop, in factors: of the groups float32 [B, H, n, 2·d], and of the
-    places in one [g, 2·d]; the sum of the products' two halves is R(t)·β."""
+    """R(t)·β of the tokens of the groups first..stop, in two factors.
+
+    The groups' is float32 [B, H, n, 2·d], that of the places in a group [g, 2·d]. Their product has two halves of d
+    channels, whose sum is R(t)·β.
+    """
     beta, gamma, theta = (center[:, :, row, None] for row in (BETA, GAMMA, THETA))
     start = torch.arange(first * group, stop * group, group, dtype=torch.float32, device=center.device)[:, None] * theta
     place = torch.arange(group, dtype=torch.float32, device=center.device)[:, None] * theta[0, 0]

@@ -42,8 +42,8 @@ def stored(pairs: Tensor, target: Tensor) -> Tensor:
 
 
 def channels_of(pairs: Tensor, width: int) -> int:
-    """d of stored pairs [..., 2, d or w], where a query has `width` channels: as many, or twice as many where the
-    halves of a pair are one row (`keys_and_values`)."""
+    """d of stored pairs [..., 2, d or w], for a query of `width` channels: width, or half of it where the halves of a
+    pair are one row (`keys_and_values`)."""
     same = rounded_width(width) if pairs.dtype == ROUNDED else width
     return width if pairs.shape[-1] == same else width // 2
 
