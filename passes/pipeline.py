@@ -53,8 +53,13 @@ _keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)
 
 @dataclass
 class Trace:
-    """One run of the pipeline: the readable graph before it and after each pass, where they are kept (`keeping_texts`),
-    the passes' reports, and the hash of the graph that it handed over to be lowered."""
+    """One run of the pipeline.
+
+    phase: the graph's.
+    graphs: the readable graph before the run and after each pass, where texts are kept (`keeping_texts`).
+    reports: the passes'.
+    hash: of the graph that the run handed over to be lowered.
+    """
 
     phase: str
     graphs: dict[str, str] = field(default_factory=dict)
@@ -87,7 +92,7 @@ def run_pipeline(
 
 @contextlib.contextmanager
 def keeping_texts() -> Iterator[None]:
-    """Within it every trace keeps the readable graphs, each of which takes as long to write as a pass to run."""
+    """Within this every trace keeps the readable graphs. To write one takes as long as to run a pass."""
     before = _keep_texts.set(True)
     try:
         yield

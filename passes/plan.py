@@ -17,7 +17,12 @@ from .recipe import Call, RecipeOf
 
 @dataclass(frozen=True)
 class Input:
-    """Where a graph input comes from at run time: the caller's argument, or the session's state."""
+    """Where a graph input comes from at run time.
+
+    source: the caller's arguments, or what of the session's.
+    argument: the argument's position, for "argument".
+    site, field: the layer's number and the name of its state tensor, for "state".
+    """
 
     source: Literal["argument", "cursor", "padding", "state", "guess"]
     argument: int = -1
@@ -27,7 +32,13 @@ class Input:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: counts by what they count, and remarks for a person."""
+    """What one pass did.
+
+    name: the pass's.
+    counts: numbers by what they count.
+    remarks: for a person.
+    seconds: that the pass took.
+    """
 
     name: str
     counts: dict[str, int] = field(default_factory=dict)
@@ -37,7 +48,12 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Tag:
-    """What a node is that the passes have made: the state tensor `field` of a site, or a call of `op` there."""
+    """What a node is that the passes have made: a state tensor of a site, or the call of an op there.
+
+    site: the site's number.
+    field: the state tensor's name; "" for a call.
+    op: the op's name; "" for a state tensor.
+    """
 
     site: int
     field: str = ""
@@ -46,27 +62,34 @@ class Tag:
 
 @dataclass
 class Plan:
-    """One run of the pipeline over one graph. Behind `inputs` stands what the passes find out and leave to others."""
+    """One run of the pipeline over one graph. From `inputs` on: what the passes find out, and leave to others.
+
+    selects: pairs are selected for the next step.
+    speculate: a second lane selects them.
+    hit_rate: the hit rate is measured.
+    recipe: the method's, of each site.
+    state: each layer's state tensors by field; as cursor and padding, fakes in the graph's own fake mode.
+    padding: the session's.
+    inputs: where each of the graph's inputs comes from.
+    held_outputs: output positions that HF's cache will see as held tensors → the site's number, and which part of it.
+    lanes: tokens that run side by side.
+    one_lane: why a decode that was to be widened runs one lane.
+    guesses: the graph's last output is the guess of the next speculative token [B, 1].
+    """
 
     phase: Phase
     sites: list[Site]
-    # Whether pairs are selected for the next step, and whether a second lane selects them.
     selects: bool
     speculate: bool
     hit_rate: bool
     recipe: RecipeOf
-    # Fakes in the graph's own fake mode: a layer's state tensors by field, the cursor, the session's padding.
     state: Sequence[dict[str, Any]]
     cursor: Any
     padding: Any
-    # Where each of the graph's inputs comes from.
     inputs: list[Input]
-    # Output positions that HF's cache will see as held tensors → the site's number, and which part of it.
     held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1
-    # Why a decode that was to be widened runs one lane.
     one_lane: str | None = None
-    # The graph's last output is the guess of the next speculative token [B, 1].
     guesses: bool = False
 
 
@@ -86,8 +109,10 @@ def call_op(graph_module: GraphModule, site: Site, op: str, arguments: tuple[Any
 
 
 def with_tiers(op: str, state: Mapping[str, Node], settings: tuple[Any, ...]) -> dict[str, Any] | None:
-    """State tensors and settings by the operands of an op that takes `tiers` and `layout`: what its schema does not
-    name goes into the list. None for any other op."""
+    """State tensors and settings by the operands of an op that takes `tiers` and `layout`; None for any other op.
+
+    State tensors that the op's schema does not name go into the list `tiers`.
+    """
     names = {argument.name for argument in getattr(torch.ops.specache, op).default._schema.arguments}
     if "tiers" not in names:
         return None
@@ -136,7 +161,10 @@ def padding_input(graph_module: GraphModule, plan: Plan, site: Site) -> Node | N
 
 
 def frequencies_input(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> tuple[Node | None, ...]:
-    """Of a call that takes RoPE's frequencies: the input that holds them, or None where the site has none."""
+    """What a call that takes RoPE's frequencies ends with: their input, or None where the site has none.
+
+    () for any other call.
+    """
     if not call.turned or not plan.state[site.number][call.turned].shape[2]:
         return ()
     inputs = graph_module.graph.find_nodes(op="placeholder")

@@ -9,12 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """An op by name, the state tensors that it takes, and its settings.
+    """One call of an op at a site.
 
-    At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap) → out, or (out, selection
-    scores) where `scores`; a mask of one row is padding, beside which an op is causal by itself. As a store: op(k, v,
-    padding, cursor, *state, *settings). Behind them all RoPE's frequencies [h], or None where none were found, if the
-    state tensor `turned` [B, H, n, ...] is not empty.
+    op: the op's name.
+    state: names of the state tensors that the op takes.
+    settings: the op's arguments behind them.
+    scores: an attention's op returns (out, selection scores), and not out alone.
+    turned: name of a state tensor [B, H, n, ...]; where this is not empty, the op's last argument is RoPE's frequencies
+        [h], None where none were found.
+
+    At an attention: op(q, k, v, mask, sinks, cursor, *state, *settings, scale, softcap). A mask of one row is padding,
+    beside which the op is causal by itself. As a store: op(k, v, padding, cursor, *state, *settings).
     """
 
     op: str
@@ -28,9 +33,12 @@ class Call:
 class Selector:
     """Which pairs the next step's slots are to hold: op(scores, *state, *settings), which writes `wanted`.
 
-    scores float32 [B, H, C]: what the last lane's attention gave each token; below 0: no candidate. wanted int32
-    [B, H, k]: tokens, -1 for none. corrects: whether a step chooses again, by its own token, before it
-    attends.
+    op: the op's name.
+    state: names of the state tensors that the op takes, `wanted` int32 [B, H, k] among them: tokens, -1 for none.
+    settings: the op's arguments behind them.
+    corrects: a step chooses again, by its own token, before it attends.
+
+    scores float32 [B, H, C]: what the last lane's attention gave each token; below 0: no candidate.
     """
 
     op: str
@@ -41,8 +49,13 @@ class Selector:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method at one site. A phase that `attend` does not name stays as Hugging Face wrote it: exact, over the new
-    pairs alone, which is what a prefill's attention is. Without a selector nothing is fetched."""
+    """A method at one site.
+
+    attend: the attention of each phase, by the phase's name. A phase that is not there stays as Hugging Face wrote it:
+        exact, over the new pairs alone, which is what a prefill's attention is.
+    stores: what keeps the new pairs.
+    selector: None: nothing is fetched.
+    """
 
     attend: Mapping[str, Call]
     stores: tuple[Call, ...]

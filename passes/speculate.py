@@ -119,8 +119,11 @@ def looked_up(embedding: Node) -> tuple[Node, Node]:
 
 
 def unshaped(node: Node) -> Node:
-    """The node before views of it, before a rank has taken from token ids the first one in its part of a table, and
-    before a picture's tokens have become padding: `where(is_picture, padding, ids)`."""
+    """The node before what is done to token ids on their way to the table.
+
+    That is: views; on a rank, the subtraction of the first id in its part of the table; and padding put in place of a
+    picture's tokens, `where(is_picture, padding, ids)`.
+    """
     while node.target in ("view", "reshape", "clone", torch.where, *RANKS_OWN):
         chosen = (argument(node, 1, "input"), argument(node, 2, "other"))
         behind = [x for x in (chosen if node.target is torch.where else node.args[:1]) if isinstance(x, Node)]
@@ -142,7 +145,7 @@ def position_sources(graph_module: GraphModule, tokens: Node) -> list[Node]:
 
 
 def positions_behind(index: Node) -> Node:
-    """The index of an embedding; of token types, which are gathered by positions from a buffer, the positions."""
+    """The index of an embedding. Token types are gathered by positions from a buffer: of these, the positions."""
     at = index
     while at.target in ("expand", "view", "reshape"):
         at = at.args[0]  # type: ignore[assignment]
@@ -252,8 +255,10 @@ def add_lane_to_positions(graph_module: GraphModule, after: Node, sources: list[
 
 
 def spread_written(graph_module: GraphModule, lane: Node) -> None:
-    """A tensor that the graph makes of nothing, and then writes to, has a part for each lane: vmap refuses a lane's
-    value in a tensor without lanes."""
+    """A tensor that the graph makes of nothing, and then writes to, gets a part for each lane.
+
+    vmap lets no lane's value be written into a tensor without lanes.
+    """
     memory = {written(node)[1] for node in graph_module.graph.nodes} - {None}
     made = [node for node in graph_module.graph.nodes if node.target in OF_NOTHING and memory_of(node) in memory]
     for node in made:
@@ -264,7 +269,7 @@ def spread_written(graph_module: GraphModule, lane: Node) -> None:
 
 
 def by_lane(x: Tensor, lane: Tensor) -> Tensor:
-    """x, of which each lane has its own."""
+    """x, once for each lane."""
     return x + torch.zeros_like(lane, dtype=x.dtype)
 
 

@@ -26,8 +26,10 @@ SHIFT, SINKS, MASK, SOFTCAP, SCALE, CAST = range(6)
 
 
 class NoMatch(Exception):
-    """Why an attention cannot be rewritten; the message becomes the reason that a person reads. `by_model`: so it is
-    in every such step of this model, and no other call would change it."""
+    """Why an attention cannot be rewritten. The message becomes the reason that a person reads.
+
+    by_model: so it is in every such step of this model, and no other call would change it.
+    """
 
     def __init__(self, reason: str, by_model: bool = False) -> None:
         super().__init__(reason)
@@ -38,8 +40,10 @@ class NoMatch(Exception):
 class Form:
     """softmax(cap(q·kᵀ · scale) + mask, and the sinks) · v, with keys and values as the cache has them: H heads.
 
-    mask [B|1, Hq|1, T|1, n], bool (True: seen) or additive; sinks [Hq]; causal: SDPA's own mask, from the first key.
-    scaled_mask: the mask is scaled as the scores are, which changes none that only hides.
+    mask: [B|1, Hq|1, T|1, n], bool (True: seen) or additive.
+    sinks: [Hq].
+    causal: SDPA's own mask, from the first key.
+    scaled_mask: the mask is scaled as the scores are, which makes no difference to one that only hides.
     """
 
     q: Node

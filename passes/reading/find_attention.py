@@ -75,7 +75,11 @@ def written_twice(write: Node) -> str:
 
 @dataclass(frozen=True)
 class Update:
-    """`cat([past, new], -2)`; the past is None where it is empty."""
+    """A cache update, `cat([past, new], -2)`.
+
+    node: the concatenation.
+    past: None where it is empty.
+    """
 
     node: Node
     past: Node | None
@@ -158,7 +162,7 @@ def is_update(node: Node) -> bool:
 
 
 def behind_writes(node: Node) -> Iterator[Node]:
-    """Every node that this one comes from, by in-place writes to its memory too."""
+    """Every node that this one comes from, also by way of in-place writes to its memory."""
     writers: dict[int, list[Node]] = {}
     for other in node.graph.nodes:
         _, memory = written(other)
@@ -240,7 +244,7 @@ def check_mask(form: Form, updates: tuple[Node, Node]) -> None:
 
 
 def check_shapes(form: Form, keys: Update, values: Update, latents: Latents | None, out: torch.Tensor) -> None:
-    """One head size, one dtype, whole query groups, and as many new keys as queries. Latents: their own sizes."""
+    """One head size, one dtype, whole query groups, as many new keys as queries. Latents have sizes of their own."""
     q, k, v = (value_of(node) for node in (form.q, keys.new, values.new))
     width = k.shape[3] if latents is None else latents.nope + latents.rope
     if q.dim() != 4 or (latents is None and k.shape != v.shape) or q.shape[3] != width:
@@ -254,7 +258,7 @@ def check_shapes(form: Form, keys: Update, values: Update, latents: Latents | No
 
 
 def frequencies_of(keys: Node, head_dim: int) -> str | None:
-    """The input, a vector of a number for two channels each, that the angles come from whose cosine the keys are
+    """The input [h] of RoPE's frequencies, one for two channels each: the angles come from it whose cosine the keys are
     multiplied by."""
     cosines = (node for node in nodes_behind(keys) if node.target in ("cos", torch.cos))
     for node in (behind for cos in cosines for behind in nodes_behind(cos)):
@@ -266,7 +270,7 @@ def frequencies_of(keys: Node, head_dim: int) -> str | None:
 
 
 def turns_neighbours(keys: Node) -> bool:
-    """Whether RoPE turns channels 2·j and 2·j + 1 together, which it takes out by every second: not j and j + h."""
+    """Whether RoPE turns channels 2·j and 2·j + 1 together, and not j and j + h: it then takes out every second one."""
     taken = (node.args[1] for node in nodes_behind(keys) if node.target is operator.getitem)
     return any(isinstance(one, slice) and one.step == 2 for of in taken if isinstance(of, tuple) for one in of)
 

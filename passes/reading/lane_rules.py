@@ -79,7 +79,7 @@ def collective_name(node: Node) -> str | None:
 
 
 class LaneRule(torch.autograd.Function):
-    """A function whose `vmap` gets tensors with their lanes, and returns the result and where its lanes are."""
+    """A function whose `vmap` gets tensors with their lanes, and returns the result and the result's lane dimension."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -170,7 +170,7 @@ class Collective(LaneRule):
 
 
 class Wait(LaneRule):
-    """Wait for a collective. Only then may its result be moved, the very tensor of which is waited for."""
+    """Wait for a collective. Its result may only then be moved: the wait is for that very tensor."""
 
     @staticmethod
     def forward(tensor: Tensor) -> Tensor:
@@ -211,9 +211,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_of_its_class(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One node of the traced graph. The class of a quantised weight (torchao's) knows what a linear layer is, and not
-    the operations that torch would take it apart into; it is not asked within a rule, and the tensors that it holds are
-    no inputs of the graph."""
+    """One node of the traced graph.
+
+    The class of a quantised weight (torchao's) knows what a linear layer is, and not the operations that torch would
+    take the layer apart into. The class is not asked within a rule, and the tensors that a weight holds are no inputs
+    of the graph.
+    """
     mode = get_proxy_mode()
     with torch._C._EnableTorchFunction(), disable_proxy_modes_tracing():
         out = F.linear(rows, weight, bias)

@@ -26,7 +26,7 @@ ARITHMETIC = ("mul", "div", "truediv", "true_divide", "floordiv", "floor_divide"
 
 
 class Unreadable(Exception):
-    """A mask of more than positions, counted up and compared, and a [B, n] mask of padding; or one too large."""
+    """A mask that is too large, or made of more than positions, counted up and compared, and a [B, n] padding mask."""
 
 
 def read_mask(mask: Node) -> tuple[bool, Node | None]:
@@ -144,7 +144,7 @@ def at(size: Any, sizes: Sizes) -> int:
 
 
 def size_of(node: Node, sizes: Sizes) -> int:
-    """What a node that is no tensor stands for; Unreadable where it is no size (the two results of a top-k, say)."""
+    """The size that a node stands for; Unreadable where it is neither tensor nor size (a top-k's two results, say)."""
     if not isinstance(value_of(node), (int, torch.SymInt)):
         raise Unreadable
     return at(value_of(node), sizes)

@@ -18,16 +18,18 @@ PARTS: tuple[Part, Part] = ("keys", "values")
 class Site:
     """One attention in a graph, with the nodes that a rewrite needs.
 
-    q [B, Hq, T, d]; k, v [B, H, T, d]: the new pairs; of latent attention the new latents and their RoPE parts, and
-    behind the pass `absorb` both the whole row.
-    cat_k, cat_v: the cache update. past_k, past_v: the held placeholders, None in a prefill.
+    q: [B, Hq, T, d].
+    k, v: [B, H, T, d], the new pairs; of latent attention the new latents and their RoPE parts, and behind the pass
+        `absorb` both the whole row.
+    cat_k, cat_v: the cache update.
+    past_k, past_v: the held placeholders, None in a prefill.
     mask: [B|1, Hq|1, T|1, n + T]; None where causality and padding say it all.
     padding: the name of the input [B, n + T] that says which tokens are there; None where all are.
     sinks: [Hq], or None.
     frequencies: the name of the input [h] that RoPE turns the keys by; None where none was found.
     biased_keys: a bias was added to the keys before.
-    latents: how keys and values are made of what the cache keeps; None where they are what it keeps. A row of rank +
-    rope numbers is then kept as a pair of halves, of head_dim channels each, of one head.
+    latents: how keys and values are made of what the cache keeps, which then is a row of rank + rope numbers: one
+        head's pair of halves, of head_dim channels each. None where the cache keeps keys and values.
     """
 
     number: int
@@ -58,15 +60,19 @@ class Site:
 
 
 def moved_nodes(of: Site | Latents, to: Mapping[Node, Node]) -> dict[str, Any]:
-    """Its fields that are nodes, in a copy of their graph."""
+    """The fields of a site, or of latents, that are nodes: those nodes in a copy of their graph."""
     values = {declared.name: getattr(of, declared.name) for declared in fields(of)}
     return {name: to[node] for name, node in values.items() if isinstance(node, Node)}
 
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """An attention, or a whole graph, that stays as Hugging Face wrote it; `by_model`: whatever a person calls it
-    with."""
+    """An attention, or a whole graph, that stays as Hugging Face wrote it.
+
+    node: the attention's name, or what says that all are meant.
+    reason: for a person.
+    by_model: no call of this model would change it, whatever its arguments.
+    """
 
     node: str
     reason: str
