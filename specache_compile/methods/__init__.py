@@ -77,8 +77,10 @@ def declared_options() -> dict[str, dict[str, Any]]:
 
 
 def defaults_of(takers: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """An option's default, specache's where it takes the option, and those of the methods that have another; from its
-    declarations by method."""
+    """An option's usual default, and the defaults of the methods that have another; from its declarations by method.
+
+    The usual default is specache's, where specache takes the option.
+    """
     own = {
         method: declared.default_factory() if callable(declared.default_factory) else declared.default
         for method, declared in takers.items()

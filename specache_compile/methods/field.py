@@ -23,8 +23,8 @@ class LayerShape:
     head_dim: d, channels of a key, and of a value.
     number: the site's.
     biased_keys: a bias is added to the keys before RoPE.
-    rank: channels of a latent, of latent attention; 0 elsewhere. Its row of 2·d numbers, latent and RoPE part, is kept
-    as the halves of one head's pair.
+    rank: channels of a latent, of latent attention; 0 elsewhere. A token's row of 2·d numbers, latent and RoPE part, is
+        kept as the halves of one head's pair.
     """
 
     heads: int
@@ -37,11 +37,11 @@ class LayerShape:
 
     @property
     def row(self) -> int:
-        """Channels of what keys' codes are of: a key, or a whole row of latent attention."""
+        """Channels that keys' codes are of: a key's, or those of a whole row of latent attention."""
         return 2 * self.head_dim if self.rank else self.head_dim
 
     def channels(self, part: Part) -> int:
-        """Of what Hugging Face's cache has as keys, or as values: the latents, or their RoPE parts."""
+        """Channels of what Hugging Face's cache has as keys, or as values: of latents, or of their RoPE parts."""
         if not self.rank:
             return self.head_dim
         return self.rank if part == "keys" else self.row - self.rank
@@ -55,7 +55,12 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Cropped:
-    """A cache cut to `length` tokens, of which `low_bit` are in the low-bit tier; there were `low_bit_before`."""
+    """How a cache was cut.
+
+    length: tokens that are left.
+    low_bit: tokens that are left in the low-bit tier.
+    low_bit_before: tokens that were there.
+    """
 
     length: int
     low_bit: int
@@ -70,12 +75,15 @@ def of_the_model(options: Any, layer: LayerShape) -> torch.dtype:
 class Field:
     """One state tensor of a layer, and the graph input that is named after it (a name that no model's input has).
 
-    tier: whose bytes it counts to; "measure": to none. shape: (options, layer, batch, capacity in tokens) → [B, H, n,
-    ...], where n may grow with the capacity. dtype: (options, layer) → dtype. on_host: it lives in host memory, pinned
-    where there is a GPU, in segments (`kernels/state/segments.py`). empty: what a place holds that nothing was put in.
-    by_row: it has a batch; a count over all rows has none. has_all_pairs: [B, H, C, K|V, d] or in segments, of every
-    cached token, exact or as e4m3 codes (uint8). on_crop: (the layer's state, what was cropped), run once a layer for
-    each field that has it.
+    tier: where its bytes count; "measure": nowhere.
+    shape: (options, layer, batch, capacity in tokens) → [B, H, n, ...], where n may grow with the capacity.
+    dtype: (options, layer) → dtype.
+    on_host: the tensor lives in host memory, pinned where there is a GPU, in segments (`kernels/state/segments.py`).
+    empty: what a place holds that nothing was put in.
+    by_row: the tensor has a batch; a count over all rows has none.
+    has_all_pairs: the tensor has the pair of every cached token, [B, H, C, K|V, d] or in segments, exact or as e4m3
+        codes (uint8).
+    on_crop: (the layer's state, what was cropped), run once a layer for each field that has it.
     """
 
     name: str
@@ -100,7 +108,7 @@ class Field:
 
     @property
     def is_the_cache(self) -> bool:
-        """Whether it has every pair, as the model made it; on the host, where no option has it rounded."""
+        """Whether the tensor has every pair as the model made it; on the host, where no option has pairs rounded."""
         return self.has_all_pairs and (self.on_host or self.dtype is of_the_model)
 
     def device(self, layer: LayerShape) -> torch.device:

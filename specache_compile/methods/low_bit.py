@@ -188,7 +188,7 @@ class LowBitOptions(DraftOptions):
 
     @property
     def capacity_is_free(self) -> bool:
-        """Without a host tier a part of the capacity, its groups, is a size, of which torch asks more."""
+        """Without a host tier the number of groups, a part of the capacity, is a size too: torch asks more of that."""
         return self.host_tier
 
     @property
@@ -212,20 +212,22 @@ class LowBitOptions(DraftOptions):
         return self.value_code != "levels" and self.layout.value_bits == 1
 
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of scales and zero points beside pairs of `dtype`."""
+        """The dtype of scales and zero points, beside pairs of `dtype`."""
         few = max(self.layout.key_bits, self.layout.value_bits) <= 2
         eight = self.param_bits == 8 or (self.param_bits == "auto" and few)
         return EIGHT_BITS if eight and self.layout.is_quantised else dtype
 
     @property
     def sinks(self) -> int:
-        """S; what is not quantised keeps its first tokens whole already."""
+        """S; 0 where nothing is quantised, since every token is kept whole there."""
         return self.sink_tokens if self.layout.is_quantised else 0
 
     @property
     def in_16_bits(self) -> LowBitOptions:
-        """What holds below `min_context`: every pair on the device in 16 bits, so that there is nothing to verify but
-        what was looked up: drafts of the model's own would be its exact tokens."""
+        """The options below `min_context`: every pair on the device in 16 bits.
+
+        Only what was looked up is then verified: drafts of the model's own would be its exact tokens.
+        """
         return replace(self, bits=16, key_bits=None, value_bits=None, host_bits=16, verify=None)
 
     @property
@@ -312,8 +314,10 @@ def recent_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity
 
 
 def refill_recent(state: LayerState, cropped: Cropped) -> None:
-    """After a crop into the low-bit tier the window is older tokens', which the host tier has; SpecacheError, before
-    anything has changed, where there is none."""
+    """After a crop into the low-bit tier: fill the window with older tokens, which the host tier has.
+
+    SpecacheError, before anything has changed, where there is no host tier.
+    """
     if cropped.low_bit < cropped.low_bit_before:
         if "host" not in state:
             raise no_host_tier(f"a crop to {cropped.length:,} tokens, of which {cropped.low_bit_before:,} are rounded,")

@@ -159,8 +159,11 @@ SELECTORS: dict[str, Callable[[SpecacheOptions], Selector]] = {"topk": topk}
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the setting that was given; where no pair is fetched, or whole pages are, none is corrected; under
-    lookup every token is, and none is guessed."""
+    """Those of the setting that was given.
+
+    Where no pair is fetched, or whole pages are, none is corrected. Under lookup every token is corrected, and none is
+    guessed.
+    """
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
     if given.get("lookup"):
         found |= {"speculate": False, "correct": "always"}
