@@ -16,8 +16,8 @@ NEVER = 1 << 40  # at no context up to 131,072 tokens
 # Tokens of one row, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand
 # here.
 MEASURED: dict[str, int] = {}
-# Until then, by a word of that name, what benchmarks/computed_steps.py computes for an 8B model: of a step that fetches
-# nothing, of one that fetches ahead, and of one that corrects.
+# Until then, by a word of that name: what benchmarks/computed_steps.py computes for an 8B model, where a step fetches
+# nothing, where it fetches ahead, and where it corrects.
 COMPUTED: dict[str, tuple[int, int, int]] = {
     "A6000": (1600, 4224, 6912),
     "A100": (4288, 13824, 27584),
@@ -29,9 +29,11 @@ COMPUTED: dict[str, tuple[int, int, int]] = {
 
 
 def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> int:
-    """Tokens from which the options' tiers are used. "auto": what was measured on this device, or computed for it, for
-    so many rows, whose tokens add up; 0 where it is not known. 0 too where memory chooses the bits: they are 16 where
-    there is room."""
+    """Tokens of each row from which the options' tiers are used.
+
+    "auto": what was measured on this device, or computed for it, shared out over so many rows; 0 where neither is
+    known. Also 0 where memory chooses the bits, which are 16 where there is room.
+    """
     if options.memory is not None:
         return 0
     if isinstance(options.min_context, int):
@@ -40,7 +42,7 @@ def min_context(options: MethodOptions, device: torch.device, rows: int = 1) -> 
 
 
 def known(name: str, options: MethodOptions) -> int:
-    """What is known of the device that CUDA calls so."""
+    """Tokens that were measured, or computed, for the device that CUDA calls so; 0: neither."""
     if name in MEASURED:
         return MEASURED[name]
     kind = 0 if not options.top_k else 1 if options.correct == "never" else 2
@@ -58,8 +60,10 @@ def word_of(name: str, words: Iterable[str]) -> str | None:
 def stays_in_16_bits(
     options: MethodOptions, layers: Sequence[LayerShape], rows: int, tokens: int, room: bool = True
 ) -> bool:
-    """Whether a cache of so many tokens is too short to gain; for "auto", and if `room` is asked for, also whether the
-    device has it for as much again: to grow, or to move over."""
+    """Whether a cache of so many tokens is too short to gain from its tiers.
+
+    For "auto", where `room` is asked for, the device must also have as much memory again: to grow, or to move over.
+    """
     device = layers[0].device
     if tokens >= min_context(options, device, rows):
         return False

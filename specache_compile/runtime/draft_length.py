@@ -20,9 +20,14 @@ ACCEPTED, REJECTED = 4.0, 1.0
 class DraftLength:
     """γ as it was asked for; with "auto" the one that promises most tokens a second, by what the rounds so far took.
 
-    A round drafts γ tokens and verifies them. It is taken to last `fixed` + γ·`each` seconds; both are medians, which a
-    few slow rounds do not move. Each drafted token is taken to be right with one probability, so that a round yields
-    1 + a + ... + a^γ tokens (arXiv 2211.17192, equation 1).
+    asked: the option.
+    accepted, rejected: drafted tokens that were; those of older rounds count less.
+    each: seconds that a drafted token takes.
+    rounds: the newest ones: tokens drafted, and seconds.
+
+    A round drafts γ tokens and verifies them. The round is taken to last `fixed` + γ·`each` seconds; both are medians,
+    which a few slow rounds do not move. Each drafted token is taken to be right with one probability a, so that a round
+    yields 1 + a + ... + a^γ tokens (arXiv 2211.17192, equation 1).
     """
 
     asked: int | str

@@ -59,7 +59,14 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class Handle:
-    """Whose keys or values a held tensor stands for, as of which version, with which edits since."""
+    """What a held tensor stands for: keys or values of one layer of a session.
+
+    session: whose they are.
+    version: of the session, when the tensor was made.
+    site: the layer's number.
+    part: keys or values.
+    edits: of this tensor since.
+    """
 
     session: Any  # an Owner
     version: int
@@ -77,7 +84,11 @@ class Handle:
 
 
 class HeldTensor(Tensor):
-    """Keys or values [B, H, n, d] of one layer, without storage. `anchor` carries dtype and device."""
+    """Keys or values [B, H, n, d] of one layer, without storage.
+
+    anchor: carries dtype and device.
+    handle: None while Dynamo traces.
+    """
 
     anchor: Tensor
     handle: Handle | None

@@ -13,8 +13,11 @@ from .state import device_total, predicted_bytes
 
 
 def within_memory(options: MethodOptions, layers: Sequence[LayerShape], batch: int, length: int) -> MethodOptions:
-    """The options with the most bits, the same in all layers, under which `length` tokens of `batch` rows fit into the
-    memory that they ask for, or the fewest; as they are where they ask for none."""
+    """The options with the most bits, the same in all layers, that fit into the memory that the options ask for.
+
+    What must fit is the tiers of `length` tokens of `batch` rows. Where no bits fit, the options have the fewest; where
+    the options ask for no memory, they stay as they are.
+    """
     if not isinstance(options, LowBitOptions) or options.memory is None:
         return options
     allowed = bytes_of_memory(options.memory)

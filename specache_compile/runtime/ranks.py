@@ -29,8 +29,10 @@ def ranks_of(tensors: Sequence[Any]) -> dist.ProcessGroup | None:
 
 
 def ranks_here(ranks: dist.ProcessGroup | None) -> int:
-    """How many share this machine's memory: where a model is split, all that the launcher has started here. Processes
-    with a whole model each, as the evaluation has them, have a budget each."""
+    """How many ranks share this machine's memory: where a model is split, all that the launcher has started here.
+
+    Processes with a whole model each, as the evaluation has them, have a budget each.
+    """
     return 1 if ranks is None else int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size()))
 
 

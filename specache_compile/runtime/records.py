@@ -70,7 +70,8 @@ class Statistics:
 
     queue: counts the copies.
     tallies, fetched, corrected: the session's own tensors of the hit rate, and of bytes fetched ahead and corrected.
-    steps: by phase; replays: of recorded ones.
+    steps: by phase.
+    replays: steps that were launches of recorded ones.
     python_seconds: of all `seconds` those outside of lowered graphs.
     """
 
@@ -126,8 +127,10 @@ def saw(arguments: Sequence[Any]) -> None:
 
 
 def record_of(arguments: Sequence[Any]) -> ModelRecord:
-    """The record of the model that these arguments of a graph belong to; a new one on first sight. A graph serves every
-    model of one class and shape, as Dynamo has it: each call may be another's."""
+    """The record of the model that these arguments of a graph belong to; a new one on first sight.
+
+    Dynamo has one graph serve every model of one class and shape, so that each call may be another model's.
+    """
     saw(arguments)
     parameters = [argument for argument in arguments if isinstance(argument, torch.nn.Parameter)]
     before = getattr(_newest, "parameter", lambda: None)()

@@ -24,11 +24,12 @@ Place = tuple[Session, int]
 
 
 def agreed_session(handles: Sequence[tuple[int, Handle | None]], weights: Sequence[Tensor] = ()) -> Session:
-    """The session that all these keys and values belong to, in the same version and with the same edits. Where they are
-    those of several sessions, or of a part of one, it is made of those.
+    """The session that all these keys and values belong to, in the same version and with the same edits.
 
-    weights: of the graph that asks. A part is for the model alone whose graphs have filled the whole: another model's
-    cache stays one, and is refused by its number of layers.
+    Where the keys and values are those of several sessions, or of a part of one, a session is made of those.
+
+    weights: of the graph that asks. Only the model whose graphs have filled a whole session gets a part of it: another
+    model's cache stays one, and is refused by its number of layers.
     """
     first = handles[0][1]
     places: dict[int, Place] = {}

@@ -187,8 +187,11 @@ class Session:
         self.progress.slots_ready, self.progress.guess = False, None
 
     def note_memory(self) -> None:
-        """After the state's tensors have changed: let the statistics know the tiers' sizes, which may be asked for when
-        the session is gone; and where a tensor lies elsewhere, drop what was recorded over the old one."""
+        """After the state's tensors have changed: tell the statistics, and drop recorded steps that are now wrong.
+
+        The statistics keep the tiers' sizes, which may be asked for when the session is gone. Where a tensor has moved,
+        what was recorded over the old one is wrong.
+        """
         places = self.tiers.places()
         if places != self.recorded_at:
             self.recorded.clear()
@@ -204,8 +207,8 @@ class Session:
         statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state, self.tiers.room)
 
     def drain(self) -> None:
-        """Wait for all copies, those that a recorded step has left to the next one among them; SpecacheError where one
-        has failed."""
+        """Wait for all copies, also those that a recorded step has left to the next one; SpecacheError where one has
+        failed."""
         self.deferred.make()
         self.queue.settle()
         self.check_copies()
@@ -306,8 +309,10 @@ class Session:
         return found.to(layer.device, copy=True)
 
     def give_up(self, handle: Handle, why: str | None = None) -> Tensor:
-        """The plain copy that a call goes on with whose graph could not be rewritten, and `why` (None: that no compiled
-        graph runs), of the view that `handle` has; the first one warns."""
+        """A plain copy of the view that `handle` has, for a call whose graph could not be rewritten; the first warns.
+
+        why: the reason; None: no compiled graph runs.
+        """
         self.replay(handle.version, handle.edits)
         plain = self.plain(handle.site, handle.part)
         size = full_cache_bytes(self.layers, self.tiers.batch, self.length)

@@ -39,8 +39,11 @@ def bucket(length: int) -> int:
 
 
 def room(length: int) -> int:
-    """Tokens of the bucket that the host tier has memory for, at `length` tokens: in finer steps, since its memory
-    comes without a tensor that moves, or a graph that is compiled again. At most 1/64 is spare beyond 16,384."""
+    """Tokens of the bucket that the host tier has memory for, at `length` tokens.
+
+    Steps are finer than a bucket's: for memory to come, no tensor moves, and no graph is compiled again. At most 1/64
+    is spare beyond 16,384 tokens.
+    """
     return rounded_up(length, 64)
 
 
@@ -59,11 +62,13 @@ def fields_of(options: MethodOptions, layer: LayerShape) -> tuple[Field, ...]:
 def allocate(
     options: MethodOptions, layer: LayerShape, batch: int, capacity: int, backed: int, old: LayerState | None = None
 ) -> LayerState:
-    """A layer's state tensors for a `capacity` from `bucket`, `backed` tokens of which the host tier has memory for,
-    from `room`: empty; or with what `old`, of smaller ones, holds.
+    """A layer's state tensors, empty, or with what the smaller ones of `old` hold.
 
-    What does not grow is `old`'s own, and so is a host tier that grows where it is; beyond the cached tokens the host
-    tier holds anything.
+    capacity: tokens, from `bucket`.
+    backed: tokens that the host tier has memory for, from `room`.
+
+    A tensor that does not grow is `old`'s own, and so is a host tier that grows where it is. Beyond the cached tokens
+    the host tier holds anything.
     """
     state = {}
     for field in fields_of(options, layer):
@@ -83,9 +88,11 @@ def moved_over(
 ) -> LayerState:  # fmt: skip
     """A layer's 16-bit state (`in_16_bits`) with `length` tokens, as `options` have it.
 
-    padding: as for `append`; backed: as for `allocate`. The recent tier stays, and the host's where it is not rounded;
-    the low-bit tier is quantised from the 16-bit one, a block at a time; slots are empty. A state that has moved
-    already stays.
+    padding: as for `append`.
+    backed: as for `allocate`.
+
+    The recent tier stays, and so does a host tier that is not rounded. The low-bit tier is quantised from the 16-bit
+    one, a block at a time. Slots are empty. A state that has moved already stays.
     """
     codes = state["codes"]
     fields = fields_of(options, layer)
@@ -154,7 +161,7 @@ def copied(
 
 
 def with_memory(field: Field, tensor: Tensor, backed: int) -> Tensor:
-    """Of a field's tensor what there is memory for: of the host tier the first `backed` tokens."""
+    """The part of a field's tensor that there is memory for: of the host tier's, the first `backed` tokens."""
     return tensor[: backed // SEGMENT] if field.on_host else tensor
 
 

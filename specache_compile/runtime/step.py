@@ -79,8 +79,10 @@ class Step:
             publish(session.cursor, length)
 
     def see(self, padding: Tensor | None) -> None:
-        """Take over the padding outside of the graph, so that a recorded step finds it where it was. None: all tokens
-        are there, those too that were no candidates when the slots were chosen."""
+        """Take over the padding outside of the graph, so that a recorded step finds the session's where it was.
+
+        None: all tokens are there, those too that were no candidates when the slots were chosen.
+        """
         progress, tiers = self.session.progress, self.session.tiers
         if padding is None:
             progress.slots_ready = progress.slots_ready and not progress.padded
@@ -94,9 +96,13 @@ class Step:
         progress.padding[:, 0, 0, :after].copy_(padding[:, :after])
 
     def phases(self, captured: Phase, causal: bool) -> tuple[Phase, ...]:
-        """The phases that a graph captured in this one runs now; `causal`: its masks hide nothing but padding besides.
-        With the option verify nothing but a draft approximates: any other step of one token is an extend. Under
-        lookup a draft's verification is no extend but a widened decode."""
+        """The phases that a graph runs now which was captured in the phase `captured`.
+
+        causal: the graph's masks are causal, and hide nothing but padding besides.
+
+        With the option verify nothing but a draft approximates: any other step of one token is an extend. Under lookup
+        a draft's verification is no extend but a widened decode.
+        """
         session, options = self.session, self.session.options
         if options.lookup:
             widened = captured is EXTEND and causal and session.mode is Mode.VERIFY
@@ -107,8 +113,10 @@ class Step:
         return (EXTEND,) if exact else phases(captured, options)
 
     def forms(self, graph: Graph, arguments: Sequence[Any]) -> list[Rewritten]:
-        """The rewritten graphs to run: the captured one's phase, behind a pre-decode where the slots were not chosen
-        for this step, or the guess is missing."""
+        """The rewritten graphs to run: that of the phase, and before it a pre-decode where one is needed.
+
+        One is needed where the slots were not chosen for this step, or the guess is missing.
+        """
         captured, progress = graph.captured, self.session.progress
         unpadded = captured.unpadded(arguments)
 
@@ -132,8 +140,10 @@ class Step:
         return outputs
 
     def start(self, phase: Phase) -> None:
-        """From here until the end a policy drops pairs, layer by layer; without a host tier rounding does. All that
-        runs is had and checked by now."""
+        """From here until the end a policy drops pairs, layer by layer; without a host tier rounding loses them.
+
+        All that runs is compiled and checked by now.
+        """
         session, tiers = self.session, self.session.tiers
         session.half_evicted = bool(tiers.fields("kept")) or tiers.has_no_host
         if phase.over_tiers and session.options.top_k and not selects(session.options):
@@ -200,8 +210,11 @@ class Step:
             copy_stream.release_staging()
 
     def abandon(self) -> None:
-        """Wait out the copies, and bring the tiers back to where they were. Under eviction they are not: some layers
-        have dropped pairs for the step, and counted its attention."""
+        """Wait out the copies, and bring the tiers back to where they were.
+
+        Under eviction the tiers do not come back: some layers have dropped pairs for the step, and counted its
+        attention.
+        """
         session = self.session
         session.queue.settle()
         copy_stream.release_staging()

@@ -14,8 +14,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 
 def new_size(shape_env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
-    """A symbol for a size that no argument of the graph has, 2 at least: as for any size that is free, torch tells 0
-    and 1 from it."""
+    """A symbol for a size that no argument of the graph has. The size is 2 at least: torch takes 0 and 1 for constants,
+    and never for a size that is free."""
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(max(hint, 2), source, DimDynamic.DYNAMIC)
     size = shape_env.create_symintnode(symbol, hint=max(hint, 2), source=source)

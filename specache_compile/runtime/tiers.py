@@ -27,8 +27,11 @@ from .state import MEASURE, allocate, bucket, copied, fields_of, host_bytes, mov
 def options_at(
     options: MethodOptions, layers: Sequence[LayerShape], batch: int, prompt: int, tokens: int
 ) -> MethodOptions:
-    """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt`: with the budget that it
-    gives, and the bits that fit; the 16-bit ones, where the tokens are too few to gain."""
+    """The options in force for a cache of `tokens` tokens that began with a prompt of `prompt` tokens.
+
+    The prompt decides the budget, and the bits that fit. Where the tokens are too few to gain, the options are the
+    16-bit ones.
+    """
     return in_force(fixed_options(options, layers, batch, prompt), layers, batch, tokens)
 
 
@@ -40,7 +43,10 @@ def fixed_options(options: MethodOptions, layers: Sequence[LayerShape], batch: i
 def in_force(
     fixed: MethodOptions, layers: Sequence[LayerShape], batch: int, tokens: int, ranks: ProcessGroup | None = None
 ) -> MethodOptions:
-    """Of options that a prompt has fixed those that hold for so many tokens. Ranks decide alike, by lengths alone."""
+    """The options that hold for so many tokens, from those that a prompt has fixed.
+
+    Ranks decide alike, by lengths alone.
+    """
     return fixed.in_16_bits if stays_in_16_bits(fixed, layers, batch, tokens, room=ranks is None) else fixed
 
 
@@ -52,8 +58,8 @@ class Tiers:
     ranks: the process group that the model is split over, of whose KV heads these are this rank's.
     state: the state tensors of each layer.
     capacity: tokens that there are places for.
-    room: of those the ones that the host tier has memory for.
-    allocated: what of both the state's tensors have.
+    room: tokens that the host tier has memory for, of the capacity.
+    allocated: capacity and room that the state's tensors have.
     sinks_known: tokens among which every row has all its sinks; None where one has yet to find some.
 
     `settle`, where a method takes it, is called before a tensor moves: no copy may be under way then.
@@ -84,15 +90,17 @@ class Tiers:
         return [layer[name] for layer in self.state if name in layer]
 
     def find_sinks(self, there: Tensor | None, length: int, stop: int) -> None:
-        """Have each layer know which tokens are its sinks, of `stop` that `length` are cached of; there: as for
-        `sinks.find_sinks`."""
+        """Have each layer know which of the first `stop` tokens are its sinks; `length` of these are cached.
+
+        there: as for `sinks.find_sinks`.
+        """
         indices = [index for index in self.fields("sink_index") if index.shape[2]]
         if self.sinks_known is not None or not indices:
             return
         low_bit = self.options.low_bit_length(length)
         for index in indices:
             find_sinks(index, there, low_bit, stop)
-        # What follows of lengths alone is not asked of the device, nor is a fake.
+        # The device is not asked what follows of lengths alone, and a fake has no answer.
         follows = there is None and stop - low_bit >= indices[0].shape[2]
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
             self.sinks_known = stop
@@ -107,8 +115,11 @@ class Tiers:
         return sum(host[0].nbytes // SEGMENT * tokens for host in self.fields("host"))
 
     def move_over(self, tokens: int, length: int, padding: Tensor | None, settle: Callable[[], object]) -> bool:
-        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain, with the `length` that are
-        cached; layer by layer. Returns whether anything moved. Stopped half way, it goes on from there."""
+        """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain.
+
+        The `length` cached tokens move layer by layer. A move that was stopped half way goes on from there in the next
+        call. Returns whether anything moved.
+        """
         if self.pending is None or not self.state:
             return False
         grows = tokens > self.capacity and self.ranks is None  # ranks decide alike, by lengths alone
@@ -148,16 +159,20 @@ class Tiers:
         return True
 
     def reserve_ahead(self, tokens: int) -> None:
-        """Have the host tier's memory for so many tokens pinned on a thread; not where it would outgrow its budget, nor
-        where other ranks share that."""
+        """Have the host tier's memory for so many tokens pinned on a thread.
+
+        Not where the tier would outgrow its budget, nor where other ranks share the budget.
+        """
         held, needed = (host_bytes(self.options, self.layers, self.batch, size) for size in (self.room, tokens))
         if self.ranks is None and needed <= allowance(held, self.options.host_memory):
             for host in self.fields("host"):
                 grow_ahead(host, tokens // SEGMENT)
 
     def check_host_memory(self, tokens: int) -> None:
-        """SpecacheError, which names so many tokens, where the host tier would outgrow its budget at this room, here or
-        on another rank."""
+        """SpecacheError where the host tier would outgrow its budget at this room, here or on another rank.
+
+        tokens: how many the error names.
+        """
         held = sum(host[: self.allocated[1] // SEGMENT].nbytes for host in self.fields("host"))
         needed = host_bytes(self.options, self.layers, self.batch, self.room)
         asked = self.options.host_memory
@@ -195,8 +210,11 @@ class Tiers:
         return other
 
     def take_back(self, length: int) -> None:
-        """After a step behind `length` tokens that did not finish: empty the slots, and bring back from the host what
-        it pushed out of the window. Which tokens are sinks the step may have said wrongly."""
+        """After a step behind `length` tokens that did not finish: bring the tiers back to where they were.
+
+        Slots are emptied, and what the step pushed out of the window comes back from the host. Sinks are to be found
+        anew, since the step may have named wrong ones.
+        """
         self.sinks_known = None
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
