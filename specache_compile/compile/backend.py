@@ -75,7 +75,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     why = reasons(captured.left_alone)
 
     def taken(arguments: Sequence[Any]) -> list[Any]:
-        """Of the example inputs, which are all that Dynamo captured; in a call Dynamo gives what was kept alone."""
+        """The arguments that were kept: all that a call has, but only some of the example inputs."""
         given = arguments if len(arguments) == len(kept) else [arguments[i] for i in kept]
         return [made_plain(own_part(value, captured.fakes[i]), why) for value, i in zip(given, kept, strict=True)]
 

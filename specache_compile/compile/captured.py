@@ -95,9 +95,11 @@ class Captured:
         return all(site.mask is None for site in self.sites)
 
     def free_capacity(self, fields: Sequence[Field]) -> torch.SymInt:
-        """Tokens that the state of any session of these fields has room for: a symbol of the graph's own, so that one
-        rewrite serves every capacity. No argument of a call shows the symbol, so nothing may be guarded on it
-        (`capacity_is_free`); a lowered graph reads it off a tensor of which it is a size."""
+        """Tokens that the state of any session of these fields has room for: a symbol of the graph's own.
+
+        With the symbol one rewrite serves every capacity. No argument of a call shows the symbol, so nothing may be
+        guarded on it (`capacity_is_free`); a lowered graph reads the symbol off a tensor that has it as a size.
+        """
         unit = SEGMENT if any(field.on_host for field in fields) else 1
         if unit not in self.capacities:
             hint = bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens)) // unit
@@ -105,8 +107,10 @@ class Captured:
         return unit * self.capacities[unit]
 
     def unpadded(self, arguments: Sequence[Any]) -> bool:
-        """Whether a prefill's padding mask, if it takes one, is all ones, as transformers before 5.18 gives it to every
-        prefill: the host waits for the answer, once a generation. A fake mask, as `explain` has it, is."""
+        """Whether a prefill has a padding mask that is all ones, as transformers before 5.18 gives every prefill.
+
+        The host waits for the answer, once a generation. A fake mask, as `explain` has it, counts as all ones.
+        """
         if self.phase.has_past or self.padding is None:
             return False
         padding = arguments[self.padding]
@@ -214,9 +218,11 @@ def reason_to_leave_alone(inputs: Sequence[Any], options: MethodOptions) -> str 
 
 
 def drop_unread_held(captured: Captured) -> list[int]:
-    """Drop held inputs that a graph without sites takes only for their length (a graph break makes such graphs);
-    returns the inputs that remain. One that is read is an error, where another call would have been rewritten: the
-    cache stays as it is for that. Where none would, the cache is to become plain."""
+    """Drop held inputs that a graph without sites takes only for their length; returns the inputs that remain.
+
+    A graph break makes such graphs. A held input that is read is an error where another call would have been rewritten:
+    the cache stays as it is for that call. Where none would, the cache is to become plain.
+    """
     graph, placeholders = captured.graph_module.graph, captured.placeholders
     dropped = [i for i in captured.held if not any(u.users or u.op == "output" for u in placeholders[i].users)]
     lasting = bool(captured.left_alone) and all(item.by_model for item in captured.left_alone)

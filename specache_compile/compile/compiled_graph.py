@@ -25,14 +25,16 @@ from .rewritten import Rewrites, Rewritten
 
 
 class CompiledGraph:
-    """What Dynamo calls in place of a captured graph: takes its arguments; returns what it would, held tensors in
-    place of the cache."""
+    """What Dynamo calls in place of a captured graph: it takes the graph's arguments, and returns the graph's outputs,
+    with held tensors in place of the cache.
+
+    uncaptured: forms whose steps are no longer captured, since an input of theirs moves in every one.
+    fitting: sessions whose layers are known to be shaped as this graph's.
+    """
 
     def __init__(self, captured: Captured, rewrites: Rewrites) -> None:
         self.captured, self.rewrites = captured, rewrites
-        # Graphs whose steps are no longer captured, since an input of theirs moves in every one.
         self.uncaptured: set[Rewritten] = set()
-        # Sessions whose layers are known to be shaped as this graph's.
         self.fitting: weakref.WeakSet[Session] = weakref.WeakSet()
 
     @property

@@ -20,10 +20,10 @@ FREE_DIMS = {2: (0, 1), 3: (0, 1), 4: (0, 2)}
 def free_sizes(placeholders: Sequence[Node], fakes: Sequence[Any], inputs: Sequence[Any]) -> None:
     """Tell Dynamo which sizes of a graph's inputs calls differ in, and have it trace again where they were numbers.
 
-    Dynamo takes the sizes that it sees first for constants, and makes a second graph when they change: for each phase,
-    with a padding mask and without, a graph that serves one batch size alone, of the eight that it will make. A size of
-    1 stays a number; so does one that the model needs as such: what has been told is not asked for again.
-    It is told where Dynamo keeps the sizes that a function was called with, so that further graphs of that function
+    Dynamo takes the sizes that it sees first for constants, and makes a second graph when they change. So each phase,
+    with a padding mask and without, would have a graph that serves one batch size alone; Dynamo makes eight at most.
+    A size of 1 stays a number. So does one that the model needs as a number: what has been told is not asked for again.
+    Dynamo is told where it keeps the sizes that a function was called with, so that further graphs of that function
     have those symbols in their first trace. The exception is the one by which a backend may ask for another trace.
     """
     if not torch._dynamo.config.automatic_dynamic_shapes:
@@ -34,7 +34,7 @@ def free_sizes(placeholders: Sequence[Node], fakes: Sequence[Any], inputs: Seque
         if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) and has_numbers(node, fake)
     ]
     if any(told):
-        # What Dynamo has noted of its way so far it compares with the next, which may be another: through a vmap, say,
+        # Dynamo compares its next way with what it has noted of this one; the next may be another: through a vmap, say,
         # over a size that is now a symbol.
         InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
         raise TensorifyScalarRestartAnalysis(restart_reason="specache: batch sizes and lengths are to be symbols")

@@ -34,8 +34,13 @@ observers: list[Callable[[Rewrites, Variant], object]] = []
 
 
 class Rewrites:
-    """The rewritten forms that one captured graph has so far. guarded: the number of statements about its sizes that
-    Dynamo checks; None while it compiles."""
+    """The rewritten forms that one captured graph has so far.
+
+    name: the graph's, in dumps and messages.
+    made: the forms.
+    guarded: the number of statements about the graph's sizes that Dynamo checks; None while Dynamo compiles.
+    told_one_lane: a person has been told why a decode runs one lane.
+    """
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
@@ -116,7 +121,11 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
 
 
 class StateFakes:
-    """Fakes of what a session will bind, in the fake mode of Dynamo's, with its batch symbol."""
+    """Fakes of what a session will bind, in Dynamo's fake mode, with Dynamo's symbol for the batch.
+
+    arguments: of the graph's caller.
+    state: each layer's state tensors by field.
+    """
 
     def __init__(self, captured: Captured, variant: Variant) -> None:
         batch, layers = captured.batch, captured.layers
