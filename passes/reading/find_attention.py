@@ -258,8 +258,10 @@ def check_shapes(form: Form, keys: Update, values: Update, latents: Latents | No
 
 
 def frequencies_of(keys: Node, head_dim: int) -> str | None:
-    """The input [h] of RoPE's frequencies, one for two channels each: the angles come from it whose cosine the keys are
-    multiplied by."""
+    """The input [h] of RoPE's frequencies, a number for two channels each.
+
+    Angles come from it, and the keys are multiplied by the angles' cosine.
+    """
     cosines = (node for node in nodes_behind(keys) if node.target in ("cos", torch.cos))
     for node in (behind for cos in cosines for behind in nodes_behind(cos)):
         value = value_of(node)  # of a length, a number
@@ -270,7 +272,10 @@ def frequencies_of(keys: Node, head_dim: int) -> str | None:
 
 
 def turns_neighbours(keys: Node) -> bool:
-    """Whether RoPE turns channels 2·j and 2·j + 1 together, and not j and j + h: it then takes out every second one."""
+    """Whether RoPE turns channels 2·j and 2·j + 1 together, and not j and j + h.
+
+    RoPE then takes out every second channel.
+    """
     taken = (node.args[1] for node in nodes_behind(keys) if node.target is operator.getitem)
     return any(isinstance(one, slice) and one.step == 2 for of in taken if isinstance(of, tuple) for one in of)
 

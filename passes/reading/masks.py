@@ -36,7 +36,8 @@ def read_mask(mask: Node) -> tuple[bool, Node | None]:
         mask = (kv[None, :] <= q[:, None]) & padding[:, None, None, kv]    →    (True, padding)
 
     transformers 5.17 to 5.22 makes a causal mask in every graph, and every version does for a padded batch. A sliding
-    window is causal too until it is full: so the mask is also evaluated at sizes beyond every number in its subgraph.
+    window is causal too until the window is full. So the mask is also evaluated at sizes beyond every number in its
+    subgraph.
     """
     try:
         nodes = subgraph(mask)
@@ -144,7 +145,7 @@ def at(size: Any, sizes: Sizes) -> int:
 
 
 def size_of(node: Node, sizes: Sizes) -> int:
-    """The size that a node stands for; Unreadable where it is neither tensor nor size (a top-k's two results, say)."""
+    """The size that a node stands for; Unreadable where it stands for none (a top-k's two results, say)."""
     if not isinstance(value_of(node), (int, torch.SymInt)):
         raise Unreadable
     return at(value_of(node), sizes)

@@ -83,8 +83,10 @@ def sessions_of(cache: Any) -> list[Session]:
 
 
 class Session:
-    """What one cache stands for. State is never made under the caller's inference mode: the copy queue's worker writes
-    to it outside of that.
+    """What one cache stands for.
+
+    State is never made under the caller's inference mode: the copy queue's worker writes to the state outside of that
+    mode.
 
     asked: the options that the cache was made under; those in force are the tiers'.
     weights: the model's, by which a saved session knows it again.
@@ -92,7 +94,7 @@ class Session:
     version: counts the changes that no old view survives.
     view: the edited view that the tiers were last brought to, while no step has followed; it may be used again.
     moved: layers that another session has taken over, and their numbers there (`regroup.py`).
-    half_evicted: a step has started that drops pairs, and has not finished.
+    half_evicted: a step that drops pairs has started, and has not finished.
     capturable: a CUDA graph may hold a step; not where the host makes the copies.
     told: what a person has been told of this cache.
     """
