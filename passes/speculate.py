@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import operator
+import re
 from typing import Any
 
 import torch
@@ -189,7 +190,8 @@ def widen_copy(graph_module: GraphModule, ids: Node, logits: int, sources: list[
 
 
 def first_line(error: Exception) -> str:
-    line = str(error).strip().split("\n")[0]
+    """Of what is said, without the place in torch's sources that some of it begins with."""
+    line = re.sub(r"^\S+\.(cpp|h):\d+: ", "", str(error).strip().split("\n")[0])
     return line if len(line) <= 120 else f"{line[:117]}..."
 
 
