@@ -269,6 +269,14 @@ def latents() -> str:
     return fenced(table(load("latents.json")["rows"]))
 
 
+def latent_distances() -> str:
+    """What benchmarks/latent_distances.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from latent_distances import table
+
+    return fenced(table(load("latent_distances.json")["rows"]))
+
+
 def gains() -> str:
     """What fits on a card of 24 GB, and how fast all of it steps; computed."""
     names = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "default": "specache, the default"}
@@ -394,9 +402,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, every_family, versions, options, methods, summary, demo, cold_start, verification,
-            verify_families, look_ups, gpu, masses, latents, gains, computed_steps, diagnostics, tasks, devices, passes,
-            ops,
-            fields,
+            verify_families, look_ups, gpu, masses, latents, latent_distances, gains, computed_steps, diagnostics, tasks,
+            devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
