@@ -402,8 +402,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, every_family, versions, options, methods, summary, demo, cold_start, verification,
-            verify_families, look_ups, gpu, masses, latents, latent_distances, gains, computed_steps, diagnostics, tasks,
-            devices, passes, ops, fields,
+            verify_families, look_ups, gpu, masses, latents, latent_distances, gains, computed_steps, diagnostics,
+            tasks, devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
