@@ -33,7 +33,7 @@ from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND
 from specache_compile.passes.pipeline import keeping_texts
-from specache_compile.passes.reading.sites import LeftAlone, Site
+from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.break_even import min_context
 from specache_compile.runtime.memory import check_memory, within_memory
 from specache_compile.runtime.session import Mode, session_of
@@ -155,16 +155,11 @@ def site_rows(graph: Captured) -> list[SiteRow]:
     layers = layers_of(graph.graph_module)
     return [
         SiteRow(
-            s.number, layers[s.attention], s.query_heads, s.heads, channels_of(s), s.mask is not None, s.softcap,
+            s.number, layers[s.attention], s.query_heads, s.heads, shape.row, s.mask is not None, s.softcap,
             s.sinks is not None,
         )
-        for s in graph.sites
+        for s, shape in zip(graph.sites, graph.layers, strict=True)
     ]  # fmt: skip
-
-
-def channels_of(site: Site) -> int:
-    """Channels of a query: a head's, or a row's of latent attention."""
-    return site.head_dim if site.latents is None else 2 * site.head_dim
 
 
 def left_alone_rows(graph: Captured) -> list[LeftAlone]:

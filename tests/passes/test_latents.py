@@ -101,7 +101,8 @@ def node(name: str, graph_module: GraphModule) -> Node:
     return next(node for node in graph_module.graph.nodes if node.name == name)
 
 
-def test_copies_that_fill_a_tensor_are_its_concatenation() -> None:
+def filled_by_copies(scaled_meanwhile: bool) -> GraphModule:
+    """-cat([a, b], -1), of a tensor that is filled in place; or with a doubled in place behind each copy."""
     builder = GraphBuilder()
     parts = [builder.input(name, 2, width) for name, width in (("a", 3), ("b", 5))]
     empty = builder.graph.call_method("new_empty", (parts[0], 2, 8))
@@ -109,7 +110,13 @@ def test_copies_that_fill_a_tensor_are_its_concatenation() -> None:
     for part, where in zip(parts, (slice(None, 3), slice(3, None)), strict=True):
         view = builder.call(operator.getitem, tuple(part.meta["example_value"].shape), empty, (Ellipsis, where))
         builder.graph.call_method("copy_", (view, part))
-    graph_module = builder.finish(builder.call(torch.neg, (2, 8), empty))
+        if scaled_meanwhile:
+            builder.graph.call_method("mul_", (parts[0], 2))
+    return builder.finish(builder.call(torch.neg, (2, 8), empty))
+
+
+def test_copies_that_fill_a_tensor_are_its_concatenation() -> None:
+    graph_module = filled_by_copies(scaled_meanwhile=False)
     assert joined_copies(graph_module) == 1
     a, b = torch.randn(2, 3), torch.randn(2, 5)
     assert torch.equal(graph_module(a, b)[0], -torch.cat([a, b], -1))
@@ -127,15 +134,7 @@ def test_a_tensor_that_is_read_before_it_is_full_stays() -> None:
 
 
 def test_a_source_that_is_written_meanwhile_is_not_read_later() -> None:
-    builder = GraphBuilder()
-    parts = [builder.input(name, 2, width) for name, width in (("a", 3), ("b", 5))]
-    empty = builder.graph.call_method("new_empty", (parts[0], 2, 8))
-    empty.meta["example_value"] = builder.value(2, 8)
-    for part, where in zip(parts, (slice(None, 3), slice(3, None)), strict=True):
-        view = builder.call(operator.getitem, tuple(part.meta["example_value"].shape), empty, (Ellipsis, where))
-        builder.graph.call_method("copy_", (view, part))
-        builder.graph.call_method("mul_", (parts[0], 2))
-    assert joined_copies(builder.finish(builder.call(torch.neg, (2, 8), empty))) == 0
+    assert joined_copies(filled_by_copies(scaled_meanwhile=True)) == 0
 
 
 def test_keys_of_two_parts_that_are_no_latents_are_told_and_no_crash() -> None:
