@@ -188,16 +188,17 @@ def misfit(options: MethodOptions, site: Site) -> str | None:
 
 def follows(mask: Node) -> bool:
     """Whether a mask depends on what the tokens are, and not only on where they stand: a linear layer is behind it, or,
-    of one new token, it comes ready from before a graph break, where there may have been one."""
+    of one new token, it comes as numbers from before a graph break, where there may have been one. Truth values from
+    there are padding: indexers add theirs to the scores."""
     behind = [mask, *nodes_behind(mask)]
     of_one = isinstance(value_of(mask).shape[2], int)
     is_part = of_one and not any(node.target is F.embedding for node in mask.graph.nodes)
-    made_before = any(node.op == "placeholder" and is_mask(value_of(node)) for node in behind)
+    made_before = any(node.op == "placeholder" and is_float_mask(value_of(node)) for node in behind)
     return (is_part and made_before) or any(node.target is F.linear for node in behind)
 
 
-def is_mask(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 4
+def is_float_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
 
 
 def phase_of(sites: Sequence[Site]) -> Phase:
