@@ -6,6 +6,7 @@ Such a write must not run in a pre-decode, and of two lanes only lane 0's may.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,8 @@ from .nodes import value_of
 
 
 def unknown_write(graph_module: GraphModule) -> Node | None:
-    """A write to a graph input that `take_writes` cannot make a value of, or None: it knows `input.copy_(value)`."""
+    """A write to a graph input that `take_writes` cannot make a value of, or None: it knows `input.copy_(value)`, and
+    `input[:, number].copy_(value)` where nobody asks for what that returns."""
     graph = graph_module.graph
     inputs = {memory_of(node): node for node in graph.find_nodes(op="placeholder") if memory_of(node) is not None}
     order = {node: number for number, node in enumerate(graph.nodes)}
@@ -31,9 +33,18 @@ def unknown_write(graph_module: GraphModule) -> Node | None:
         if memory is None or memory not in inputs:
             continue
         views = [view for view in graph.nodes if memory_of(view) == memory and view.op != "placeholder"]
-        if node.target != "copy_" or target is not inputs[memory] or any(stays(view, node) for view in views):
+        known = target is inputs[memory] or (is_part(target, inputs[memory]) and not node.users)
+        if node.target != "copy_" or not known or any(stays(view, node) for view in views):
             return node
     return None
+
+
+def is_part(node: Node, whole: Node) -> bool:
+    """Whether a node is `whole[:, ..., number]` (Zamba's state, a head at a time)."""
+    if node.target is not operator.getitem or node.args[0] is not whole or not isinstance(node.args[1], tuple):
+        return False
+    *before, number = node.args[1]
+    return isinstance(number, int) and all(x == slice(None) for x in before)
 
 
 def written(node: Node) -> tuple[Any, int | None]:
@@ -53,26 +64,39 @@ def take_writes(graph_module: GraphModule) -> dict[Node, Node]:
 
     table.copy_(new)                   value = new_value(table, new)
     out = mul(x, table)                out = mul(x, value)
+
+    state[:, 3].copy_(new)             value = new_part(state, (:, 3), new)
     """
     graph = graph_module.graph
     written: dict[Node, Node] = {}
+    whole: dict[Node, Node] = {}  # a value's input
     for node in list(graph.nodes):
         if node.op == "output":
             break
         target = node.args[0] if node.target == "copy_" else None
         for before, value in written.items():
             node.replace_input_with(before, value)
-        if not isinstance(target, Node) or target.op != "placeholder":
+        if not isinstance(target, Node):
+            continue
+        before, index = (target.args[0], target.args[1:]) if target.target is operator.getitem else (target, ())
+        of = whole.get(before, before)
+        if of.op != "placeholder":
             continue
         with graph.inserting_before(node):
-            value = graph.call_function(new_value, (target, node.args[1]))
-        value.meta["example_value"] = value_of(target)
+            value = graph.call_function(new_part if index else new_value, (before, *index, node.args[1]))
+        value.meta["example_value"] = value_of(of)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
-        written[target] = value
+        written[of], whole[value] = value, of
     return written
 
 
 def new_value(before: Tensor, source: Tensor) -> Tensor:
     """What `before` holds after `before.copy_(source)`."""
     return source.to(before).expand(before.shape).clone()
+
+
+def new_part(before: Tensor, index: tuple[Any, ...], source: Tensor) -> Tensor:
+    """What `before` holds after `before[index].copy_(source)`, where all but the last of `index` are whole."""
+    part = source.to(before).expand(before[index].shape)
+    return before.select_scatter(part, len(index) - 1, index[-1])
