@@ -216,12 +216,39 @@ struct Attention {
     }
   }
 
+  // Values [16][d] of a tile of tokens, the first of them number `row` of all heads', from codes a token apart.
+  template <int bits>
+  void tile_values(const uint8_t* codes, int64_t row, int64_t width, uint8_t* levels, float* values) const {
+    const int64_t d = s.d;
+    if constexpr (bits == 1) {
+#if LOOKS_UP
+      if (s.circle == 32 && (width == 8 || width == 16)) {
+        const Params params{s.value_params, row, s.param_bits == 8};
+        const Floats by_window = levels_by_window();
+        for (int i = 0; i < kLanes; ++i) {
+          const Floats found = by_window * params.scale(i);
+          if (width == 8) look_up<8>(codes + i * s.row_width, found, values + i * d);
+          else look_up<16>(codes + i * s.row_width, found, values + i * d);
+        }
+        return;
+      }
+#endif
+      if (s.circle)
+        for (int i = 0; i < kLanes; ++i) expand(codes + i * s.row_width, width, s.circle, levels + i * 2 * width);
+    }
+    for (int i = 0; i < kLanes; ++i) {
+      if (bits == 1 && s.circle) unpack<2>(levels + i * 2 * width, 2 * width, values + i * d);
+      else unpack<bits>(codes + i * s.row_width, width, values + i * d);
+    }
+    for (int i = 0; i < kLanes; ++i) scale_values(row + i, values + i * d);
+  }
+
   // Attention over one chunk of the low-bit tier from its logits, without the tokens whose pair is in the slots.
   template <int bits>
   void chunk_mix(int64_t head, int64_t start, Part part) const {
     const int64_t d = s.d, count = std::min(low_bit, start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
     std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes);
-    std::vector<uint8_t> hidden(kChunk), copy, levels(2 * width + kLanes);
+    std::vector<uint8_t> hidden(kChunk), copy, levels(kLanes * 2 * width + kLanes);
     const int32_t* index = s.slot_index + head * s.top_k;
     for (int64_t i = 0; i < s.top_k; ++i)
       if (index[i] >= start && index[i] < start + count) hidden[index[i] - start] = 1;
@@ -241,16 +268,7 @@ struct Attention {
       if constexpr (bits < 16) {
         // A token's values lie behind its keys.
         const uint8_t* codes = codes_at(head, start + t, copy) + s.row_width - width;
-        for (int i = 0; i < kLanes; ++i) {
-          const uint8_t* token = codes + i * s.row_width;
-          if (bits == 1 && s.circle) {
-            expand(token, width, s.circle, levels.data());
-            unpack<2>(levels.data(), 2 * width, values.data() + i * d);
-          } else {
-            unpack<bits>(token, width, values.data() + i * d);
-          }
-        }
-        for (int i = 0; i < kLanes; ++i) scale_values(head * s.capacity + start + t + i, values.data() + i * d);
+        tile_values<bits>(codes, head * s.capacity + start + t, width, levels.data(), values.data());
       } else {
         for (int i = 0; i < kLanes; ++i) {
           const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + start + t + i + 1) * s.row_width - width;
