@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,23 +18,24 @@ AT = torch.ops.aten
 
 
 def few_rows(graph_module: GraphModule) -> int:
-    """Put `few_rows` in place of products of up to `MOST_ROWS` rows and a transposed weight; returns how many.
+    """Put `few_rows` in place of products of up to `MOST_ROWS` rows and a weight; returns how many.
 
         w = t(weight)                    y = few_rows(x, weight, None)
         y = mm(x, w)
 
-    In float32, libraries for large products take twice as long for the two rows of a token and its guess as for one
-    row.
+        y = linear(x, weight)            y = linear_of_few_rows(x, weight)
+
+    A graph that was widened to two lanes has the first form, one as Dynamo captured it the second. Libraries for large
+    products read a weight of 16 bits more slowly, and in float32 take twice as long for two rows as for one.
     """
     changed = 0
     for node in graph_module.graph.nodes:
         found = product_of(node)
-        if found is None:
-            continue
-        node.target, node.args = torch.ops.specache.few_rows.default, found
-        changed += 1
-    graph_module.recompile()
-    return changed
+        if found is not None:
+            node.target, node.args = torch.ops.specache.few_rows.default, found
+            changed += 1
+    few = [node for node in linears(graph_module) if is_few(value_of(node).shape[:-1].numel())]
+    return changed + replaced(graph_module, few)
 
 
 def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
@@ -51,8 +53,12 @@ def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
     rows, dtypes = tensors[0].shape[0], {tensor.dtype for tensor in tensors}
     right = len(dtypes) == 1 and all(map(is_plain, tensors))
     whole_bias = bias is None or value_of(bias).shape == value_of(w).shape[1:]
-    few = isinstance(rows, int) and 0 < rows <= MOST_ROWS
-    return (x, w.args[0], bias) if right and whole_bias and few else None
+    return (x, w.args[0], bias) if right and whole_bias and is_few(rows) else None
+
+
+def is_few(rows: int | torch.SymInt) -> bool:
+    """Whether so many rows, a number that is known, are few."""
+    return isinstance(rows, int) and 0 < rows <= MOST_ROWS
 
 
 def few_rows_op_by_op(graph_module: GraphModule) -> int:
@@ -60,17 +66,26 @@ def few_rows_op_by_op(graph_module: GraphModule) -> int:
 
     y = linear(x, weight, bias)          y = linear_of_few_rows(x, weight, bias)
     """
-    changed = 0
-    for node in graph_module.graph.nodes:
-        if node.target is not F.linear or node.kwargs:
-            continue
+    return replaced(graph_module, linears(graph_module))
+
+
+def linears(graph_module: GraphModule) -> list[Node]:
+    """The linear layers that the kernel can read, of however many rows."""
+    found = []
+    for node in graph_module.graph.find_nodes(op="call_function", target=F.linear):
         tensors = [value_of(n) for n in node.all_input_nodes]
-        if all(map(is_plain, tensors)) and is_linear(*tensors):
-            library_of(*tensors)
-            node.target = linear_of_few_rows
-            changed += 1
+        if not node.kwargs and all(map(is_plain, tensors)) and is_linear(*tensors):
+            found.append(node)
+    return found
+
+
+def replaced(graph_module: GraphModule, nodes: Sequence[Node]) -> int:
+    """Replace these linear layers; their number."""
+    for node in nodes:
+        library_of(*(value_of(n) for n in node.all_input_nodes))
+        node.target = linear_of_few_rows
     graph_module.recompile()
-    return changed
+    return len(nodes)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 // A few rows times a matrix that is stored by output channel, summed in float32: y[r][o] = Σ_c x[r][c]·w[o][c] (+ bias[o]).
 //
 // The matrix is read once for all rows: as fast as memory gives it. Kernels for large products read it in panels that
-// are packed first, and take twice as long for two rows as for one.
+// are packed first, and take twice as long for two rows as for one. A processor fetches ahead within a page of memory, and
+// an output channel's weights are shorter: so what follows is asked for here.
 
 #include <algorithm>
 #include <vector>
@@ -12,7 +13,9 @@ namespace {
 typedef DTYPE T;
 
 // Output channels whose sums are in registers at once, beside R rows.
-constexpr int64_t kOutputs = 4;
+constexpr int64_t kOutputs = 2;
+// Output channels that weights are asked for ahead.
+constexpr int64_t kAhead = 4;
 
 template <int R, int O>
 inline void dots(const float* x, const T* w, const T* bias, int64_t channels, int64_t outputs, T* y) {
@@ -21,6 +24,7 @@ inline void dots(const float* x, const T* w, const T* bias, int64_t channels, in
   for (; c + kLanes <= channels; c += kLanes)
     for (int o = 0; o < O; ++o) {
       const Floats weights = load(w + o * channels + c);
+      __builtin_prefetch(w + (o + kAhead) * channels + c);
       for (int r = 0; r < R; ++r) sums[o][r] += load(x + r * channels + c) * weights;
     }
   for (int o = 0; o < O; ++o)
