@@ -121,7 +121,7 @@ struct Attention {
         const T* key = of[std::min(t + i, count - 1)].key;
         for (int64_t c = 0; c < s.d; ++c) tile[c][i] = key[c];
       }
-      score_tile(&query[head * rows * s.d], tile, rows, s.d, scores);
+      score_tile<1>(&query[head * rows * s.d], tile, rows, s.d, scores);
       for (int64_t m = 0; m < rows; ++m) {
         const Floats x = capped(scores[m]);
         for (int64_t i = 0; i < kLanes && t + i < count; ++i)
@@ -146,16 +146,16 @@ struct Attention {
   template <int bits>
   void chunk_logits(int64_t head, int64_t start) const {
     const int64_t d = s.d, stop = std::min(low_bit, start + kChunk), width = bits < 16 ? d * bits / 8 : d;
-    std::vector<float> tile_memory(d * kLanes), score_memory(rows * kLanes), scaled(rows * d), base(rows);
-    std::vector<float> scales(d), zeros(d);
+    std::vector<float> tile_memory(kAtOnce * d * kLanes), score_memory(kAtOnce * rows * kLanes);
+    std::vector<float> scaled(rows * d), base(rows), scales(d), zeros(d);
     std::vector<uint8_t> copy;
     Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
     Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
     const float* q = turned.data() + head * rows * d;
     if (bits == 16) scaled.assign(q, q + rows * d);
 
-    // Tokens come in groups of at least 32, and the tier is whole groups: a tile of 16 is always full.
-    for (int64_t t = start; t < stop; t += kLanes) {
+    // Tokens come in groups of at least 32, and the tier is whole groups: two tiles of 16 are always full.
+    for (int64_t t = start; t < stop; t += kAtOnce * kLanes) {
       if constexpr (bits < 16) {
         if (t % s.group == 0) {
           const Params params{s.key_params, (head * (s.capacity / s.group) + t / s.group) * 2 * d, s.param_bits == 8};
@@ -169,31 +169,25 @@ struct Attention {
             base[m] = offset;
           }
         }
-        const uint8_t* codes = codes_at(head, t, copy);
-        for (int64_t j = 0; j < width; j += kLanes) {
-          Bytes columns[kLanes];
-          transpose(codes + j, s.row_width, columns);
-          const int64_t count = std::min<int64_t>(kLanes, width - j);
-          for (int64_t i = 0; i < count; ++i) {
-            const Ints packed = widened(columns[i]);
-            for (int plane = 0; plane < 8 / bits; ++plane) tile[plane * width + j + i] = decode<bits>(packed, plane);
-          }
-        }
+        for (int u = 0; u < kAtOnce; ++u)
+          decode_tile<bits>(codes_at(head, t + u * kLanes, copy), s.row_width, width, tile + u * d);
       } else {
-        for (int i = 0; i < kLanes; ++i) {
+        for (int i = 0; i < kAtOnce * kLanes; ++i) {
           const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + t + i) * s.row_width;
-          for (int64_t c = 0; c < d; ++c) tile[c][i] = token[c];
+          for (int64_t c = 0; c < d; ++c) tile[i / kLanes * d + c][i % kLanes] = token[c];
         }
       }
-      score_tile(scaled.data(), tile, rows, d, scores);
-      for (int64_t m = 0; m < rows; ++m) {
-        Floats x = scores[m] + base[m];
-        if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * low_bit + t);
-        x = capped(x);
-        if (s.bias)
-          for (int i = 0; i < kLanes; ++i) x[i] += bias(head, m, t + i);
-        *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + t) = x;
-      }
+      score_tile<kAtOnce>(scaled.data(), tile, rows, d, scores);
+      for (int u = 0; u < kAtOnce; ++u)
+        for (int64_t m = 0; m < rows; ++m) {
+          const int64_t first = t + u * kLanes;
+          Floats x = scores[u * rows + m] + base[m];
+          if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * low_bit + first);
+          x = capped(x);
+          if (s.bias)
+            for (int i = 0; i < kLanes; ++i) x[i] += bias(head, m, first + i);
+          *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + first) = x;
+        }
     }
     each_sink(head, start, stop, [&](int64_t, int64_t token) {
       for (int64_t m = 0; m < rows; ++m) logits_of(head)[m * s.capacity + token] = kNothing;

@@ -43,9 +43,7 @@ inline void expand(const uint8_t* codes, int64_t width, int64_t circle, uint8_t*
   }
 }
 
-#if defined(__AVX512F__) && !defined(__clang__)
-#define LOOKS_UP 1
-
+#if LOOKS_UP
 // Level - 3/2 of a window of four bits, the oldest lowest.
 inline Floats levels_by_window() {
   Floats levels;
@@ -54,24 +52,22 @@ inline Floats levels_by_window() {
 }
 
 // The numbers of a trellis code of 8 or 16 bytes, in circles of 32: each circle is turned until a channel's window is
-// lowest, and the level looked up in a register. Lane i of vector v is channel p·width + j = 16·v + i, bit p of byte j.
+// lowest, and the level looked up. Lane i of vector v is channel p·width + j = 16·v + i, bit p of byte j.
 template <int width>
 inline void look_up(const uint8_t* codes, Floats levels, float* values) {
-  typedef uint64_t Twice __attribute__((vector_size(kLanes * sizeof(float))));
+  typedef uint64_t Longs __attribute__((vector_size(kLanes * sizeof(float))));
   uint64_t a, b;
   std::memcpy(&a, codes, sizeof a);
   std::memcpy(&b, codes + width - sizeof b, sizeof b);
   const Words circle_of = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
-  Words circles = __builtin_shuffle(bits_of<Words>(Twice{a, b, a, b, a, b, a, b}), circle_of), turns;
+  Words circles = bits_of<Words>(looked_up(bits_of<Floats>(Longs{a, b, a, b, a, b, a, b}), circle_of)), turns;
   for (int i = 0; i < kLanes; ++i) turns[i] = (i % 4 * 8 + i / width + 29) % 32;
   circles = circles >> turns | circles << (-turns & 31);
   for (int v = 0; v < width / 2; ++v) {
-    *reinterpret_cast<Floats*>(values + v * kLanes) = __builtin_shuffle(levels, bits_of<Ints>(circles));
+    *reinterpret_cast<Floats*>(values + v * kLanes) = looked_up(levels, circles);
     circles = circles >> kLanes / width | circles << (32 - kLanes / width);
   }
 }
-#else
-#define LOOKS_UP 0
 #endif
 
 }  // namespace

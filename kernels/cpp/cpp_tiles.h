@@ -84,6 +84,38 @@ inline void transpose(const uint8_t* from, int64_t stride, Bytes* columns) {
   }
 }
 
+// Levels of sixteen tokens' codes, `stride` bytes apart: tile[p·width + j] of byte j's plane p. Whole vectors are read, up
+// to fifteen bytes behind a token.
+template <int bits>
+inline void decode_tile(const uint8_t* codes, int64_t stride, int64_t width, Floats* tile) {
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, width - j);
+#if LOOKS_UP
+    if constexpr (bits <= 4) {
+      Floats levels;
+      for (int i = 0; i < kLanes; ++i) levels[i] = i & ((1 << bits) - 1);
+      Words words[4];
+      words_of(codes + j, stride, words);
+      for (int64_t word = 0; word * 4 < count; ++word)
+#pragma GCC unroll 4
+        for (int byte = 0; byte < 4; ++byte) {
+          if (word * 4 + byte >= count) break;
+#pragma GCC unroll 8
+          for (int plane = 0; plane < 8 / bits; ++plane)
+            tile[plane * width + j + word * 4 + byte] = looked_up(levels, words[word] >> (8 * byte + bits * plane));
+        }
+      continue;
+    }
+#endif
+    Bytes columns[kLanes];
+    transpose(codes + j, stride, columns);
+    for (int64_t i = 0; i < count; ++i) {
+      const Ints packed = widened(columns[i]);
+      for (int plane = 0; plane < 8 / bits; ++plane) tile[plane * width + j + i] = decode<bits>(packed, plane);
+    }
+  }
+}
+
 // The largest; what is no number counts as nothing.
 inline float largest(const float* x, int64_t count) {
   Floats tops = Floats{} + kNothing;
@@ -111,27 +143,37 @@ inline void rotate(float* x, int64_t d, int64_t block) {
   for (int64_t c = 0; c < d; ++c) x[c] *= norm;
 }
 
-// scores[r][16 tokens] = Σ_c q[r][c]·keys[c][16 tokens]: R query rows in registers, one load an element.
-template <int R>
-inline void score_rows(const float* q, const Floats* keys, int64_t d, Floats* scores) {
-  Floats sums[R] = {};
-  for (int64_t c = 0; c < d; ++c) {
-    const Floats x = keys[c];
-    for (int r = 0; r < R; ++r) sums[r] += q[r * d + c] * x;
-  }
-  for (int r = 0; r < R; ++r) scores[r] = sums[r];
+// Tiles of tokens, or vectors of channels, whose sums are in registers at once: with few query rows one has too few
+// sums for a processor that begins two in a cycle and takes four for each.
+constexpr int kAtOnce = LOOKS_UP ? 2 : 1;
+
+// scores[u·rows + r][16 tokens] = Σ_c q[r][c]·keys[u·d + c][16 tokens], for U tiles: R query rows in registers, one load
+// an element.
+template <int R, int U>
+inline void score_rows(const float* q, const Floats* keys, int64_t rows, int64_t d, Floats* scores) {
+  Floats sums[U][R] = {};
+  for (int64_t c = 0; c < d; ++c)
+    for (int u = 0; u < U; ++u) {
+      const Floats x = keys[u * d + c];
+      for (int r = 0; r < R; ++r) sums[u][r] += q[r * d + c] * x;
+    }
+  for (int u = 0; u < U; ++u)
+    for (int r = 0; r < R; ++r) scores[u * rows + r] = sums[u][r];
 }
 
-// out[r][c..c+16] += Σ_t weights[r][t]·values[t][c..c+16], for a tile of tokens.
-template <int R>
+// out[r][c..c+16·U] += Σ_t weights[r][t]·values[t][c..c+16·U], for a tile of tokens.
+template <int R, int U>
 inline void mix_rows(const float* weights, int64_t stride, const float* values, int64_t d, int64_t c, float* out) {
-  Floats sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = *reinterpret_cast<const Floats*>(out + r * d + c);
-  for (int64_t t = 0; t < kLanes; ++t) {
-    const Floats x = *reinterpret_cast<const Floats*>(values + t * d + c);
-    for (int r = 0; r < R; ++r) sums[r] += weights[r * stride + t] * x;
-  }
-  for (int r = 0; r < R; ++r) *reinterpret_cast<Floats*>(out + r * d + c) = sums[r];
+  Floats sums[U][R];
+  for (int u = 0; u < U; ++u)
+    for (int r = 0; r < R; ++r) sums[u][r] = load(out + r * d + c + u * kLanes);
+  for (int64_t t = 0; t < kLanes; ++t)
+    for (int u = 0; u < U; ++u) {
+      const Floats x = load(values + t * d + c + u * kLanes);
+      for (int r = 0; r < R; ++r) sums[u][r] += weights[r * stride + t] * x;
+    }
+  for (int u = 0; u < U; ++u)
+    for (int r = 0; r < R; ++r) *reinterpret_cast<Floats*>(out + r * d + c + u * kLanes) = sums[u][r];
 }
 
 // Calls f<R> for blocks of at most eight of `rows` query rows.
@@ -150,15 +192,18 @@ inline void mix_rows(const float* weights, int64_t stride, const float* values, 
   }
 
 // Out of line, as `mix_tile`: eight variants each, of which one copy is enough to compile.
+template <int U>
 __attribute__((noinline)) void score_tile(const float* q, const Floats* keys, int64_t rows, int64_t d, Floats* scores) {
-  FOR_ROW_BLOCKS(rows, m, score_rows<R>(q + m * d, keys, d, scores + m))
+  FOR_ROW_BLOCKS(rows, m, (score_rows<R, U>(q + m * d, keys, rows, d, scores + m)))
 }
 
 __attribute__((noinline)) void mix_tile(const float* weights, int64_t stride, const float* values, int64_t rows,
                                         int64_t d, float* out) {
   int64_t c = 0;
+  for (; c + kAtOnce * kLanes <= d; c += kAtOnce * kLanes)
+    FOR_ROW_BLOCKS(rows, m, (mix_rows<R, kAtOnce>(weights + m * stride, stride, values, d, c, out + m * d)))
   for (; c + kLanes <= d; c += kLanes)
-    FOR_ROW_BLOCKS(rows, m, mix_rows<R>(weights + m * stride, stride, values, d, c, out + m * d))
+    FOR_ROW_BLOCKS(rows, m, (mix_rows<R, 1>(weights + m * stride, stride, values, d, c, out + m * d)))
   for (; c < d; ++c)
     for (int64_t m = 0; m < rows; ++m)
       for (int i = 0; i < kLanes; ++i) out[m * d + c] += weights[m * stride + i] * values[i * d + c];

@@ -80,11 +80,14 @@ def decode_library(dtype: torch.dtype) -> CDLL:
     """cpp_decode.cpp, for pairs of this dtype."""
     functions = {name: [POINTER(Step)] for name in ("decode_attention", "score_low_bit", "attend_scored")}
     return compiled(
-        ("cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_attention.h", "attention/cpp_decode.cpp"),
+        (
+            "cpp/cpp_registers.h", "cpp/cpp_tiles.h", "codes/cpp_codes.h", "attention/cpp_attention.h",
+            "attention/cpp_decode.cpp",
+        ),
         functions,
         dtype,
         declaration(),
-    )
+    )  # fmt: skip
 
 
 @functools.cache
