@@ -48,7 +48,7 @@ struct Attention {
       : s(step), length(s.cursor[0]), low_bit(s.cursor[1]), candidates(std::min(s.cursor[2], length)),
         rows(s.group_heads * s.lanes), chunks((low_bit + kChunk - 1) / kChunk), pairs(s.batch * s.heads),
         query(pairs * rows * s.d) {
-    for (size_t i = 0; i < query.size(); ++i) query[i] = s.q[i] * s.scale;
+    for (size_t i = 0; i < query.size(); ++i) query[i] = static_cast<const T*>(s.q)[i] * s.scale;
     turned = query;
     if (s.rotation)
       for (int64_t row = 0; row < pairs * rows; ++row) rotate(turned.data() + row * s.d, s.d, s.rotation);
@@ -311,9 +311,10 @@ struct Attention {
 
   // All parts of a head, merged: s.out, each row's peak and 1/Σ exp.
   void merge(Parts& parts, int64_t head, float* peaks, float* shares) const {
+    std::vector<float> sum(s.d);
+    float* out = sum.data();
     for (int64_t m = 0; m < rows; ++m) {
       denominator(parts, head, m, peaks + m, shares + m);
-      float* out = s.out + (head * rows + m) * s.d;
       std::fill_n(out, s.d, 0.0f);
       for (int64_t i = 0; i <= chunks; ++i) {
         Part part = parts[head * (chunks + 1) + i];
@@ -322,6 +323,7 @@ struct Attention {
         const float shrink = weight_of(part.peak[m], peaks[m]) * shares[m];
         for (int64_t c = 0; c < s.d; ++c) out[c] += part.out[m * s.d + c] * shrink;
       }
+      for (int64_t c = 0; c < s.d; ++c) store(out[c], static_cast<T*>(s.out) + (head * rows + m) * s.d + c);
     }
   }
 

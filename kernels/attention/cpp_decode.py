@@ -6,6 +6,7 @@ small calls; here the codes are read once, and there is one call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from ctypes import CDLL, byref
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.codes.trellis import circle_of, is_trellis
+from specache_compile.kernels.codes.trellis import circle_of
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
@@ -25,44 +26,71 @@ from .flash import attend_exact_rows
 from .kept_logits import whole_logits
 
 
+@functools.lru_cache(1024)
+def shaped(
+    q: torch.Size, codes: torch.Size, key_params: torch.Size, value_params: torch.Size, recent: torch.Size,
+    sink_tokens: int, param_bits: int, top_k: int, layout: Sequence[int], scale: float, softcap: float | None,
+) -> Step:  # fmt: skip
+    """The kernels' argument without a tensor, to be copied: most of its cost is the same in every step."""
+    batch, query_heads, lanes, d = q
+    heads, capacity, how = codes[1], codes[2], Layout(*layout)
+    return Step(
+        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
+        capacity=capacity, row_width=codes[3], window=recent[2],
+        group=capacity // key_params[2] if how.is_quantised else 0,
+        channels=d // value_params[-1] if how.is_quantised else 0,
+        top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
+        circle=circle_of(d) if value_params[3] == 1 else 0,
+        rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
+    )  # fmt: skip
+
+
 def step_of(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
-    layout: Layout, scale: float, softcap: float | None, **tensors: Tensor,
+    layout: Sequence[int], scale: float, softcap: float | None, top_k: int, **tensors: Tensor,
 ) -> Step:  # fmt: skip
-    """The kernels' argument, which keeps the tensors that it points to."""
-    batch, query_heads, lanes, d = q.shape
-    codes, key_params, value_params, center = tiers[:4]
-    heads, capacity = codes.shape[1], codes.shape[2]
-    bias = None if mask is None else grouped_bias(mask, heads, int(cursor[LENGTH]) + 1)
-    held = {
-        "q": q.float().contiguous(), "k": k.contiguous(), "cursor": cursor, "bias": bias,
-        "sinks": None if sinks is None else sinks.float().contiguous(), **tiers._asdict(), **tensors,
-    }  # fmt: skip
-    del held["center"]
-    if center.shape[2]:
-        query = q.float().unflatten(1, (heads, -1)) * scale
-        held["shares"] = center_shares(query, key_params, center, capacity, int(cursor[LOW_BIT]))
-    step = Step(
-        **{name: tensor.data_ptr() for name, tensor in held.items() if tensor is not None},
-        batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
-        capacity=capacity, row_width=codes.shape[3], window=tiers.recent.shape[2],
-        group=capacity // key_params.shape[2] if layout.is_quantised else 0,
-        channels=d // value_params.shape[-1] if layout.is_quantised else 0,
-        top_k=tensors["slots"].shape[2] if "slots" in tensors else 0, sink_tokens=tiers.sink_index.shape[2],
-        key_bits=layout.key_bits, value_bits=layout.value_bits, param_bits=8 * key_params.dtype.itemsize,
-        circle=circle_of(d) if is_trellis(value_params) else 0,
-        rotation=rotation_block(d) if layout.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
+    """The kernels' argument, which keeps the tensors that are made for it; the caller keeps the others."""
+    codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
+    step = Step.from_buffer_copy(
+        shaped(
+            q.shape, codes.shape, key_params.shape, value_params.shape, recent.shape, sink_index.shape[2],
+            8 * key_params.dtype.itemsize, top_k, tuple(layout), scale, softcap,
+        )
     )  # fmt: skip
-    if bias is not None:
-        step.bias_strides[:STRIDES] = bias.expand(batch, heads, query_heads // heads, lanes, -1).stride()
-    step.held = held
+    q, k = q.contiguous(), k.contiguous()
+    step.held = [q, k]
+    step.q, step.k, step.cursor = q.data_ptr(), k.data_ptr(), cursor.data_ptr()
+    step.codes, step.recent = codes.data_ptr(), recent.data_ptr()
+    step.key_params, step.value_params = key_params.data_ptr(), value_params.data_ptr()
+    step.sink_pairs, step.sink_index = sink_pairs.data_ptr(), sink_index.data_ptr()
+    for name, tensor in tensors.items():
+        setattr(step, name, tensor.data_ptr())
+    if mask is not None:
+        bias = grouped_bias(mask, codes.shape[1], int(cursor[LENGTH]) + 1)
+        strides = bias.expand(step.batch, step.heads, step.group_heads, step.lanes, -1).stride()
+        step.bias, step.bias_strides[:STRIDES] = bias.data_ptr(), strides
+        step.held.append(bias)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        step.sinks = sinks.data_ptr()
+        step.held.append(sinks)
+    if center.shape[2]:
+        query = q.float().unflatten(1, (codes.shape[1], -1)) * scale
+        shares = center_shares(query, key_params, center, codes.shape[2], int(cursor[LOW_BIT]))
+        if shares is not None:
+            step.shares = shares.data_ptr()
+            step.held.append(shares)
     return step
 
 
-def fits(codes: Tensor, *pairs: Tensor) -> bool:
-    """Whether the kernels read such tiers and pairs, all of one dtype and head size; else the definitions take over."""
-    alike = all((x.dtype, x.shape[-1]) == (pairs[0].dtype, pairs[0].shape[-1]) for x in pairs)
-    return codes.is_contiguous() and pairs[0].dtype in DTYPES and alike
+def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
+    """Whether the kernels read such tiers, query and pairs, all of one dtype and head size; else the definitions take
+    over."""
+    dtype, d = q.dtype, q.shape[-1]
+    for x in pairs:
+        if x.dtype != dtype or x.shape[-1] != d:
+            return False
+    return dtype in DTYPES and codes.is_contiguous()
 
 
 def has_exact_rows(q: Tensor, tiers: StoredTiers, layout: Layout) -> bool:
@@ -81,19 +109,19 @@ def decode_attention_fused(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
     held = StoredTiers(*tiers)
-    if not fits(held.codes, k, v, held.recent, slots):
+    if not fits(held.codes, q, k, v, held.recent, slots):
         if has_exact_rows(q, held, Layout(*layout)) and not slots.shape[2] and softcap is None:
             none = q.new_full(held.codes.shape[:3], -1.0, dtype=torch.float32)
             return attend_exact_rows(q, k, v, mask, sinks, cursor, held, scale), none
         return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
     logits, _ = whole_logits(q, held.codes.shape[2])
-    out, scores = (q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, held.codes.shape[:3]))
+    out, scores, v = q.new_empty(q.shape), q.new_empty(held.codes.shape[:3], dtype=torch.float32), v.contiguous()
     step = step_of(
-        q, k, mask, sinks, cursor, held, Layout(*layout), scale, softcap,
-        v=v.contiguous(), slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
+        q, k, mask, sinks, cursor, held, layout, scale, softcap, slots.shape[2],
+        v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
     )  # fmt: skip
-    decode_library(k.dtype).decode_attention(byref(step))
-    return out.to(q.dtype), scores
+    decode_library(q.dtype).decode_attention(byref(step))
+    return out, scores
 
 
 def score_low_bit_fused(
@@ -102,14 +130,14 @@ def score_low_bit_fused(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`attention.score_low_bit`, as one C++ kernel; the same arguments and results."""
     held = StoredTiers(*tiers)
-    if not fits(held.codes, k, held.recent):
+    if not fits(held.codes, q, k, held.recent):
         return score_low_bit(q, k, mask, sinks, cursor, tiers, layout, scale, softcap)
     logits, base = whole_logits(q, held.codes.shape[2])
-    scores = q.new_empty(q.shape[2], *held.codes.shape[:3], dtype=torch.float32)
+    scores = q.new_empty((q.shape[2], *held.codes.shape[:3]), dtype=torch.float32)
     step = step_of(
-        q, k, mask, sinks, cursor, held, Layout(*layout), scale, softcap, logits=logits, scores=scores
+        q, k, mask, sinks, cursor, held, layout, scale, softcap, 0, logits=logits, scores=scores
     )  # fmt: skip
-    decode_library(k.dtype).score_low_bit(byref(step))
+    decode_library(q.dtype).score_low_bit(byref(step))
     return logits, base, scores
 
 
@@ -120,13 +148,13 @@ def attend_scored_fused(
 ) -> Tensor:  # fmt: skip
     """`attention.attend_scored`, as one C++ kernel; the same arguments and results."""
     held = StoredTiers(*tiers)
-    if not fits(held.codes, k, v, held.recent, slots):
+    if not fits(held.codes, q, k, v, held.recent, slots):
         kept = (logits, base, chosen, slots, slot_index)
         return attend_scored(q, k, v, mask, sinks, cursor, *kept, tiers, layout, scale, softcap)
-    out = q.new_empty(q.shape, dtype=torch.float32)
+    out, v = q.new_empty(q.shape), v.contiguous()
     step = step_of(
-        q, k, mask, sinks, cursor, held._replace(center=held.center[:, :, :0]), Layout(*layout), scale, softcap,
-        v=v.contiguous(), slots=slots, slot_index=slot_index, logits=logits, out=out,
+        q, k, mask, sinks, cursor, held._replace(center=held.center[:, :, :0]), layout, scale, softcap, slots.shape[2],
+        v=v, slots=slots, slot_index=slot_index, logits=logits, out=out,
     )  # fmt: skip
-    decode_library(k.dtype).attend_scored(byref(step))
-    return out.to(q.dtype)
+    decode_library(q.dtype).attend_scored(byref(step))
+    return out

@@ -37,11 +37,11 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Fl
 # rotation: channels that are rotated together, 0 where none are.
 # bias_strides: along [B, H, Hq/H, lanes, column].
 POINTERS = {
-    "q": "float", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void",
+    "q": "T", "k": "T", "v": "T", "bias": "float", "sinks": "float", "codes": "void",
     "key_params": "void", "value_params": "void", "recent": "T", "slots": "T",
     "slot_index": "int32_t", "cursor": "int64_t", "shares": "float", "sink_pairs": "T", "sink_index": "int32_t",
 }  # fmt: skip
-RESULTS = {"logits": "float", "scores": "float", "out": "float"}
+RESULTS = {"logits": "float", "scores": "float", "out": "T"}
 SIZES = (
     "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
     "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "circle", "rotation",
@@ -66,7 +66,7 @@ def declaration() -> str:
     lines = [
         "struct Step {",
         *(f"  const {kind.replace('T', 'void')}* {name};" for name, kind in POINTERS.items()),
-        *(f"  {kind}* {name};" for name, kind in RESULTS.items()),
+        *(f"  {kind.replace('T', 'void')}* {name};" for name, kind in RESULTS.items()),
         *(f"  int64_t {name};" for name in SIZES),
         f"  int64_t bias_strides[{STRIDES}];",
         "  float scale, softcap;",
