@@ -106,7 +106,7 @@ TABLES = {
         "the same of a host tier of 8 bits, the default's, and of 16",
         SMOLLM2,
         ("closeness",),
-        ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", "bits=1,") for on_host in (16, 8))),
+        ("uncompiled", "specache:host_bits=16", "specache", "specache:bits=1,host_bits=16", "specache:bits=1"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "sinks": Table(
@@ -114,9 +114,8 @@ TABLES = {
         SMOLLM2,
         ("closeness",),
         (
-            "uncompiled",
-            *(f"specache:{which},sink_tokens={n}" for which in ("bits=1", MIDPOINT) for n in (0, 1, 4, 16)),
-            *(f"specache:zero_point=middles,sink_tokens={n}" for n in (0, 4)),
+            "uncompiled", "specache:bits=1,sink_tokens=0", "specache:bits=1,sink_tokens=1", "specache:bits=1",
+            f"specache:{MIDPOINT}", "specache:sink_tokens=0", "specache",
         ),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
@@ -139,12 +138,8 @@ TABLES = {
         "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",
         SMOLLM2,
         ("long",),
-        (
-            "uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, BEFORE, "specache", "specache:bits=1",
-            "specache:verify=4",
-            *(f"{name}:budget=512,eviction_block=prompt" for name in ("streaming_llm", "h2o", "tova", "roco")),
-        ),
-        (*UNSEEN, "--lengths", "2176", "--samples", "32", "--batch-size", "32"),
+        ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "kivi:bits=2", PAPER, BEFORE, "fp8"),
+        (*UNSEEN, "--lengths", "2176", "--samples", "8"),
     ),
     "evictions": Table(
         "the same of policies that keep a quarter of a prompt, which they read exactly",
