@@ -37,6 +37,7 @@ EVICTIONS = tuple(f"{name}:budget=0.25,eviction_block=4" for name in POLICIES)
 EXACT_EVICTIONS = (
     "snapkv:budget=0.25",
     "expected_attention:budget=0.25",
+    "kvzip:budget=0.25",
     *(f"{name}:budget=0.25,eviction_block=prompt" for name in POLICIES),
 )
 
@@ -167,8 +168,8 @@ TABLES = {
         SMOLLM2,
         ("needle",),
         (
-            "uncompiled", "snapkv:budget=0.25", "expected_attention:budget=0.25", "h2o:budget=0.25", "kivi:bits=1",
-            "specache",
+            "uncompiled", "snapkv:budget=0.25", "expected_attention:budget=0.25", "kvzip:budget=0.25", "h2o:budget=0.25",
+            "kivi:bits=1", "specache",
         ),
         ("--blind", *NEEDLES, *EXACT, "--lengths", "2048"),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.session import Session
-from specache_compile.runtime.step import opened
+from specache_compile.runtime.step import Step, opened
 
 Pairs = tuple[Tensor, Tensor]
 # Models' names for a bias of the keys' projection, and for RoPE's frequencies.
@@ -44,14 +44,26 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     drops pairs while it reads a prompt.
     """
     options = required_options(model, "hold")
+    reason = reason_not_to_hold(options)
+    if reason is not None:
+        raise not_to_be_held(reason)
+    frequencies = frequencies_of(model)
+    return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs, frequencies))
+
+
+def taken_over(
+    cache: DynamicCache, model: torch.nn.Module, options: MethodOptions, attention_mask: Tensor | None,
+    fill: Callable[[Step, Sequence[Pairs]], object],
+) -> DynamicCache:  # fmt: skip
+    """As `hold`, under these options; `fill` puts the sites' pairs into the tiers."""
     pairs = [pairs_of(number, layer) for number, layer in enumerate(cache.layers)]
     sites = [number for number in range(len(pairs)) if number not in options.exact_layers]
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
-    reason = reason_not_to_hold(options) or reason_of_shapes(pairs, sites, attention_mask, model)
+    reason = reason_of_shapes(pairs, sites, attention_mask, model)
     if reason is not None:
         raise not_to_be_held(reason)
-    session = session_for(options, [pairs[number] for number in sites], attention_mask, model)
+    session = session_for(options, [pairs[number] for number in sites], attention_mask, model, fill)
     held = twin(cache)
     for number in set(range(len(pairs))) - set(sites):
         held.layers[number].keys, held.layers[number].values = (part.clone() for part in pairs[number])
@@ -114,12 +126,13 @@ def reason_of_shapes(
 @torch.inference_mode(False)
 @torch.no_grad()
 def session_for(
-    options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module
-) -> Session:
-    """A session with all pairs in its tiers, stored by the same ops as in its method's prefill."""
-    decoder: Any = getattr(model, "get_decoder", lambda: model)()  # without a vision tower, for example
-    frequencies = next((buffer for name, buffer in decoder.named_buffers() if FREQUENCIES.search(name)), None)
-    biased = frequencies is not None and any(KEY_BIAS.search(name) for name, _ in decoder.named_parameters())
+    options: MethodOptions, pairs: Sequence[Pairs], attention_mask: Tensor | None, model: torch.nn.Module,
+    fill: Callable[[Step, Sequence[Pairs]], object],
+) -> Session:  # fmt: skip
+    """A session that has read the pairs' tokens; `fill` puts into its tiers what its method's prefill would."""
+    biased = frequencies_of(model) is not None and any(
+        KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
+    )
     latent = has_latents(model)
     layers = [
         LayerShape(
@@ -133,8 +146,19 @@ def session_for(
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
     with opened(session, tokens, attention_mask) as step:
-        step.fill(pairs, frequencies)
+        fill(step, pairs)
     return session
+
+
+def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without a vision tower, for example."""
+    decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
+    return decoder
+
+
+def frequencies_of(model: torch.nn.Module) -> Tensor | None:
+    """RoPE's, as the model's buffer."""
+    return next((buffer for name, buffer in decoder_of(model).named_buffers() if FREQUENCIES.search(name)), None)
 
 
 def has_latents(model: torch.nn.Module) -> bool:

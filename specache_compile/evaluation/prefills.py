@@ -20,6 +20,8 @@ from specache_compile.compile.compiled_options import options_of
 from specache_compile.kernels.memory.host_memory import free_memory
 from specache_compile.methods import parse_options
 
+from .baselines.kvzip import KVzipOptions
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -66,10 +68,11 @@ class Prefills:
             self.made.clear()
 
     def serve(self, model: Any) -> bool:
-        """Whether the model, as it is compiled now, can go on from such a prefill as from its own."""
+        """Whether the model, as it is compiled now, can go on from such a prefill."""
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         given = options_of(model)
-        holds = given is None or reason_not_to_hold(parse_options(given)) is None
+        options = None if given is None else parse_options(given)
+        holds = options is None or isinstance(options, KVzipOptions) or reason_not_to_hold(options) is None
         return holds and all(type(layer) is DynamicLayer for layer in layers)
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:

@@ -37,6 +37,10 @@ class Reader:
         before, _, behind = chat_turn(self.tokenizer, WORDS, tokenize=False).partition(WORDS)
         return self.encode(before), self.encode(behind)
 
+    def turn(self) -> tuple[list[int], list[int]]:
+        """As `around`; of a tokenizer without a chat template nothing, and the end of a line."""
+        return self.around() if self.tokenizer.chat_template else ([], self.encode("\n"))
+
 
 def chat_turn(tokenizer: Any, text: str, **more: Any) -> Any:
     """One turn in which a user says `text`, up to where the answer begins; more: as `apply_chat_template` has it.

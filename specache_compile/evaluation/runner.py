@@ -15,7 +15,9 @@ from torch import Tensor
 
 from specache_compile.caches.holding import hold
 from specache_compile.compile.compiled_options import options_of
+from specache_compile.methods import parse_options
 
+from .baselines import kvzip
 from .prefills import Prefill, Prefills
 from .reader import Reader
 
@@ -49,7 +51,7 @@ class Runner:
         if not self.shares:
             return read(self.model, ids)
         prefill = self.prefilled(ids)
-        return self.going_on(prefill), prefill.logits
+        return self.going_on(ids, prefill), prefill.logits
 
     def prefilled(self, ids: Tensor) -> Prefill:
         """The shared prefill of `ids`."""
@@ -57,9 +59,19 @@ class Runner:
         with self.uncompiled():
             return self.prefills.of(ids, functools.partial(exact_prefill, self.model, ids))
 
-    def going_on(self, prefill: Prefill) -> Any:
-        """The prefill's cache, held where the model is compiled."""
-        return prefill.cache if options_of(self.model) is None else hold(prefill.cache, self.model)
+    def going_on(self, ids: Tensor, prefill: Prefill) -> Any:
+        """The cache of a prefill of `ids`, held where the model is compiled."""
+        given = options_of(self.model)
+        if given is None:
+            return prefill.cache
+        options = parse_options(given)
+        if not isinstance(options, kvzip.KVzipOptions):
+            return hold(prefill.cache, self.model)
+        before, behind = self.reader.turn()
+        start = len(before) if all(row[: len(before)] == before for row in ids.tolist()) else 0
+        with self.uncompiled():
+            chosen = kvzip.chosen(self.model, prefill.cache, ids, options, start, self.reader.encode, behind)
+        return kvzip.held(prefill.cache, self.model, chosen)
 
     def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
         """Greedy continuations of `ids` [rows, tokens]."""
@@ -75,7 +87,7 @@ class Runner:
         """As `continued`, from a shared prefill. new_tokens: 2 or more."""
         prefill = self.prefilled(ids)
         begun = torch.cat([ids, prefill.first], 1)
-        more = self.continued(begun, new_tokens - 1, past_key_values=self.going_on(prefill))
+        more = self.continued(begun, new_tokens - 1, past_key_values=self.going_on(ids, prefill))
         ends, firsts = as_list(self.model.generation_config.eos_token_id), prefill.first.flatten().tolist()
         return [[token] if token in ends else [token, *rest] for token, rest in zip(firsts, more, strict=True)]
 

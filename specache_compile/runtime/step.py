@@ -20,6 +20,7 @@ from specache_compile.errors import copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, publish
 from specache_compile.methods import METHODS
+from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
 from specache_compile.passes.plan import Input
 from specache_compile.passes.reading.local_shards import local
@@ -188,15 +189,22 @@ class Step:
         frequencies: RoPE's, where keys are centered."""
         session = self.session
         padding = session.progress.padding if session.progress.padded else None
+        with self.filling() as states:
+            for site, (keys, values) in enumerate(pairs):
+                state = states[site]
+                if session.layers[site].rank:
+                    keys, values = torch.cat([keys, values], -1).chunk(2, -1)
+                new = (keys.contiguous(), values.contiguous(), padding, session.cursor)
+                for call in METHODS[session.options.method].recipe(session.options, site).stores:
+                    turned = [frequencies] if call.turned and state[call.turned].shape[2] else []
+                    op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]
+                    op(*new, *tensors, *call.settings, *turned)
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[list[LayerState]]:
+        """Within it, what a prefill would leave is put into the layers' state by other means."""
         self.start(PREFILL)
-        for site, (keys, values) in enumerate(pairs):
-            state = session.state[site]
-            if session.layers[site].rank:
-                keys, values = torch.cat([keys, values], -1).chunk(2, -1)
-            for call in METHODS[session.options.method].recipe(session.options, site).stores:
-                turned = [frequencies] if call.turned and state[call.turned].shape[2] else []
-                op, tensors = getattr(torch.ops.specache, call.op), [state[name] for name in call.state]
-                op(keys.contiguous(), values.contiguous(), padding, session.cursor, *tensors, *call.settings, *turned)
+        yield self.session.state
         self.ran.append(PREFILL)
         self.finish()
 

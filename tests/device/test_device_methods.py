@@ -23,7 +23,7 @@ BUDGET = {**SMALL, "budget": 24}
 # Each method, where it approximates; a recipe of specache for each of its ways to choose, fetch and correct.
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": SMALL, "fp8": SMALL, "offload": SMALL, "kivi": {**GROUPS, "bits": 2}, "kcache": {**SMALL, "top_n": 8},
-    "snapkv": {**BUDGET, "window": 8}, "expected_attention": BUDGET,
+    "snapkv": {**BUDGET, "window": 8}, "expected_attention": BUDGET, "kvzip": {**SMALL, "budget": 4096},
     **{policy: BUDGET for policy in ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")},
     "specache": {**GROUPS, "top_k": 8},
     "specache, in the paper": {**GROUPS, "top_k": 8, "setting": "paper"},

@@ -1,25 +1,30 @@
-"""What kvpress keeps of a prompt by Expected Attention, and the queries and pairs that it chose from.
+"""What kvpress keeps of a prompt: by Expected Attention, with the queries and pairs that it chose from, and by KVzip,
+with the model.
 
-    python tests/kernels/kvpress_fixture.py    writes kvpress.safetensors beside this file
+    python tests/kernels/kvpress_fixture.py    writes kvpress.safetensors and kvzip.safetensors beside this file
 
 In an environment of its own: pip install kvpress==0.5.5 safetensors. Two layers of a random Llama with one row.
 """
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import torch
-from kvpress import ExpectedAttentionPress
+from kvpress import ExpectedAttentionPress, KVzipPress
 from safetensors.torch import save_file
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 TOKENS, KEPT = 96, 24
 
 
 @torch.no_grad()
-def main() -> None:
+def expected_attention() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -51,5 +56,37 @@ def main() -> None:
     save_file({name: x.contiguous() for name, x in found.items()}, Path(__file__).with_name("kvpress.safetensors"))
 
 
+def letters() -> PreTrainedTokenizerFast:
+    """A token a letter, its number; a user's words stand between < and >."""
+    tokenizer = Tokenizer(WordLevel({chr(number): number for number in range(128)}, unk_token="?"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    template = "<{% for message in messages %}{{ message['content'] }}{% endfor %}>"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+
+
+@torch.no_grad()
+def kvzip() -> None:
+    """Of a context of two chunks behind the template's first token."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32}
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4
+    )
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.cat([torch.tensor([[ord("<")]]), torch.randint(32, 127, (1, 59))], 1)
+    with tempfile.TemporaryDirectory() as folder:
+        letters().save_pretrained(folder)
+        model.config.name_or_path = folder
+        with KVzipPress(compression_ratio=0.7, chunk_size=32)(model):
+            model.model(input_ids=ids, past_key_values=DynamicCache())
+    stays = torch.ones(2, 1, 2, ids.shape[1], dtype=torch.uint8)
+    for number, layer in enumerate(model.model.layers):
+        stays[number][layer.self_attn.masked_key_indices] = 0
+    found = {f"model:{name}": x for name, x in model.state_dict().items()}
+    found |= {name: torch.tensor(size) for name, size in sizes.items()} | {"ids": ids, "stays": stays}
+    save_file({name: x.contiguous() for name, x in found.items()}, Path(__file__).with_name("kvzip.safetensors"))
+
+
 if __name__ == "__main__":
-    main()
+    expected_attention()
+    kvzip()

@@ -185,6 +185,10 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, 4, 512,
         i.scale, i.case.softcap, 0.7 ** torch.arange(i.q.shape[-1] // 2, dtype=torch.float32),
     ),
+    "kvzip_attention": lambda i: (
+        i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.compressed, i.compressed_token, BUDGET, i.scale,
+        i.case.softcap,
+    ),
     "kcache_attention": lambda i: (
         i.q[:, :, :1].contiguous(), i.new_k, i.new_v, i.mask(1), i.sinks, i.cursor, i.device_keys, i.host, 8, i.scale,
         i.case.softcap,

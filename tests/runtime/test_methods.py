@@ -41,6 +41,7 @@ LOSSY: dict[str, dict[str, Any]] = {
     "kcache": {"top_n": 8},
     "snapkv": {"budget": 24, "window": 8},
     "expected_attention": {"budget": 24},
+    "kvzip": {"budget": 4096},  # fewer take a second reading: test_kvzip.py
     **{name: {"budget": 24} for name in EVICTION},
 }
 # One method of each recipe.
@@ -377,7 +378,7 @@ def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCau
     """By the statistics of a run, and by explain's traffic of a step."""
     twin = under(llama, method, **LOSSY[method])
     step(twin, prompt(1, batch=2), step(twin, prompt(100, batch=2)).past_key_values)
-    layers = {**dict.fromkeys(("full", "fp8", "snapkv", "expected_attention", *EVICTION), 0), "kcache": 1}.get(
+    layers = {**dict.fromkeys(("full", "fp8", "snapkv", "expected_attention", "kvzip", *EVICTION), 0), "kcache": 1}.get(
         method, 2
     )
     token = 2 * 2 * 2 * 16 * 4  # of two rows

@@ -91,7 +91,7 @@ class ExpectedAttentionOptions(PromptOptions):
     """The defaults are kvpress'."""
 
     method: str = "expected_attention"
-    first: int = whole(4, 0, "first tokens of a prompt, which stay and have no part in the distribution")
+    first: int = whole(4, 0, "first tokens of a prompt, which stay")
     ahead: int = whole(512, 1, "places behind the prompt at which queries are expected", metavar="TOKENS")
 
 

@@ -103,19 +103,23 @@ STEP = 32
 
 @dataclass(frozen=True)
 class PromptOptions(BudgetOptions):
-    """prompt: the largest multiple of STEP up to the prompt's tokens; it gives the room for later pairs. Only a session
-    sets it.
+    """Only a session sets these.
+
+    prompt: the largest multiple of STEP up to the prompt's tokens; it gives the room for later pairs.
+    most: room for the pairs of the KV head that keeps most, where some keep more than the budget; 0: the budget.
     """
 
     prompt: int = 0
+    most: int = 0
 
     def for_prompt(self, tokens: int) -> PromptOptions:
         return replace(self, budget=self.budget_in_tokens(tokens), prompt=tokens - tokens % STEP)
 
 
 def rows(options: PromptOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """The budget, and room for all tokens behind the prompt."""
-    return (batch, layer.heads, min(capacity, options.budget_in_tokens(capacity) + capacity - options.prompt))
+    """The budget, or the most of a head, and room for all tokens behind the prompt."""
+    most = options.most or options.budget_in_tokens(capacity)
+    return (batch, layer.heads, min(capacity, most + capacity - options.prompt))
 
 
 def compressed_shape(options: PromptOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
