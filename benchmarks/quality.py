@@ -142,6 +142,16 @@ TABLES = {
         ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "kivi:bits=2", PAPER, BEFORE, "fp8"),
         (*UNSEEN, "--lengths", "2176", "--samples", "8"),
     ),
+    "own_output": Table(
+        "summaries, reconstructions and answers against the full cache's own output (RoCo, Tables 2 to 4)",
+        SMOLLM2,
+        ("own_output",),
+        (
+            "uncompiled", "specache", "specache:bits=1", PAPER, "kivi:bits=4", "kivi:bits=2",
+            *(f"{name}:budget=0.5,eviction_block=prompt" for name in ("h2o", "roco")),
+        ),
+        ("--text", *LICENCES, *FAST, "--lengths", "1024", "--samples", "32"),
+    ),
     "evictions": Table(
         "the same of policies that keep a quarter of a prompt, which they read exactly",
         SMOLLM2,
@@ -168,7 +178,7 @@ TABLES = {
         SMOLLM2,
         ("needle",),
         (
-            "uncompiled", "snapkv:budget=0.25", "expected_attention:budget=0.25", "kvzip:budget=0.25", "h2o:budget=0.25",
+            "uncompiled", *(f"{name}:budget=0.25" for name in ("snapkv", "expected_attention", "kvzip", "h2o")),
             "kivi:bits=1", "specache",
         ),
         ("--blind", *NEEDLES, *EXACT, "--lengths", "2048"),

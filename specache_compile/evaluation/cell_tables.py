@@ -84,6 +84,18 @@ def long_table(rows: Sequence[Row]) -> str:
     return aligned(lines, [rows[0].task, "context", "device KV", *names])
 
 
+def overlaps_table(rows: Sequence[Row]) -> str:
+    """Outputs against the full cache's own, a line for each method and cell: each score ± its 95 % interval; the last
+    column is the full cache's ROUGE-L to the text, where the text was to be repeated."""
+    names = list(rows[0].detail["overlaps"])
+    lines = []
+    for row in rows:
+        scores = [f"{mean:.3f} ± {half:.3f}" for mean, half in row.detail["overlaps"].values()]
+        repeats = row.detail["to_the_text"]
+        lines.append([row.method, row.cell, shown_ratio(row), *scores, "" if repeats is None else f"{repeats:.3f}"])
+    return aligned(lines, [rows[0].task, "context", "device KV", *names, "full cache : text"])
+
+
 def differs_at(row: Row, full: Row | None) -> str:
     """The median place at which a row's texts leave the uncompiled model's."""
     if full is None or full is row or full.samples != row.samples:
@@ -193,6 +205,8 @@ def form_of(rows: Sequence[Row]) -> Callable[[Sequence[Row]], str]:
     """How the rows of one task are laid out."""
     if "kinds" in rows[0].detail:
         return kinds_table
+    if "overlaps" in rows[0].detail:
+        return overlaps_table
     return long_table if "intervals" in rows[0].detail else task_table
 
 

@@ -51,6 +51,26 @@ def rouge_l(answer: str, reference: str) -> float:
     return float(RougeScorer(["rougeL"]).score(reference, answer)["rougeL"].fmeasure)
 
 
+def overlaps(answer: str, reference: str) -> dict[str, float]:
+    """BLEU by sacrebleu, smoothed as it does for one sentence; ROUGE-1, -2 and -L by Google's rouge-score, without
+    stemming; and whether the two are the same to the letter."""
+    try:
+        from sacrebleu import sentence_bleu
+    except ImportError:
+        raise missing("sacrebleu") from None
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise missing("rouge-score") from None
+    names = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
+    found = RougeScorer(list(names.values())).score(reference, answer)
+    return {
+        "BLEU": sentence_bleu(answer, [reference]).score / 100,
+        **{name: float(found[key].fmeasure) for name, key in names.items()},
+        "the same": float(answer == reference),
+    }
+
+
 def edit_similarity(answer: str, reference: str) -> float:
     """LongBench's code completion: similarity of the answer's first line that is code, by rapidfuzz (indel ratio)."""
     try:

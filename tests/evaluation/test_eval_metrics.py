@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import pytest
 
 from specache_compile.evaluation import metrics
@@ -39,6 +42,26 @@ def test_rouge_l_is_the_f_measure_of_the_longest_common_subsequence(answer: str,
     assert metrics.rouge_l(answer, reference) == pytest.approx(
         2 * common / (len(answer.split()) + len(reference.split()))
     )
+
+
+def shared_grams(answer: str, reference: str, size: int) -> tuple[int, int, int]:
+    """Phrases of `size` words that both have, and how many each has."""
+    mine, theirs = (Counter(zip(*(x.split()[n:] for n in range(size)), strict=False)) for x in (answer, reference))
+    return (mine & theirs).total(), mine.total(), theirs.total()
+
+
+def test_overlaps_are_bleu_and_rouge_by_their_formulas() -> None:
+    """BLEU of a pair with phrases of every length in common, so that nothing is smoothed."""
+    answer, reference = "the cat sat on the mat at home", "a cat sat on the mat all day at home"
+    found = metrics.overlaps(answer, reference)
+    shares = [shared / mine for shared, mine, _ in (shared_grams(answer, reference, n) for n in (1, 2, 3, 4))]
+    assert found["BLEU"] == pytest.approx(math.exp(1 - 10 / 8) * math.prod(shares) ** 0.25)
+    for size in (1, 2):
+        shared, mine, theirs = shared_grams(answer, reference, size)
+        assert found[f"ROUGE-{size}"] == pytest.approx(2 * shared / (mine + theirs))
+    assert found["ROUGE-L"] == metrics.rouge_l(answer, reference)
+    assert found["the same"] == 0
+    assert list(metrics.overlaps(reference, reference).values()) == pytest.approx([1.0] * 5)
 
 
 def test_edit_similarity_is_of_the_first_line_of_code() -> None:

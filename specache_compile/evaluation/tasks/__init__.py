@@ -10,6 +10,7 @@ from . import (
     longbench,
     longbench_v2,
     needle,
+    own_output,
     perplexity,
     ruler,
     scbench,
@@ -23,6 +24,7 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
     "perplexity": perplexity.cells,
     "closeness": closeness.cells,
     "long": long.cells,
+    "own_output": own_output.cells,
     "longbench": longbench.cells,
     "longbench_v2": longbench_v2.cells,
     "ruler": ruler.cells,
@@ -31,4 +33,4 @@ TASKS: dict[str, Callable[[Bench], list[Cell]]] = {
 # Tasks whose answer is in the text, and found or not.
 FOUND_OR_NOT = ("needle", "shared_context", "ruler")
 # Tasks that measure text, not answers.
-NO_QUESTION = ("perplexity", "closeness", "long")
+NO_QUESTION = ("perplexity", "closeness", "long", "own_output")
