@@ -71,7 +71,7 @@ class Runner:
         start = len(before) if all(row[: len(before)] == before for row in ids.tolist()) else 0
         with self.uncompiled():
             chosen = kvzip.chosen(self.model, prefill.cache, ids, options, start, self.reader.encode, behind)
-        return kvzip.held(prefill.cache, self.model, chosen)
+        return kvzip.held(prefill.cache, self.model, options, chosen)
 
     def generate(self, ids: Tensor, new_tokens: int, **more: Any) -> list[str]:
         """Greedy continuations of `ids` [rows, tokens]."""

@@ -102,7 +102,7 @@ def test_the_compiled_model_attends_to_what_stays_and_to_what_comes() -> None:
     chosen = kvzip.chosen(model, whole, ids, options(budget=0.25), 0, encode, BEHIND)
     hidden = torch.ones(2, 4, 60 + 1, dtype=torch.bool).scatter_(2, chosen[0].long() % 61, False)[..., :60]
     twin = compiled_with(model, {"method": "kvzip", "budget": 0.25, "lowering": "eager"})
-    cache, found = kvzip.held(whole, twin, chosen), []
+    cache, found = kvzip.held(whole, twin, kvzip.KVzipOptions(budget=0.25, lowering="eager"), chosen), []
     with torch.no_grad():
         for step in (more[:, :3], more[:, 3:4], more[:, 4:]):
             found.append(twin(step, past_key_values=cache, use_cache=True).logits)

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from specache_compile.caches.holding import taken_over, twin
-from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention.definition import BLOCK
 from specache_compile.kernels.op import Op, fake_of_query
@@ -88,7 +87,7 @@ def repetitions(
 
 @torch.inference_mode()
 def scores(
-    model: Any, cache: DynamicCache, readings: Iterable[tuple[slice, Tensor]], length: int, first: int
+    model: Any, cache: Any, readings: Iterable[tuple[slice, Tensor]], length: int, first: int
 ) -> Tensor:  # fmt: skip
     """The most that a query of the repetitions gives to each pair of a prompt of n tokens, float32 [layers, B, H, n]; 0
     where nothing is repeated. The `first` first pairs have a part in every softmax."""
@@ -158,10 +157,9 @@ def kept(score: Tensor, budget: int, first: int) -> Tensor:
     return place.masked_fill(torch.arange(place.shape[-1], device=place.device) >= count, EMPTY).int()
 
 
-def held(cache: DynamicCache, model: Any, chosen: Tensor) -> DynamicCache:
-    """A cache that the compiled model continues, with those pairs of a plain one that `chosen` [layers, B, H, m] names;
-    `cache` is unchanged."""
-    options = required_options(model, "kvzip")
+def held(cache: Any, model: torch.nn.Module, options: KVzipOptions, chosen: Tensor) -> DynamicCache:
+    """A cache that the model continues, which is compiled with `options`: those pairs of a plain cache that `chosen`
+    [layers, B, H, m] names. `cache` is unchanged."""
     length = cache.layers[0].keys.shape[2]
 
     def fill(step: Step, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
