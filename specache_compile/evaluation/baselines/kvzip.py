@@ -107,20 +107,23 @@ def scores(
 
 
 class Watched(TorchFunctionMode):
-    """Within it, `seen` is what `see` makes of the queries and keys of each call of scaled_dot_product_attention."""
+    """Within it, `seen` is what `see` makes of each call of scaled_dot_product_attention: of its queries, keys and
+    scale."""
 
-    def __init__(self, see: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, see: Callable[[Tensor, Tensor, float], Tensor]) -> None:
         super().__init__()
         self.see = see
         self.seen: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.seen.append(self.see(*args[:2]))
-        return func(*args, **(kwargs or {}))
+            q, k = args[:2]
+            self.seen.append(self.see(q, k, given.get("scale") or q.shape[-1] ** -0.5))
+        return func(*args, **given)
 
 
-def received(q: Tensor, k: Tensor, heads: int, places: slice, length: int, first: int) -> Tensor:
+def received(q: Tensor, k: Tensor, scale: float, heads: int, places: slice, length: int, first: int) -> Tensor:
     """The largest attention, float32 [B, H, c], that the queries q [B, Hq, t, d] of a repetition and of the query group
     give to the c pairs at `places`.
 
@@ -132,7 +135,7 @@ def received(q: Tensor, k: Tensor, heads: int, places: slice, length: int, first
     column, before = torch.arange(near.shape[2], device=q.device), near.shape[2] - q.shape[2]
     most = torch.zeros(*near.shape[:2], places.stop - places.start, device=q.device)
     for start in range(0, q.shape[2], BLOCK):
-        query = q[:, :, start : start + BLOCK].float().unflatten(1, (heads, -1)) * q.shape[-1] ** -0.5
+        query = q[:, :, start : start + BLOCK].float().unflatten(1, (heads, -1)) * scale
         place = before + start + torch.arange(query.shape[3], device=q.device)
         logits = (query @ near.unsqueeze(2).mT).masked_fill_(column > place[:, None], -torch.inf)
         most = most.maximum(logits.softmax(-1)[..., first : first + most.shape[2]].amax((2, 3)))
@@ -161,10 +164,11 @@ def held(cache: Any, model: torch.nn.Module, options: KVzipOptions, chosen: Tens
     """A cache that the model continues, which is compiled with `options`: those pairs of a plain cache that `chosen`
     [layers, B, H, m] names. `cache` is unchanged."""
     length = cache.layers[0].keys.shape[2]
+    at_sites = (stays for number, stays in enumerate(chosen) if number not in options.exact_layers)
 
     def fill(step: Step, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         with step.filling() as state:
-            for (keys, values), here, token in zip(pairs, state, chosen, strict=True):
+            for (keys, values), here, token in zip(pairs, state, at_sites, strict=True):
                 every = torch.stack([keys, values], 3)
                 place = token.long().clamp(0)[..., None, None].expand(*token.shape, *every.shape[3:])
                 here["compressed"][:, :, : token.shape[2]] = every.gather(2, place)
