@@ -139,7 +139,7 @@ TABLES = {
         "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",
         SMOLLM2,
         ("long",),
-        ("uncompiled", "specache", "specache:bits=1", "kivi:bits=4", "kivi:bits=2", PAPER),
+        ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "kivi:bits=2", PAPER),
         (*UNSEEN, "--lengths", "2176", "--samples", "4"),
     ),
     "own_output": Table(

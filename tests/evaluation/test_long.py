@@ -134,4 +134,4 @@ def test_a_context_no_longer_than_the_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecacheError, match="a context of 128 tokens is no more than its prompt's 128"):
         long.cells(bench)
     names = [cell.name for cell in long.cells(replace(bench, lengths=(192, 256)))]
-    assert names == ["192 greedy", "192 sampled", "256 greedy", "256 sampled"]
+    assert names == ["192 sampled", "192 greedy", "256 sampled", "256 greedy"]

@@ -27,7 +27,7 @@ STRIDE = 64
 BUCKETS = 8
 # Tokens of a phrase that may be repeated.
 PHRASE = 4
-KINDS = ("greedy", "sampled")
+KINDS = ("sampled", "greedy")
 
 # (logits [rows, vocabulary], the first row's number, own tokens so far) → the next tokens [rows, 1].
 Choose = Callable[[Tensor, int, int], Tensor]
@@ -129,7 +129,7 @@ def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def cells(bench: Bench) -> list[Cell]:
-    """Two cells for each length, greedy and sampled. All tokens but the prompt's are the method's own."""
+    """Two cells for each length, sampled and greedy. All tokens but the prompt's are the method's own."""
     choices: dict[str, Choose] = {"greedy": greedy, "sampled": functools.partial(sampled, seed=bench.seed)}
 
     prompts = bench.windows_apart(PROMPT)
