@@ -161,6 +161,16 @@ def summed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        (f"{r['context']:,}", r["text"], r["setting"], r["guess"],
+         "" if r["right"] is None else f"{r['right']:.0%} ± {r['right ±']:.0%}",
+         *(f"{r[name]:.1f} ± {r[f'{name} ±']:.1f}" for name in ("ahead", "corrected")))
+        for r in summed(rows)
+    ]  # fmt: skip
+    return tabulate(lines, ("tokens", "text", "setting", "guess", "right", "ahead", "corrected"), disable_numparse=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a checkpoint (smollm2-135m)")
@@ -190,15 +200,8 @@ def main(arguments: list[str] | None = None) -> None:
                  if (row["setting"], row["context"], row["window"]) == (ONE_LANE, context, window)}  # fmt: skip
         rows = list(measured(model, setting, ids[start : start + context], known, args.steps, window))
         results.add(*({"context": context, "window": window, **row} for row in rows))
-    table = summed(results.rows)
     print("Of guesses those that were what came; pairs a layer, KV head and token that came ahead, and within the step")
-    shown = [
-        (*(r[name] for name in ("context", "text", "setting", "guess")),
-         "" if r["right"] is None else f"{r['right']:.0%} ± {r['right ±']:.0%}",
-         *(f"{r[name]:.1f} ± {r[f'{name} ±']:.1f}" for name in ("ahead", "corrected")))
-        for r in table
-    ]  # fmt: skip
-    print(tabulate(shown, ("context", "text", "setting", "guess", "right", "ahead", "corrected"), floatfmt=","))
+    print(table(results.rows))
 
 
 if __name__ == "__main__":

@@ -221,6 +221,32 @@ def test_a_mass_is_a_share(mass: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"--masses {float(mass):g}: give shares above 0, at most 1" in capsys.readouterr().err
 
 
+def test_guesses_are_looked_up_in_the_text_and_others_only_behind_a_wrong_one() -> None:
+    from guesses import GUESSES, Place
+
+    def at(*past: int, wrong: bool = True, last: int | None = 7) -> list[int]:
+        place = Place(past, made=9, was_wrong=wrong, last=last, second=8, coming=6)
+        return [guess(place) for guess in GUESSES.values()]
+
+    made, second, last, coming = 9, 8, 7, 6
+    assert at(1, 2, 3, 1, 2, 4, 1, 2) == [made, 4, 4, second, last, coming]
+    assert at(1, 2, 3, 1, 2, wrong=False) == [made, 3, made, made, made, coming]
+    assert at(1, 2, 3, last=None) == [made, made, made, second, made, coming]
+
+
+@pytest.mark.whole
+def test_guesses_are_measured_along_one_text_and_resumed(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"word{number}" for number in range(400)))
+    asked = ("--model", str(NEEDLE_LLAMA), "--text", str(text), "--contexts", "200", "--steps", "4")
+    run("guesses", *asked, "--windows", "1", "--out", str(tmp_path / "out.json"))
+    printed = run("guesses", *asked, "--windows", "2", "--resume", "--out", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 2 * 2 * (1 + 6 + 1)
+    assert all(row["right"] == [True] * len(row["right"]) for row in rows if row["guess"] == "what comes")
+    assert printed.count("looked up behind a wrong one") == 2
+
+
 @pytest.mark.slow
 def test_computed_steps_are_those_that_are_kept(tmp_path: Path) -> None:
     import computed_steps

@@ -261,6 +261,14 @@ def masses() -> str:
     return fenced(table(load("masses.json")["rows"]))
 
 
+def guesses() -> str:
+    """What benchmarks/guesses.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from guesses import table
+
+    return fenced(table(load("guesses.json")["rows"]))
+
+
 def latents() -> str:
     """What benchmarks/latents.py prints."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -402,8 +410,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, every_family, versions, options, methods, summary, demo, cold_start, verification,
-            verify_families, look_ups, gpu, masses, latents, latent_distances, gains, computed_steps, diagnostics,
-            tasks, devices, passes, ops, fields,
+            verify_families, look_ups, gpu, masses, guesses, latents, latent_distances, gains, computed_steps,
+            diagnostics, tasks, devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
