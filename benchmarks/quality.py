@@ -23,8 +23,6 @@ NEEDLE = "examples/needle-llama"
 PAPER = "specache:bits=1,setting=paper"
 MIDPOINT = "zero_point=midpoint"
 LEVELS = "value_code=levels,param_bits=16"
-# The default before it had sink tokens.
-BEFORE = f"specache:{MIDPOINT},sink_tokens=0,{LEVELS}"
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
 POLICIES = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")
@@ -107,7 +105,7 @@ TABLES = {
         "the same of a host tier of 8 bits, the default's, and of 16",
         SMOLLM2,
         ("closeness",),
-        ("uncompiled", "specache:host_bits=16", "specache", "specache:bits=1,host_bits=16", "specache:bits=1"),
+        ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", "bits=1,") for on_host in (16, 8))),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "sinks": Table(
@@ -115,8 +113,9 @@ TABLES = {
         SMOLLM2,
         ("closeness",),
         (
-            "uncompiled", "specache:bits=1,sink_tokens=0", "specache:bits=1,sink_tokens=1", "specache:bits=1",
-            f"specache:{MIDPOINT}", "specache:sink_tokens=0", "specache",
+            "uncompiled",
+            *(f"specache:{which},sink_tokens={n}" for which in ("bits=1", MIDPOINT) for n in (0, 1, 4, 16)),
+            *(f"specache:zero_point=middles,sink_tokens={n}" for n in (0, 4)),
         ),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
