@@ -95,7 +95,7 @@ class Inputs:
         capacity = -(-(setting.context + 1) // 256) * 256
         self.state = allocate(setting.options, shape, setting.batch, capacity, capacity)
         fill(self.state, setting, generator)
-        self.cursor = new_cursor(device)
+        self.cursor = new_cursor(device, setting.batch)
         self.point(setting.context, 1)
 
         def random(heads: int) -> Tensor:
@@ -108,9 +108,9 @@ class Inputs:
         self.scores[:, :, setting.low_bit :] = -1.0
 
     def point(self, length: int, tokens: int) -> None:
-        self.cursor[LENGTH] = length
-        self.cursor[LOW_BIT] = self.setting.options.low_bit_length(length)
-        self.cursor[NEXT_LOW_BIT] = self.setting.options.low_bit_length(length + tokens)
+        self.cursor[:, LENGTH] = length
+        self.cursor[:, LOW_BIT] = self.setting.options.low_bit_length(length)
+        self.cursor[:, NEXT_LOW_BIT] = self.setting.options.low_bit_length(length + tokens)
 
     @property
     def read(self) -> tuple[Any, ...]:

@@ -16,25 +16,30 @@ from .reading.nodes import value_of
 
 
 def cursor_lengths(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """Positions that a decode graph counts from its cache's length count from `cursor[LENGTH]` instead.
+    """Positions that a decode graph counts from its cache's length count from the longest row's in the cursor instead.
 
-        position = arange(1) + s53         position = arange(1) + cursor[0]
+        position = arange(1) + s53         position = arange(1) + cursor[:, 0].amax()
 
     A symbol that grows from step to step would keep the step from being captured; the cursor is a tensor that stays
     where it is. Only a model that is called without `position_ids` has such positions.
     """
     found = 0
-    past = past_of(plan) if plan.phase.one_token else None
+    past = past_of(plan)
     if past is None:
         return graph_module, PassReport("cursor_lengths", {"read": 0})
     for node in list(graph_module.graph.nodes):
         length = counted_from(node, past)
         if length is None:
             continue
+        plan.counts_positions = True
+        if not plan.phase.one_token:
+            continue
         cursor = cursor_input(graph_module, plan)
         with graph_module.graph.inserting_before(node):
-            read = graph_module.graph.call_function(operator.getitem, (cursor, LENGTH))
-        read.meta["example_value"] = plan.cursor[LENGTH]
+            rows = graph_module.graph.call_function(operator.getitem, (cursor, (slice(None), LENGTH)))
+            read = graph_module.graph.call_function(torch.amax, (rows, 0))
+        rows.meta["example_value"] = plan.cursor[:, LENGTH]
+        read.meta["example_value"] = rows.meta["example_value"].amax(0)
         node.replace_input_with(length, read)
         found += 1
     return graph_module, PassReport("cursor_lengths", {"read": found})

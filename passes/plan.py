@@ -69,11 +69,12 @@ class Plan:
     hit_rate: the hit rate is measured.
     recipe: the method's, of each site.
     state: each layer's state tensors by field; as cursor and padding, fakes in the graph's own fake mode.
-    padding: the session's.
+    padding: the session's; None where its stores take none.
     inputs: where each of the graph's inputs comes from.
     held_outputs: output positions that HF's cache will see as held tensors → the site's number, and which part of it.
     lanes: tokens that run side by side.
     one_lane: why a decode that was to be widened runs one lane.
+    counts_positions: positions are counted from the cache's length in the graph.
     guesses: the graph's last output is the guess of the next speculative token [B, 1].
     """
 
@@ -90,6 +91,7 @@ class Plan:
     held_outputs: dict[int, tuple[int, Part]] = field(default_factory=dict)
     lanes: int = 1
     one_lane: str | None = None
+    counts_positions: bool = False
     guesses: bool = False
 
 
@@ -155,7 +157,7 @@ def cursor_input(graph_module: GraphModule, plan: Plan) -> Node:
 
 def padding_input(graph_module: GraphModule, plan: Plan, site: Site) -> Node | None:
     """The placeholder of the session's padding, bool [B, 1, 1, C] (True: the token is there); None: all are."""
-    if site.padding is None:
+    if site.padding is None or plan.padding is None:
         return None
     return add_input(graph_module, plan, "padding", Input("padding"), plan.padding)
 

@@ -12,6 +12,7 @@ from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 if TYPE_CHECKING:
     from .caches.holding import hold
     from .caches.materialize import materialize
+    from .caches.rows import join, lengths, split
     from .caches.saving import load, save
     from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
@@ -29,10 +30,13 @@ __all__ = [
     "bisect",
     "explain",
     "hold",
+    "join",
+    "lengths",
     "load",
     "materialize",
     "release_host_memory",
     "save",
+    "split",
     "stats",
 ]
 
@@ -44,10 +48,13 @@ _PLACES = {
     "bisect": "explaining.bisect:bisect",
     "explain": "explaining.explain:explain",
     "hold": "caches.holding:hold",
+    "join": "caches.rows:join",
+    "lengths": "caches.rows:lengths",
     "load": "caches.saving:load",
     "materialize": "caches.materialize:materialize",
     "release_host_memory": "kernels.memory.host_memory:release_host_memory",
     "save": "caches.saving:save",
+    "split": "caches.rows:split",
     "stats": "runtime.stats:stats",
 }
 

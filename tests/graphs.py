@@ -90,7 +90,7 @@ def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | No
             {f.name: torch.empty(f.shape(options, layer, BATCH, 256), dtype=f.dtype(options, layer)) for f in FIELDS}
             for _ in sites
         ]
-        cursor = torch.empty(4, dtype=torch.int64)
+        cursor = torch.empty(BATCH, 4, dtype=torch.int64)
     inputs = [Input("argument", argument=i) for i in range(len(builder.inputs))]
     recipe = partial(METHODS["specache"].recipe, options)
     return Plan(phase, sites, True, False, False, recipe, state, cursor, None, inputs)

@@ -199,7 +199,7 @@ def print_launches() -> None:
             made.clear()
             lanes = 1 + options.two_lanes
             q, (k, v) = torch.empty(1, 32, lanes, 128).bfloat16(), torch.empty(2, 1, 8, lanes, 128).bfloat16()
-            at, cursor = allocate(options, shape, 1, 8192, 8192), torch.tensor([8000, 7936, 7936, 0])
+            at, cursor = allocate(options, shape, 1, 8192, 8192), torch.tensor([[8000, 7936, 7936, 0]])
             fetch = [at[name] for name in ("wanted", "host", "slots", "slot_index", "fetched")]
             slots = at["slots"], at["slot_index"]
             read = [at[name] for name in StoredTiers._fields], options.layout, 0.1, None

@@ -41,21 +41,31 @@ struct Parts {
 // What follows from a step's cursor and shapes.
 struct Attention {
   const Step& s;
-  const int64_t length, low_bit, candidates, rows, chunks, pairs;
+  const int64_t rows, pairs, most, chunks;  // most: tokens of the fullest low-bit tier
   std::vector<float> query, turned;  // [B·H, rows, d], scaled; the second as the low-bit tier is stored
 
   explicit Attention(const Step& step)
-      : s(step), length(s.cursor[0]), low_bit(s.cursor[1]), candidates(std::min(s.cursor[2], length)),
-        rows(s.group_heads * s.lanes), chunks((low_bit + kChunk - 1) / kChunk), pairs(s.batch * s.heads),
-        query(pairs * rows * s.d) {
+      : s(step), rows(s.group_heads * s.lanes), pairs(s.batch * s.heads), most(fullest(s)),
+        chunks((most + kChunk - 1) / kChunk), query(pairs * rows * s.d) {
     for (size_t i = 0; i < query.size(); ++i) query[i] = static_cast<const T*>(s.q)[i] * s.scale;
     turned = query;
     if (s.rotation)
       for (int64_t row = 0; row < pairs * rows; ++row) rotate(turned.data() + row * s.d, s.d, s.rotation);
   }
 
+  // Lengths are a batch row's own, here by the head; what is no token yet (`cursor.py`) counts as none.
+  const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * 4; }
+  int64_t length(int64_t head) const { return std::max<int64_t>(cursor(head)[0], 0); }
+  int64_t low_bit(int64_t head) const { return cursor(head)[1]; }
+  int64_t candidates(int64_t head) const { return std::min(cursor(head)[2], length(head)); }
+  static int64_t fullest(const Step& s) {
+    int64_t found = 0;
+    for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * 4 + 1]);
+    return found;
+  }
+
   int64_t jobs() const { return pairs * (chunks + 1); }
-  bool worth_threads() const { return (low_bit + s.window) * pairs * rows * s.d > kWorthThreads; }
+  bool worth_threads() const { return (most + s.window) * pairs * rows * s.d > kWorthThreads; }
   float* logits_of(int64_t head) const { return s.logits + head * rows * s.capacity; }
 
   float bias(int64_t head, int64_t row, int64_t token) const {
@@ -83,17 +93,17 @@ struct Attention {
   std::vector<Pair> recent_pairs(int64_t head) const {
     std::vector<Pair> found;
     const T* ring = static_cast<const T*>(s.recent) + head * s.window * 2 * s.d;
-    for (int64_t t = low_bit; t < length; ++t) {
+    for (int64_t t = low_bit(head); t < length(head); ++t) {
       const T* pair = ring + t % s.window * 2 * s.d;
       found.push_back({pair, pair + s.d, t, 0});
     }
     const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
     for (int64_t l = 0; l < s.lanes; ++l) {
       const int64_t at = (head * s.lanes + l) * s.d;
-      found.push_back({k + at, v ? v + at : nullptr, length, l});
+      found.push_back({k + at, v ? v + at : nullptr, length(head), l});
     }
     const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * 2 * s.d;
-    each_sink(head, 0, low_bit, [&](int64_t i, int64_t token) {
+    each_sink(head, 0, low_bit(head), [&](int64_t i, int64_t token) {
       found.push_back({sinks + i * 2 * s.d, sinks + i * 2 * s.d + s.d, token, 0});
     });
     return found;
@@ -105,7 +115,7 @@ struct Attention {
     const T* slots = static_cast<const T*>(s.slots) + head * s.top_k * 2 * s.d;
     const int32_t* index = s.slot_index + head * s.top_k;
     for (int64_t i = 0; i < s.top_k; ++i)
-      if (index[i] >= 0 && index[i] < low_bit)
+      if (index[i] >= 0 && index[i] < low_bit(head))
         found.push_back({slots + i * 2 * s.d, slots + i * 2 * s.d + s.d, index[i], 0});
     return found;
   }
@@ -145,7 +155,7 @@ struct Attention {
   // Logits of one chunk of a head's low-bit tier, into s.logits; none of the sinks.
   template <int bits>
   void chunk_logits(int64_t head, int64_t start) const {
-    const int64_t d = s.d, stop = std::min(low_bit, start + kChunk), width = bits < 16 ? d * bits / 8 : d;
+    const int64_t d = s.d, stop = std::min(low_bit(head), start + kChunk), width = bits < 16 ? d * bits / 8 : d;
     std::vector<float> tile_memory(kAtOnce * d * kLanes), score_memory(kAtOnce * rows * kLanes);
     std::vector<float> scaled(rows * d), base(rows), scales(d), zeros(d);
     std::vector<uint8_t> copy;
@@ -182,7 +192,7 @@ struct Attention {
         for (int64_t m = 0; m < rows; ++m) {
           const int64_t first = t + u * kLanes;
           Floats x = scores[u * rows + m] + base[m];
-          if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * low_bit + first);
+          if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * most + first);
           x = capped(x);
           if (s.bias)
             for (int i = 0; i < kLanes; ++i) x[i] += bias(head, m, first + i);
@@ -240,7 +250,8 @@ struct Attention {
   // Attention over one chunk of the low-bit tier from its logits, without the tokens whose pair is in the slots.
   template <int bits>
   void chunk_mix(int64_t head, int64_t start, Part part) const {
-    const int64_t d = s.d, count = std::min(low_bit, start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
+    const int64_t d = s.d, count = std::min(low_bit(head), start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
+    if (count <= 0) return;  // of a shorter row
     std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes);
     std::vector<uint8_t> hidden(kChunk), copy, levels(kLanes * 2 * width + kLanes);
     const int32_t* index = s.slot_index + head * s.top_k;
@@ -331,7 +342,7 @@ struct Attention {
   // any of them and it is no sink, else -1; from logits[row][token - first].
   void candidate_scores(int64_t head, int64_t lane, const float* logits, int64_t stride, int64_t first, int64_t stop,
                         const float* peaks, const float* shares, float* scores) const {
-    const int64_t count = std::min(stop, candidates) - first;
+    const int64_t count = std::min(stop, candidates(head)) - first;
     if (count <= 0) return;
     std::fill_n(scores, count, 0.0f);
     for (int64_t g = 0; g < s.group_heads; ++g) {

@@ -31,16 +31,18 @@ void score(const Step& step) {
   for (int64_t job = 0; job < a.jobs(); ++job) {
     const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1), start = chunk * kChunk;
     const float* logits = a.logits_of(head) + start;
-    int64_t stride = step.capacity, count = std::min(a.low_bit - start, kChunk);
+    int64_t stride = step.capacity, count = std::min(a.low_bit(head) - start, kChunk);
     if (chunk == a.chunks) {
       for (int64_t m = 0; m < a.rows; ++m)
-        std::fill(a.logits_of(head) + m * stride + a.low_bit, a.logits_of(head) + (m + 1) * stride, kNothing);
+        std::fill(a.logits_of(head) + m * stride + a.low_bit(head), a.logits_of(head) + (m + 1) * stride, kNothing);
       const std::vector<Pair> recent = a.recent_pairs(head);
       count = stride = recent.size();
       exact[head] = a.exact_logits(head, recent, stride);
       logits = exact[head].data();
-    } else {
+    } else if (count > 0) {
       FOR_BITS(step.key_bits, a.chunk_logits<kBits>(head, start))
+    } else {
+      continue;  // of a shorter row
     }
     Part part = parts[job];
     for (int64_t m = 0; m < a.rows; ++m) {
@@ -63,12 +65,13 @@ void score(const Step& step) {
     for (int64_t lane = 0; lane < step.lanes; ++lane) {
       float* scores = a.scores_of(lane, head);
       if (chunk < a.chunks) {
-        const int64_t stop = std::min(a.low_bit, start + kChunk);
+        const int64_t stop = std::min(a.low_bit(head), start + kChunk);
         a.candidate_scores(head, lane, a.logits_of(head) + start, step.capacity, start, stop, peak, share, scores + start);
       } else {
         const int64_t stride = exact[head].size() / a.rows;
-        a.candidate_scores(head, lane, exact[head].data(), stride, a.low_bit, a.length, peak, share, scores + a.low_bit);
-        std::fill(scores + a.candidates, scores + step.capacity, -1.0f);
+        const int64_t low_bit = a.low_bit(head);
+        a.candidate_scores(head, lane, exact[head].data(), stride, low_bit, a.length(head), peak, share, scores + low_bit);
+        std::fill(scores + a.candidates(head), scores + step.capacity, -1.0f);
       }
     }
   }
@@ -103,13 +106,14 @@ void attend(const Attention& a) {
     float* scores = s.scores + head * s.capacity;
     std::fill_n(scores, s.capacity, -1.0f);
     if (!s.top_k) continue;
-    a.candidate_scores(head, lane, a.logits_of(head), s.capacity, 0, a.low_bit, peak, share, scores);
+    const int64_t low_bit = a.low_bit(head);
+    a.candidate_scores(head, lane, a.logits_of(head), s.capacity, 0, low_bit, peak, share, scores);
     const std::vector<Pair> slots = a.slot_pairs(head);
     for (int64_t i = 0; i < in_slots[head]; ++i)
       a.candidate_scores(head, lane, exact[head].data() + i, stride, slots[i].token, slots[i].token + 1, peak, share,
                          scores + slots[i].token);
-    a.candidate_scores(head, lane, exact[head].data() + in_slots[head], stride, a.low_bit, a.length, peak, share,
-                       scores + a.low_bit);
+    a.candidate_scores(head, lane, exact[head].data() + in_slots[head], stride, low_bit, a.length(head), peak, share,
+                       scores + low_bit);
   }
 }
 

@@ -66,7 +66,7 @@ def step_of(
     for name, tensor in tensors.items():
         setattr(step, name, tensor.data_ptr())
     if mask is not None:
-        bias = grouped_bias(mask, codes.shape[1], int(cursor[LENGTH]) + 1)
+        bias = grouped_bias(mask, codes.shape[1], int(cursor[:, LENGTH].max()) + 1)
         strides = bias.expand(step.batch, step.heads, step.group_heads, step.lanes, -1).stride()
         step.bias, step.bias_strides[:STRIDES] = bias.data_ptr(), strides
         step.held.append(bias)
@@ -76,7 +76,7 @@ def step_of(
         step.held.append(sinks)
     if center.shape[2]:
         query = q.float().unflatten(1, (codes.shape[1], -1)) * scale
-        shares = center_shares(query, key_params, center, codes.shape[2], int(cursor[LOW_BIT]))
+        shares = center_shares(query, key_params, center, codes.shape[2], int(cursor[:, LOW_BIT].max()))
         if shares is not None:
             step.shares = shares.data_ptr()
             step.held.append(shares)

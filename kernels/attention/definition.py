@@ -16,8 +16,9 @@ from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.codes.params import read_scale
 from specache_compile.kernels.codes.quantize import dequantize_keys, dequantize_values
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
+from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import share_of_center
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
@@ -242,7 +243,7 @@ def query_of(
     q: Tensor, k: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, scale: float,
     softcap: float | None,
 ) -> Query:  # fmt: skip
-    length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    length, low_bit, next_low_bit = (max(0, int(cursor[0, i])) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
     heads = k.shape[1]
     return Query(
         q.float().unflatten(1, (heads, -1)) * scale,
@@ -337,6 +338,7 @@ def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
     scores[..., : at.candidates].masked_fill_(hidden_by(sinks_of(tiers), at.candidates).unsqueeze(2), -1.0)
 
 
+@by_rows(0, 0)
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -377,6 +379,7 @@ def decode_attention(
     return done.output(q.dtype), scores
 
 
+@by_rows(0, 0, 1)
 def score_low_bit(
     q: Tensor,
     k: Tensor,
@@ -414,6 +417,7 @@ def score_low_bit(
     return logits, base, scores
 
 
+@by_rows(0)
 def attend_scored(
     q: Tensor,
     k: Tensor,
@@ -441,6 +445,7 @@ def attend_scored(
     return done.output(q.dtype)
 
 
+@by_rows(0)
 def extend_attention(
     q: Tensor,
     k: Tensor,
@@ -459,7 +464,11 @@ def extend_attention(
     codes (uint8). Returns [B, Hq, T, d] in q's dtype. A running softmax keeps one block of logits at a time.
     """
     wait_for_offloads(cursor)
-    length = int(cursor[LENGTH])
+    length = length_of(cursor)
+    if length < 0:  # a prompt whose padding fills whole chunks
+        there, begun = (x[:, :, -length:] for x in (q, k, v)), cursor.clamp_min(0)
+        out = extend_attention(*there, mask, sinks, begun, host, scale, softcap)
+        return torch.nn.functional.pad(out, (0, 0, -length, 0))
     heads, tokens = k.shape[1], k.shape[2]
     query = q.float().unflatten(1, (heads, -1)) * scale
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)

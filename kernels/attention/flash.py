@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
+from specache_compile.kernels.state.by_rows import by_rows
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, length_of
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -120,15 +121,16 @@ class Rows:
         return None if sinks is None else sinks.float().repeat_interleave(self.tokens).view(self.heads, -1)
 
 
+@by_rows(0)
 def extend_attention_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """`attention.extend_attention`, by torch's flash kernel; the same arguments and results."""
-    if softcap is not None or q.dtype not in DTYPES or q.dtype != k.dtype:
+    length, width = length_of(cursor), q.shape[-1]
+    if softcap is not None or q.dtype not in DTYPES or q.dtype != k.dtype or length < 0:
         return extend_attention(q, k, v, mask, sinks, cursor, host, scale, softcap)
     wait_for_offloads(cursor)
-    length, width = int(cursor[LENGTH]), q.shape[-1]
     rows = Rows(q, k.shape[1], mask, length + q.shape[2])
     parts = [flash(rows.q, k, v, rows.new_columns(length, rows.tokens), scale)]
     block = BLOCK if mask is None or mask.shape[2] == 1 else MASKED_BLOCK
@@ -139,12 +141,13 @@ def extend_attention_fused(
     return rows.back(merged(parts, rows.sinks(sinks)), q.dtype)
 
 
+@by_rows(0)
 def attend_exact_rows(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
     scale: float,
 ) -> Tensor:  # fmt: skip
     """A decode's attention over a low-bit tier of 16 bits whose pairs are rows' halves, and which has no slots."""
-    length, low_bit, width = int(cursor[LENGTH]), int(cursor[LOW_BIT]), q.shape[-1]
+    length, low_bit, width = max(0, int(cursor[0, LENGTH])), int(cursor[0, LOW_BIT]), q.shape[-1]
     rows = Rows(q, k.shape[1], mask, length + 1)
     kept = tiers.codes[:, :, :low_bit]
     window = keys_and_values(ring_tokens(tiers.recent, low_bit, length), width)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
+from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
@@ -13,6 +14,7 @@ from specache_compile.kernels.state.stored_pairs import channels_of, decoded, ke
 from .definition import grouped_bias, hidden_by, product, softmax_denominator
 
 
+@by_rows()
 def measure(
     q: Tensor,
     k: Tensor,
@@ -31,7 +33,7 @@ def measure(
     The true attention is computed from the whole host tier: costly, only for those who ask. "Covered" is slots, sinks,
     recent and the new pair; top-k is over the low-bit tier's tokens but the sinks. Shapes as in `decode_attention`.
     """
-    length, low_bit = int(cursor[LENGTH]), int(cursor[LOW_BIT])
+    length, low_bit = (max(0, int(cursor[0, i])) for i in (LENGTH, LOW_BIT))
     wait_for_offloads(cursor)
     heads = k.shape[1]
     query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale

@@ -31,7 +31,7 @@ from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import share_of_center
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, CURSOR_ROW
 from specache_compile.kernels.state.triton_rotate import hadamard, rotated
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
@@ -158,7 +158,7 @@ def attend_exact(
 @triton.jit(do_not_specialize=[*MASK_STRIDES, "exact", "splits", "first"])
 def attend_tiers(
     # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
-    # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [4].
+    # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [B, 4].
     q, turned, k, v, mask, cursor,
     # The low-bit tier: codes [B, H, C, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., 2·d] of q's
     # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv] (or [B, H, C, 1, 1]): scale, then zero, in
@@ -200,6 +200,7 @@ def attend_tiers(
     """
     bh, split = tl.program_id(0).to(tl.int64), first + tl.program_id(1)
     batch, head = bh // heads, bh % heads
+    cursor += batch * CURSOR_ROW
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
     row = tl.arange(0, ROWS)
     real = row < queries * lanes
@@ -294,7 +295,7 @@ def merge_splits(
 @triton.jit(do_not_specialize=list(MASK_STRIDES))
 def score_tokens(
     # logits [B, Hq, stored, C] and base [B, Hq, stored, C/16] as attend_tiers left them, lse [B, Hq, stored] float32;
-    # mask [B, Hq, lanes, > n]; cursor int64 [4]; sink_index [B, 1, s] int32.
+    # mask [B, Hq, lanes, > n]; cursor int64 [B, 4]; sink_index [B, 1, s] int32.
     logits, base, lse, mask, cursor, sink_index,
     # Written: scores [stored, B, H, C] float32; -1: no candidate.
     scores,
@@ -312,6 +313,7 @@ def score_tokens(
     exponential.
     """
     bh, keeps = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    cursor += (bh // heads) * CURSOR_ROW
     based = tl.program_id(1).to(tl.int64) * (BLOCK // TOKENS) + tl.arange(0, BLOCK // TOKENS)[:, None]
     tokens = based * TOKENS + tl.arange(0, TOKENS)[None, :]
     candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), tl.load(cursor + AT_LENGTH))

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import length_of
+from specache_compile.kernels.state.cursor import lengths_of, runs_of
+from specache_compile.kernels.state.segments import of_rows
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .triton_decode import MASK_STRIDES, mask_form
@@ -106,11 +107,28 @@ def extend_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, host: Tensor,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """As `attention.extend_attention`. Takes the length from what the host knows of the cursor: an extend is no part of
-    a captured step."""
+    """As `attention.extend_attention`, one run of rows of one length after the other. Takes the lengths from what the
+    host knows of the cursor: an extend is no part of a captured step."""
+    lengths, settings = runs_of(lengths_of(cursor)), (scale, softcap)
+    if len(lengths) == 1 and lengths[0][1] >= 0:
+        return extend_rows(q, k, v, mask, sinks, lengths[0][1], host, *settings)
+    out = torch.zeros_like(q)  # and stays so where there is no token
+    for rows, length in lengths:
+        begin, (queries, keys, values) = max(0, -length), (x[rows, :, max(0, -length) :] for x in (q, k, v))
+        if queries.shape[2]:
+            there = mask[rows] if mask is not None and mask.shape[0] > 1 else mask
+            given = (queries, keys, values, there, sinks, max(0, length), of_rows(host, rows))
+            out[rows, :, begin:] = extend_rows(*given, *settings)
+    return out
+
+
+def extend_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, length: int, host: Tensor,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """`extend_attention` of rows with `length` cached tokens each."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, count, d = q.shape
-    length = length_of(cursor)
     if mask is not None and mask.shape[-1] < length + count:
         raise ValueError(
             f"the attention mask covers {mask.shape[-1]} tokens, but the cache and the new ones are {length + count}"

@@ -29,7 +29,8 @@ FLAGS = (
 DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
-# shares: `center.share_of_center` of the low-bit tier.
+# cursor: [B, 4].
+# shares: `center.share_of_center` of the fullest row's low-bit tier.
 # scores: of all lanes, or the last one's.
 # row_width: elements of a token's codes.
 # param_bits: of a scale, 8 or T's (`params.py`).
@@ -103,9 +104,9 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
     return compiled(("movement/cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
         "refill": [*[pointer] * 4, *[number] * 5, pointer],
-        "correct": [*[pointer] * 4, *[number] * 7, pointer, pointer],
-        "write_pairs": [*[pointer] * 3, *[number] * 6],
-        "round_pairs": [*[pointer] * 3, *[number] * 6],
+        "correct": [*[pointer] * 5, *[number] * 7, pointer, pointer],
+        "write_pairs": [*[pointer] * 4, *[number] * 6],
+        "round_pairs": [*[pointer] * 4, *[number] * 6],
     }, dtype)  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The copy queue: offloads and prefetches of one session, first in first out, on a worker thread.
 
-The ops find their queue by the number that the session writes into `cursor[QUEUE]`; number 0 means no queue,
+The ops find their queue by the number that the session writes into `cursor[:, QUEUE]`; number 0 means no queue,
 and the copy is done before the op returns. A job reads and writes state tensors only, or memory it owns.
 """
 
@@ -157,7 +157,7 @@ def run_job(job: Callable[[], object]) -> None:
 
 def queue_of(cursor: Tensor) -> CopyQueue | None:
     """The queue that `cursor` names, or None where copies are to be done at once."""
-    number = int(cursor[QUEUE])
+    number = int(cursor[0, QUEUE])
     return _queues[number] if number else None
 
 

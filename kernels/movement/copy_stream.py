@@ -29,8 +29,8 @@ from torch import Tensor
 
 from specache_compile.kernels.attention import measure as hit_rate
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.cursor import length_of
-from specache_compile.kernels.state.segments import aligned, put, runs, span_of, tokens_of
+from specache_compile.kernels.state.cursor import lengths_of, runs_of
+from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
 from . import deferred
@@ -234,13 +234,16 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
     """As `tiers.offload`: a few pairs are written through at once, many go through staging on the copy stream."""
     from .triton_copy import write_through
 
-    if not host.is_pinned():
-        start = length_of(cursor)
-        put(host, start, stored(torch.stack([k, v], dim=3).to(host.device), host))
-    elif k.shape[2] <= WRITE_THROUGH:
+    pinned = host.is_pinned()
+    if pinned and k.shape[2] <= WRITE_THROUGH:
         write_through(k, v, cursor, host)
-    else:
-        staging_of(k.device).send(k, v, length_of(cursor), host)
+        return
+    for rows, length in runs_of(lengths_of(cursor)):
+        start, (keys, values) = max(0, length), (x[rows, :, max(0, -length) :] for x in (k, v))
+        if pinned:
+            staging_of(k.device).send(keys, values, start, of_rows(host, rows))
+        else:
+            put(of_rows(host, rows), start, stored(torch.stack([keys, values], dim=3).to(host.device), host))
 
 
 def host_blocks(host: Tensor, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:

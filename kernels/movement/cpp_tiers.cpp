@@ -146,35 +146,41 @@ extern "C" void refill(const int32_t* wanted, char* host, char* slots, int32_t* 
   *fetched += refill_heads(wanted, {host, heads, span, pair, channels}, 0, heads, slots, slot_index, k);
 }
 
-// Lane 0's own choice among the first `n` tokens: scores [lanes, heads, stride] → chosen [heads, k], what the slots hold
-// then.
-extern "C" void correct(const float* scores, char* host, char* slots, int32_t* slot_index, int64_t heads,
-                        int64_t stride, int64_t span, int64_t n, int64_t k, int64_t pair, int64_t channels,
-                        int32_t* chosen, int64_t* corrected) {
-  select_topk(scores, heads, stride, n, k, chosen);
+// Lane 0's own choice in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, 4] → chosen
+// [rows * heads, k], what the slots hold then.
+extern "C" void correct(const float* scores, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
+                        int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t k, int64_t pair,
+                        int64_t channels, int32_t* chosen, int64_t* corrected) {
+  for (int64_t row = 0; row < rows; ++row)
+    select_topk(scores + row * heads * stride, heads, stride, cursor[row * 4 + 1], k, chosen + row * heads * k);
+  heads *= rows;
   *corrected += refill_heads(chosen, {host, heads, span, pair, channels}, 0, heads, slots, slot_index, k);
 }
 
-// The pairs of `count` new tokens, keys and values [heads, count] of `half` bytes each, become the pairs first, first + 1,
-// ... of target, a tier of `places` tokens a head; token t lies at t mod places.
-extern "C" void write_pairs(const char* keys, const char* values, char* target, int64_t heads, int64_t count,
-                            int64_t places, int64_t span, int64_t first, int64_t half) {
-  const Tier tier = {target, heads, span, 2 * half};
-  for (int64_t head = 0; head < heads; ++head)
+// The pairs of `count` new tokens, keys and values [rows * heads, count] of `half` bytes each, become the pairs from its
+// row's length on, cursor [rows, 4], of target, a tier of `places` tokens a head; token t lies at t mod places.
+extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t rows,
+                            int64_t heads, int64_t count, int64_t places, int64_t span, int64_t half) {
+  const Tier tier = {target, rows * heads, span, 2 * half};
+  for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
-      char* pair = tier.at(head, (first + t) % places);
+      const int64_t token = cursor[head / heads * 4] + t;
+      if (token < 0) continue;  // no token (`cursor.py`)
+      char* pair = tier.at(head, token % places);
       std::memcpy(pair, keys + (head * count + t) * half, half);
       std::memcpy(pair + half, values + (head * count + t) * half, half);
     }
 }
 
-// The same into a host tier that is rounded: keys and values [heads, count] of d channels.
-extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, char* target, int64_t heads, int64_t count,
-                            int64_t span, int64_t first, int64_t d, int64_t width) {
-  const Tier tier = {target, heads, span, 2 * width, d};
-  for (int64_t head = 0; head < heads; ++head)
+// The same into a host tier that is rounded: keys and values [rows * heads, count] of d channels.
+extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, const int64_t* cursor, char* target, int64_t rows,
+                            int64_t heads, int64_t count, int64_t span, int64_t d, int64_t width) {
+  const Tier tier = {target, rows * heads, span, 2 * width, d};
+  for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
-      char* pair = tier.at(head, first + t);
+      const int64_t token = cursor[head / heads * 4] + t;
+      if (token < 0) continue;
+      char* pair = tier.at(head, token);
       round_to(keys + (head * count + t) * d, d, width, pair);
       round_to(values + (head * count + t) * d, d, width, pair + width);
     }

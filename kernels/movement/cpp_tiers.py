@@ -6,6 +6,7 @@ begun with it, and a worker would take the core that the copy is to hide behind:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
+from specache_compile.kernels.state.by_rows import rows_of
 from specache_compile.kernels.state.segments import places_of, span_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED
 
@@ -24,6 +25,8 @@ from .copy_queue import queue_of
 
 # New tokens whose pairs are written at once; more are the worker's.
 WRITE_THROUGH = 16
+# The operands of `append`.
+APPENDED = tuple(inspect.signature(tiers.append).parameters)
 
 
 def library_of(*arguments: Any) -> CDLL:
@@ -85,10 +88,10 @@ def correct_fused(
 ) -> Tensor:  # fmt: skip
     """`tiers.correct`, in C++; the same arguments and results."""
     chosen = torch.empty_like(slot_index)
-    scores, low_bit = scores.contiguous(), int(cursor[LOW_BIT])
-    stored, library = (pair_bytes(host), channels_of(slots, host)), library_for(slots, host)
-    sizes = (slots.shape[0] * slots.shape[1], scores.shape[-1], span_of(host), low_bit, slots.shape[2], *stored)
-    places = [address(tensor) for tensor in (scores, host, slots, slot_index)]
+    scores, library = scores.contiguous(), library_for(slots, host)
+    stored = (pair_bytes(host), channels_of(slots, host))
+    sizes = (*slots.shape[:2], scores.shape[-1], span_of(host), slots.shape[2], *stored)
+    places = [address(tensor) for tensor in (scores, cursor, host, slots, slot_index)]
 
     def job() -> None:
         library.correct(*places, *sizes, address(chosen), address(corrected))
@@ -108,7 +111,7 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
         tiers.offload(k, v, padding, cursor, host)
         return
     write = round_pairs if host.dtype == ROUNDED else write_pairs
-    job = write(k, v, host, int(cursor[LENGTH]))
+    job = write(k, v, cursor, host)
     queue = queue_of(cursor)
     if queue is None:
         job()
@@ -119,35 +122,39 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
 def append_fused(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, *low_bit_tier: Any,
 ) -> None:  # fmt: skip
-    """`tiers.append`; in C++ where nothing leaves the window. The same arguments and results."""
-    length, low_bit, next_low_bit, _ = cursor.tolist()
-    if next_low_bit > low_bit or not k.dtype == v.dtype == recent.dtype:
+    """`tiers.append`; in C++ for rows where nothing leaves the window. The same arguments and results."""
+    leaves = [next_low_bit > low_bit for _, low_bit, next_low_bit, _ in cursor.tolist()]
+    one_token = k.shape[2] == 1  # which has a place in the ring beside all that leaves
+    if all(leaves) or (any(leaves) and not one_token) or not k.dtype == v.dtype == recent.dtype:
         tiers.append(k, v, padding, cursor, recent, *low_bit_tier)
-    else:
-        write_pairs(k, v, recent, length)()
+        return
+    for number in (number for number, leaving in enumerate(leaves) if leaving):
+        row = slice(number, number + 1)
+        given = zip(APPENDED, (k, v, padding, cursor, recent, *low_bit_tier), strict=False)
+        tiers.append(*(rows_of(name, value, row) for name, value in given))
+    write_pairs(k, v, cursor, recent)()
 
 
-def write_pairs(k: Tensor, v: Tensor, target: Tensor, first: int) -> Callable[[], None]:
-    """A job that puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from `first` on: token t at t mod the
-    target's places."""
+def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor) -> Callable[[], None]:
+    """A job that puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from each row's length on: token t at
+    t mod the target's places."""
     k, v = k.contiguous(), v.contiguous()
-    heads, count, half = k.shape[0] * k.shape[1], k.shape[2], k.shape[3] * k.element_size()
-    places, span, library = places_of(target), span_of(target), tiers_library()
+    rows, heads, count, half = *k.shape[:3], k.shape[3] * k.element_size()
+    sizes, library = (rows, heads, count, places_of(target), span_of(target), half), tiers_library()
 
     def job() -> None:
-        library.write_pairs(address(k), address(v), address(target), heads, count, places, span, first, half)
+        library.write_pairs(address(k), address(v), address(cursor), address(target), *sizes)
 
     return job
 
 
-def round_pairs(k: Tensor, v: Tensor, host: Tensor, first: int) -> Callable[[], None]:
+def round_pairs(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> Callable[[], None]:
     """A job that does so with a host tier that is rounded."""
     k, v = k.contiguous(), v.contiguous()
-    heads, count, d = k.shape[0] * k.shape[1], k.shape[2], k.shape[3]
-    span, library = span_of(host), library_for(k, host)
+    sizes, library = (*k.shape[:3], span_of(host), k.shape[3], host.shape[-1]), library_for(k, host)
 
     def job() -> None:
-        library.round_pairs(address(k), address(v), address(host), heads, count, span, first, d, host.shape[-1])
+        library.round_pairs(address(k), address(v), address(cursor), address(host), *sizes)
 
     return job
 

@@ -10,8 +10,9 @@ from specache_compile.kernels.codes.cpp_trellis import encoder
 from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
+from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, set_center
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT
+from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
@@ -21,6 +22,7 @@ from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
 from .copy_queue import queue_of
 
 
+@by_rows()
 def append(
     k: Tensor,
     v: Tensor,
@@ -49,8 +51,9 @@ def append(
     are the halves of rows, key_params has 2·d channels, and value_params none.
     """
     layout = Layout(key_bits, value_bits, rotate)
-    length, low_bit, next_low_bit = (int(cursor[i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
-    new = torch.stack([k, v], dim=3)
+    length, low_bit, next_low_bit = (int(cursor[0, i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
+    new = torch.stack([k, v], dim=3)[:, :, max(0, -length) :]
+    length = max(0, length)
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
         leaving = window[:, :, : next_low_bit - low_bit]
@@ -112,13 +115,15 @@ def store_low_bit(
         )
 
 
+@by_rows()
 def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: Tensor) -> None:
-    """Send the new pairs k, v [B, H, T, d] to the host tier, padding too; the copy may end after the op."""
-    start = int(cursor[LENGTH])
-    pairs = torch.stack([k, v], dim=3)  # the job's own memory: k and v may be reused before it runs
+    """Send the new pairs k, v [B, H, T, d] to the host tier, those too that `padding` hides; the copy may end later."""
+    start = length_of(cursor)
+    # The job's own memory: k and v may be reused before it runs.
+    pairs = torch.stack([k, v], dim=3)[:, :, max(0, -start) :]
 
     def job() -> None:
-        put(host, start, stored(pairs, host))
+        put(host, max(0, start), stored(pairs, host))
 
     queue = queue_of(cursor)
     if queue is None:
@@ -153,6 +158,7 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
         queue.submit_prefetch(slots, job)
 
 
+@by_rows(0)
 def correct(
     scores: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor,
     corrected: Tensor,
@@ -164,7 +170,7 @@ def correct(
     GPU their pairs may come later, but before `attend_scored` reads them. Mutates slots [B, H, k, 2, d], slot_index
     [B, H, k], and corrected int64 [1], the bytes that travelled.
     """
-    chosen, low_bit = torch.empty_like(slot_index), int(cursor[LOW_BIT])
+    chosen, low_bit = torch.empty_like(slot_index), int(cursor[0, LOW_BIT])
 
     def job() -> None:
         select_topk(scores[0, :, :, :low_bit], chosen)

@@ -25,7 +25,7 @@ from specache_compile.kernels.codes.triton_levels import (
 from specache_compile.kernels.codes.triton_trellis import encode_values
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.triton_center import load_group_center, set_center
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, CURSOR_ROW
 from specache_compile.kernels.state.triton_pairs import load_pairs
 from specache_compile.kernels.state.triton_rotate import hadamard
 from specache_compile.kernels.state.triton_sinks import keep_sinks, sinks_among
@@ -40,7 +40,7 @@ SCRATCH = 32 << 20
 
 @triton.jit(do_not_specialize=["heads", "done"])
 def rotate_groups(
-    # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
+    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
     # are not centered; sink_index [B, 1, S] int32; written: turned [B, H, room, 2, d], a ring, and
     # sink_pairs [B, H, S, 2, d].
     k, v, cursor, recent, center, sink_index, turned, sink_pairs,
@@ -57,6 +57,7 @@ def rotate_groups(
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
     """
     bh = tl.program_id(0).to(tl.int64)
+    cursor += (bh // heads) * CURSOR_ROW
     length = tl.load(cursor + AT_LENGTH)
     start = tl.load(cursor + AT_LOW_BIT) + done + tl.program_id(1) * BLOCK
     if start >= tl.load(cursor + AT_NEXT_LOW_BIT):
@@ -90,7 +91,7 @@ def rotate_groups(
 
 @triton.jit(do_not_specialize=["heads", "done"])
 def quantize_groups(
-    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor int64 [4]; recent [B, H, W, 2, d], or what
+    # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, 4]; recent [B, H, W, 2, d], or what
     # `rotate_groups` made of all three; sink_index [B, 1, S] int32.
     k, v, padding, cursor, recent, sink_index,
     # Written: codes [B, H, C, w] uint8, a token's keys, then its values; key_params [B, H, C/g, 2, d], value_params
@@ -113,6 +114,7 @@ def quantize_groups(
     again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
     """
     bh = tl.program_id(0).to(tl.int64)
+    cursor += (bh // heads) * CURSOR_ROW
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
     start = low_bit + done + tl.program_id(1) * group
     if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
@@ -209,7 +211,7 @@ def quantize_groups(
 
 @triton.jit(do_not_specialize=["heads"])
 def copy_groups(
-    # k and v [B, H, T, d]; cursor int64 [4]; recent [B, H, W, 2, d]; written: codes [B, H, C, 2·d] of recent's dtype.
+    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; written: codes [B, H, C, 2·d] of recent's dtype.
     k, v, cursor, recent, codes,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
     # H, C in tokens.
@@ -221,6 +223,7 @@ def copy_groups(
     CHANNELS: d, padded. Bytes: 4·g·d read, 4·g·d written. No FLOPs.
     """
     bh = tl.program_id(0).to(tl.int64)
+    cursor += (bh // heads) * CURSOR_ROW
     length = tl.load(cursor + AT_LENGTH)
     start = tl.load(cursor + AT_LOW_BIT) + tl.program_id(1) * group
     if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
@@ -244,7 +247,7 @@ def copy_groups(
 
 @triton.jit(do_not_specialize=["heads", "count"])
 def write_recent(
-    # k and v [B, H, T, d]; cursor int64 [4]; written: recent [B, H, W, 2, d].
+    # k and v [B, H, T, d]; cursor [B, 4]; written: recent [B, H, W, 2, d].
     k, v, cursor, recent,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
     # H, T new tokens.
@@ -256,6 +259,7 @@ def write_recent(
     CHANNELS: d, padded. Bytes: 4·d a token read, 4·d written. No FLOPs.
     """
     bh = tl.program_id(0).to(tl.int64)
+    cursor += (bh // heads) * CURSOR_ROW
     length = tl.load(cursor + AT_LENGTH)
     first = tl.maximum(length, tl.load(cursor + AT_NEXT_LOW_BIT))
     tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]

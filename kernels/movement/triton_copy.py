@@ -16,7 +16,7 @@ from torch import Tensor
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
 from specache_compile.kernels.state.segments import span_of
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, CURSOR_ROW
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
 # Slots that are compared with all wanted tokens at once.
@@ -108,7 +108,7 @@ def rounded(x):
 
 @triton.jit(do_not_specialize=["count"])
 def write_host(
-    # k and v [B, H, T, d]; cursor int64 [4]; written: host, a tier (`segments.py`), pinned, contiguous.
+    # k and v [B, H, T, d]; cursor int64 [B, 4]; written: host, a tier (`segments.py`), pinned, contiguous.
     k, v, cursor, host,
     # k_batch, k_head, k_token: strides of k [B, H, T, d], in elements, the channels side by side; v_*: of v, the same.
     k_batch, k_head, k_token, v_batch, v_head, v_token,
@@ -124,11 +124,12 @@ def write_host(
     bh = tl.program_id(0).to(tl.int64)
     new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, CHANNELS)
-    inside = (new < count)[:, None] & (channel < d)[None, :]
     batch, head = bh // heads, bh % heads
+    token = tl.load(cursor + batch * CURSOR_ROW + AT_LENGTH) + new
+    real = (new < count) & (token >= 0)
+    inside = real[:, None] & (channel < d)[None, :]
     key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside, 0.0)
     value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside, 0.0)
-    token = tl.load(cursor + AT_LENGTH) + new
     run = ((token // span) * rows * heads + bh) * span + token % span
     place = host + run[:, None] * (2 * width) + channel[None, :]
     if ROUNDED:
@@ -136,8 +137,8 @@ def write_host(
         scales = row.to(tl.pointer_type(tl.float32), bitcast=True) + width // 4 - 1
         key, key_scale = rounded(key)
         value, value_scale = rounded(value)
-        tl.store(scales, key_scale, new < count)
-        tl.store(scales + width // 4, value_scale, new < count)
+        tl.store(scales, key_scale, real)
+        tl.store(scales + width // 4, value_scale, real)
     tl.store(place, key, inside)
     tl.store(place + width, value, inside)
 

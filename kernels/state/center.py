@@ -71,7 +71,8 @@ def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Te
     """
     beta, gamma, theta = (center[:, :, row, None] for row in (BETA, GAMMA, THETA))
     start = torch.arange(first * group, stop * group, group, dtype=torch.float32, device=center.device)[:, None] * theta
-    place = torch.arange(group, dtype=torch.float32, device=center.device)[:, None] * theta[0, 0]
+    # Of rows that have a center yet; the others' share is 0, whatever the angles.
+    place = torch.arange(group, dtype=torch.float32, device=center.device)[:, None] * theta.amax((0, 1))
     cos, sin = start.cos(), start.sin()
     groups = torch.cat([cos * beta + sin * gamma, cos * gamma - sin * beta], -1)
     return groups, torch.cat([place.cos(), place.sin()], -1)

@@ -27,6 +27,11 @@ def is_segmented(pairs: Tensor) -> bool:
     return pairs.dim() == 6
 
 
+def of_rows(pairs: Tensor, rows: slice) -> Tensor:
+    """Those batch rows of a tier, as a view."""
+    return pairs[:, rows] if is_segmented(pairs) else pairs[rows]
+
+
 def span_of(pairs: Tensor) -> int:
     """How many tokens of a head are contiguous: token t of head bh is at ((t // span)·B·H + bh)·span + t % span."""
     return pairs.shape[-3]

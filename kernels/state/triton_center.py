@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .center import BETA, GAMMA, MEAN_OF, PARTNER, ROWS, THETA
-from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
+from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, CURSOR_ROW
 from .triton_pairs import load_pairs
 
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
@@ -28,7 +28,7 @@ UNIT = tl.constexpr(1 / 16)
 
 @triton.jit(do_not_specialize=["heads"])
 def find_center(
-    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; frequencies [turning]; cursor int64 [4]; recent
+    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; frequencies [turning]; cursor int64 [B, 4]; recent
     # [B, H, W, 2, d]; written: center float32 [B, H, 4, d].
     k, padding, frequencies, cursor, recent, center,
     k_batch, k_head, k_token, p_batch, heads,
@@ -41,6 +41,7 @@ def find_center(
     the cache the second time. FLOPs: some 60·d each, for sine and cosine.
     """
     bh = tl.program_id(0).to(tl.int64)
+    cursor += (bh // heads) * CURSOR_ROW
     length, stop = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_NEXT_LOW_BIT)
     if (tl.load(cursor + AT_LOW_BIT) > 0) | (stop == 0):
         return
@@ -97,22 +98,28 @@ def load_group_center(center, bh, start, channel, inside, d: tl.constexpr):
     return cos * beta + sin * gamma, cos * gamma - sin * beta, theta
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "batch", "heads"])
 def write_angles(
-    # center float32 [B, H, 4, d]; cursor int64 [4]; written: angles float32 [g + C/g, 2, d].
+    # center float32 [B, H, 4, d]; cursor int64 [B, 4]; written: angles float32 [g + C/g, 2, d].
     center, cursor, angles,
-    # g + C/g.
-    rows,
+    # g + C/g, B, H.
+    rows, batch, heads,
     d: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK rows, the cosine of each channel's angle and then its sine: of the places in a group, and of
-    the first tokens of those in the low-bit tier.
+    the first tokens of those in the fullest low-bit tier, of which all others are a part.
 
     CHANNELS: d, padded. Bytes a row: 8·d written. FLOPs: some 60·d.
     """
     row, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
     token = tl.where(row < group, row, (row - group) * group)
-    known = (row < rows) & ((row < group) | (token < tl.load(cursor + AT_LOW_BIT)))
+    low_bit, fullest = tl.load(cursor + AT_LOW_BIT), 0  # a row that has none yet has no θ either
+    for other in range(1, batch):
+        held = tl.load(cursor + other * CURSOR_ROW + AT_LOW_BIT)
+        fullest = tl.where(held > low_bit, other, fullest)
+        low_bit = tl.maximum(low_bit, held)
+    center += fullest * heads * CENTER_ROWS * d
+    known = (row < rows) & ((row < group) | (token < low_bit))
     there = known[:, None] & (channel < d)[None, :]
     angle = token.to(tl.float32)[:, None] * tl.load(center + AT_THETA * d + channel, channel < d, 0.0)[None, :]
     at = angles + row[:, None] * (2 * d) + channel[None, :]
@@ -148,7 +155,7 @@ def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
 
 @triton.jit
 def add_shares(
-    # q [B, Hq, lanes, d]; center float32 [B, H, 4, d]; angles as `write_angles` leaves them; cursor int64 [4].
+    # q [B, Hq, lanes, d]; center float32 [B, H, 4, d]; angles as `write_angles` leaves them; cursor int64 [B, 4].
     q, center, angles, cursor,
     # Written: shares float32 [B, Hq, lanes, C].
     shares,
@@ -164,7 +171,7 @@ def add_shares(
     cache; written: 4·G·lanes a token. FLOPs: 4·G·lanes·d a token, in 16 bits three times as many.
     """
     bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
-    low_bit = tl.load(cursor + AT_LOW_BIT)
+    low_bit = tl.load(cursor + (bh // heads) * CURSOR_ROW + AT_LOW_BIT)
     if first * group >= low_bit:
         return
     batch, head = bh // heads, bh % heads
@@ -213,7 +220,8 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     shares, angles = new((batch, query_heads, lanes, capacity)), new((group + capacity // group, 2, d))
     write_angles[(triton.cdiv(angles.shape[0], ANGLE_BLOCK),)](
-        center, cursor, angles, rows=angles.shape[0], d=d, group=group, CHANNELS=triton.next_power_of_2(d),
+        center, cursor, angles, rows=angles.shape[0], batch=batch, heads=heads, d=d, group=group,
+        CHANNELS=triton.next_power_of_2(d),
         BLOCK=ANGLE_BLOCK, num_warps=4,
     )  # fmt: skip
     rows = triton.next_power_of_2(query_heads // heads * lanes)

@@ -38,6 +38,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import OptionError, SpecacheError, split_session
 from specache_compile.kernels.state import segments
+from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.methods import GONE, every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.options import MethodOptions, differences, own_options
@@ -114,7 +115,9 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
             "batch": tiers.batch,
             "length": progress.length,
             "capacity": tiers.capacity,
-            "slots_ready": progress.slots_ready,
+            "lengths": progress.lengths,
+            "ready": progress.ready,
+            "joined": progress.joined,
             "padded": progress.padded,
         },
         "shapes": [described_shape(shape) for shape in session.layers],
@@ -176,11 +179,13 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     session = Session(asked, shapes, numbers["batch"], numbers["length"])
     tiers, progress = session.tiers, session.progress
     tiers.options, tiers.pending = options, pending
-    progress.length, progress.slots_ready, progress.padded = (
-        numbers[name] for name in ("length", "slots_ready", "padded")
-    )
-    tiers.capacity, tiers.room = numbers["capacity"], room(progress.length)
-    tiers.check_host_memory(progress.length)
+    batch, progress.length, progress.padded = (numbers[name] for name in ("batch", "length", "padded"))
+    # Of a session that was saved before rows had lengths of their own.
+    progress.lengths = tuple(numbers.get("lengths", [progress.length] * batch))
+    progress.ready = tuple(numbers.get("ready", [numbers.get("slots_ready", False)] * batch))
+    progress.joined = numbers.get("joined", False)
+    tiers.capacity, tiers.room = numbers["capacity"], room(progress.longest)
+    tiers.check_host_memory(progress.longest)
     tiers.allocated = (tiers.capacity, tiers.room)
     return filled(session, model, header, files)
 
@@ -257,8 +262,10 @@ def whole(session: Session, site: int) -> LayerState:
     for field in fields_of(session.options, session.layers[site]):
         if field.on_host:
             tensor = state[field.name] = state[field.name].clone()
-            for view, _, _ in segments.runs(tensor, session.length, segments.places_of(tensor)):
-                view.zero_()
+            for rows, length in runs_of(session.progress.lengths):
+                part = segments.of_rows(tensor, rows)
+                for view, _, _ in segments.runs(part, length, segments.places_of(part)):
+                    view.zero_()
     return state
 
 

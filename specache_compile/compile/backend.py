@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from specache_compile.compat import missing_for_drafts
 from specache_compile.errors import OptionError, SpecacheError, SpecacheWarning
 from specache_compile.lowering.lower import lower
-from specache_compile.methods import parse_options
+from specache_compile.methods import METHODS, parse_options
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 from specache_compile.passes.pipeline import PASS_NAMES
@@ -24,6 +24,7 @@ from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import saw
 from specache_compile.runtime.state import bucket, predicted_bytes
+from specache_compile.runtime.step import is_ragged, padding_in_front
 from specache_compile.runtime.tiers import options_at
 from specache_compile.runtime.variant import phases, variant_of
 
@@ -109,10 +110,22 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     predicted_bytes(captured.options, captured.layers, 1, past + tokens)
     batch = captured.symbols.hint(captured.batch)
     options = options_at(captured.options, captured.layers, batch, prompt=past or tokens, tokens=past + tokens)
-    unpadded = captured.unpadded(example_inputs)
+    front = front_of(captured, example_inputs, past, tokens)
+    ragged = front is not None and is_ragged(captured.phase, front)
+    unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
     for phase in first_phases(captured, options):
-        rewrites.get(variant_of(phase, options, unpadded, bucket(past + tokens)), ahead=True)
+        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens)), ahead=True)
     return CompiledGraph(captured, rewrites)
+
+
+def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, tokens: int) -> tuple[int, ...] | None:
+    """The padding in front of rows that a step will find in its first call (`Step.see`)."""
+    if captured.padding is None or not (captured.is_causal and METHODS[captured.options.method].rows_differ):
+        return None
+    padding = example_inputs[captured.padding]
+    handle = example_inputs[captured.held[0]].handle if captured.held else None
+    lengths = (0,) * padding.shape[0] if handle is None else handle.now.session.progress.lengths
+    return padding_in_front(padding, lengths, past, tokens) if len(lengths) == padding.shape[0] else None
 
 
 def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...]:

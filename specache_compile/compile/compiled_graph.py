@@ -45,7 +45,8 @@ class CompiledGraph:
         start = time.perf_counter()
         session = self.session_for(arguments)
         padding = None if self.captured.padding is None else arguments[self.captured.padding]
-        with opened(session, self.captured.symbols.value(self.captured.tokens, arguments), padding) as step:
+        tokens = self.captured.symbols.value(self.captured.tokens, arguments)
+        with opened(session, tokens, padding, self.captured.is_causal) as step:
             outputs = step.run(self, arguments)
         session.statistics.count(step.ran, time.perf_counter() - start, step.inside)
         record_of(arguments).note(self, session.statistics)

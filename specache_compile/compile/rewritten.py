@@ -116,7 +116,7 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes,
-        is_to_capture(captured.mode, graph_module, plan), trace, plan.one_lane,
+        is_to_capture(captured.mode, graph_module, plan), trace, plan.one_lane, plan.counts_positions,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ class StateFakes:
                 }
                 for layer in layers
             ]  # fmt: skip
-            self.cursor = new_cursor(device)
+            self.cursor = new_cursor(device, batch)
             self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
             self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
 
@@ -170,7 +170,7 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
         recipe=functools.partial(METHODS[options.method].recipe, options),
         state=fakes.state,
         cursor=fakes.cursor,
-        padding=fakes.padding,
+        padding=None if variant.ragged else fakes.padding,
         inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
     )
 

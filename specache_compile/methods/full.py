@@ -24,4 +24,4 @@ def recipe(options: MethodOptions, site: int) -> Recipe:
 
 
 FULL_CACHE = Field("full_cache", "cache", whole_cache, has_all_pairs=True)
-METHOD = Method("full", FullOptions, (FULL_CACHE,), recipe)
+METHOD = Method("full", FullOptions, (FULL_CACHE,), recipe, rows_differ=True)

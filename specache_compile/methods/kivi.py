@@ -20,4 +20,6 @@ class KiviOptions(LowBitOptions):
     residual_length: int = inherited(LowBitOptions, "residual_length", default=128)
 
 
-METHOD = Method("kivi", KiviOptions, specache.FIELDS, specache.recipe, specache.fields_at, bits_or_memory)
+METHOD = Method(
+    "kivi", KiviOptions, specache.FIELDS, specache.recipe, specache.fields_at, bits_or_memory, rows_differ=True
+)

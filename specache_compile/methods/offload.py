@@ -22,4 +22,4 @@ def recipe(options: MethodOptions, site: int) -> Recipe:
     return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("host",)),))
 
 
-METHOD = Method("offload", OffloadOptions, (HOST,), recipe)
+METHOD = Method("offload", OffloadOptions, (HOST,), recipe, rows_differ=True)

@@ -178,4 +178,4 @@ def fields_at(options: LowBitOptions, layer: LayerShape) -> tuple[Field, ...]:
     return FIELDS if options.host_tier else tuple(field for field in FIELDS if field is not HOST)
 
 
-METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, fields_at, defaults)
+METHOD = Method("specache", SpecacheOptions, FIELDS, recipe, fields_at, defaults, rows_differ=True)

@@ -16,7 +16,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.options import MethodOptions
 
 from .held import Handle, HeldTensor
-from .session import Mode, Progress, Session
+from .session import Mode, Session
 from .state import full_cache_bytes
 from .tiers import Tiers
 
@@ -101,7 +101,7 @@ def check_alike(sources: Sequence[Session]) -> None:
     first = sources[0]
     for other in sources[1:]:
         sizes = [
-            (s.length, s.version, s.tiers.batch, s.tiers.capacity, s.tiers.room, s.tiers.allocated)
+            (s.length, s.progress.lengths, s.version, s.tiers.batch, s.tiers.capacity, s.tiers.room, s.tiers.allocated)
             for s in (first, other)
         ]
         if sizes[0] != sizes[1]:
@@ -128,12 +128,14 @@ def session_from(places: Sequence[Place]) -> Session:
     made = copy.copy(first)
     made.tiers = tiers_from(places)
     padding = next((s.progress.padding for s in sources if s.progress.padding is not None), None)
-    made.progress = Progress(first.length, padding=padding, padded=any(s.progress.padded for s in sources))
+    made.progress = replace(
+        first.progress, ready=(False,) * first.tiers.batch, guess=None, padding=padding,
+        padded=any(s.progress.padded for s in sources),
+    )  # fmt: skip
     made.moved, made.told = {}, set(first.told)
     made.anchors = [session.anchors[site] for session, site in places]
     made.weights = list({id(weight): weight for session in sources for weight in session.weights}.values())
     made.mode, made.draft_length = Mode.PLAIN, None
-    made.cursor = first.cursor.clone()
     made.start_anew()
     made.statistics.steps = dict(first.statistics.steps)
     made.statistics.full_cache_bytes = full_cache_bytes(made.layers, made.tiers.batch, made.length)

@@ -25,6 +25,7 @@ class Rewritten:
     guesses: the last output is the next guess.
     capture: a CUDA graph is to be made of the callable.
     one_lane: why the graph was not widened, though it was to be.
+    counts_positions: positions are counted from the cache's length in it; else the caller gives them.
     assumes: of Dynamo's symbols, what its guards do not say; each call is to be checked.
     """
 
@@ -38,6 +39,7 @@ class Rewritten:
     capture: bool
     trace: Trace
     one_lane: str | None = None
+    counts_positions: bool = False
     assumes: tuple[sympy.Basic, ...] = ()
 
     @property

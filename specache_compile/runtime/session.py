@@ -7,7 +7,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -27,8 +27,8 @@ from specache_compile.errors import (
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
-from specache_compile.kernels.state.cursor import QUEUE, new_cursor
-from specache_compile.kernels.state.segments import tokens_of
+from specache_compile.kernels.state.cursor import QUEUE, new_cursor, runs_of
+from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
@@ -55,18 +55,31 @@ class Mode(Enum):
 class Progress:
     """How far a session has come: what its next step starts from, beside the tiers.
 
-    length: tokens that are cached.
+    lengths: tokens that are cached of each row; they are the last of the columns.
+    length: columns that Hugging Face counts, those of the padding in front of a row too.
     guess: the speculative token [B, 1]; None where there is none.
-    slots_ready: the slots were chosen for the next decode step.
-    padding: bool [B, 1, 1, C], which tokens are there; None where no step brought a mask.
+    ready: of each row, whether its slots were chosen for the next decode step.
+    padding: bool [B, 1, 1, C], which tokens are there; None where no step brought a mask that lengths cannot say.
     padded: whether the last step had one.
+    joined: the rows were read apart, so that each has positions of its own.
     """
 
+    lengths: tuple[int, ...]
+    ready: tuple[bool, ...]
     length: int = 0
     guess: Tensor | None = None
-    slots_ready: bool = False
     padding: Tensor | None = None
     padded: bool = False
+    joined: bool = False
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def differ(self) -> bool:
+        """Whether a row has fewer tokens than columns."""
+        return any(length != self.length for length in self.lengths)
 
 
 def session_of(cache: Any) -> Session | None:
@@ -110,7 +123,7 @@ class Session:
     ) -> None:
         self.asked = options
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
-        self.progress = Progress()
+        self.progress = Progress((0,) * batch, (False,) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
         self.from_elsewhere = False
         self.version = 0
@@ -122,17 +135,21 @@ class Session:
         self.capturable = True
         self.told: set[str] = set()
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
-        self.cursor = new_cursor(layers[0].device)
         self.start_anew()
 
     def start_anew(self) -> None:
         """A queue, recorded steps and counts of the session's own, as a new or a copied one needs."""
         device = self.layers[0].device
         self.queue = copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
-        self.cursor[QUEUE] = self.queue.number
+        self.new_cursor()
         self.recorded, self.deferred = RecordedSteps(), self.new_deferred()
         self.recorded_at = self.tiers.places()
         self.statistics = Statistics(self.queue)
+
+    def new_cursor(self) -> None:
+        """A cursor for the rows that there are, which names the queue."""
+        self.cursor = new_cursor(self.layers[0].device, self.tiers.batch)
+        self.cursor[:, QUEUE] = self.queue.number
 
     def new_deferred(self) -> Deferred:
         """What its replays leave undone; it holds the session weakly, which must die with its cache."""
@@ -162,7 +179,7 @@ class Session:
 
     @property
     def length(self) -> int:
-        """Tokens that are cached."""
+        """Tokens that Hugging Face counts as cached."""
         return self.progress.length
 
     @contextlib.contextmanager
@@ -177,8 +194,8 @@ class Session:
     @torch.inference_mode(False)
     def make_room(self, tokens: int) -> None:
         """Bring the tiers to the options, and to the capacity, that `tokens` behind the cached ones need."""
-        after = self.length + tokens
-        if self.tiers.move_over(after, self.length, self.progress.padding, self.drain):
+        after = self.progress.longest + tokens
+        if self.tiers.move_over(after, self.progress.lengths, self.progress.padding, self.drain):
             self.choose_again()
             self.note_memory()
         if self.tiers.reserve(after, self.drain):
@@ -186,7 +203,7 @@ class Session:
 
     def choose_again(self) -> None:
         """What was guessed and chosen for the next step is void."""
-        self.progress.slots_ready, self.progress.guess = False, None
+        self.progress.ready, self.progress.guess = (False,) * self.tiers.batch, None
 
     def note_memory(self) -> None:
         """After the state's tensors have changed: tell the statistics, and drop recorded steps that are now wrong.
@@ -220,9 +237,12 @@ class Session:
         if self.queue.error is not None:
             raise copy_failed(self.queue.error) from self.queue.error
 
-    def advance(self, tokens: int) -> None:
-        """`tokens` more are cached; views of the cache taken before are stale from here on."""
-        self.progress.length += tokens
+    def advance(self, columns: int, tokens: Sequence[int]) -> None:
+        """So many more columns are cached, and `tokens` of each row; views of the cache taken before are stale from
+        here on."""
+        progress = self.progress
+        progress.length += columns
+        progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
         self.version += 1
         self.view = None
         self.statistics.bytes_to_host += self.tiers.host_bytes(tokens)
@@ -248,9 +268,11 @@ class Session:
         self.view = (version, edits) if edits else None
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens."""
-        self.tiers.crop(length, self.length)
-        self.progress.length = length
+        """Keep the first `length` columns: each row loses as many of its newest tokens."""
+        before, gone = self.progress.lengths, self.length - length
+        lengths = tuple(max(0, tokens - gone) for tokens in before)
+        self.tiers.crop(lengths, before)
+        self.progress.length, self.progress.lengths = length, lengths
         self.choose_again()
 
     def select(self, rows: Tensor) -> None:
@@ -258,11 +280,13 @@ class Session:
         if rows.numel() == self.tiers.batch and torch.equal(rows.cpu(), torch.arange(self.tiers.batch, device="cpu")):
             return
         self.tiers.select(rows)
-        progress = self.progress
+        progress, kept = self.progress, rows.tolist()
+        progress.lengths, progress.ready = (tuple(x[i] for i in kept) for x in (progress.lengths, progress.ready))
         progress.guess, progress.padding = (
             None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
             for tensor in (progress.guess, progress.padding)
         )
+        self.new_cursor()
         self.note_memory()
 
     @torch.inference_mode(False)
@@ -277,7 +301,6 @@ class Session:
         other.progress = replace(self.progress, padding=None if padding is None else padding.clone())
         other.moved, other.told = {}, set(self.told) - {UNCOMPILED}
         other.mode, other.draft_length = Mode.PLAIN, None
-        other.cursor = self.cursor.clone()
         other.start_anew()
         other.note_memory()
         return other
@@ -294,7 +317,8 @@ class Session:
         return held
 
     def plain(self, site: int, part: Part) -> Tensor:
-        """A plain copy of one site's keys or values [B, H, n, d], as they are held where all pairs are."""
+        """A plain copy of one site's keys or values [B, H, n, d], as they are held where all pairs are; a row's are the
+        last, behind zeros."""
         self.drain()
         layer = self.layers[site]
         whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
@@ -302,13 +326,22 @@ class Session:
             raise no_host_tier("a copy of its keys and values")
         if whole is None:
             raise evicted(self.options.method)
-        pairs = tokens_of(self.state[site][whole], 0, self.length)
-        found = decoded(pairs, layer.dtype, layer.head_dim)
+        found = decoded(self.columns(self.state[site][whole]), layer.dtype, layer.head_dim)
         if layer.rank:
             found = found.flatten(3).split([layer.channels(name) for name in PARTS], -1)[PARTS.index(part)]
         else:
             found = found[:, :, :, PARTS.index(part)]
         return found.to(layer.device, copy=True)
+
+    def columns(self, pairs: Tensor) -> Tensor:
+        """A tier's pairs [B, H, n, 2, d] as Hugging Face counts them."""
+        if not self.progress.differ:
+            return tokens_of(pairs, 0, self.length)
+        rows = [
+            torch.nn.functional.pad(tokens_of(of_rows(pairs, rows), 0, length), (0, 0, 0, 0, self.length - length, 0))
+            for rows, length in runs_of(self.progress.lengths)
+        ]
+        return torch.cat(rows)
 
     def give_up(self, handle: Handle, why: str | None = None) -> Tensor:
         """A plain copy of the view that `handle` has, for a call whose graph could not be rewritten; the first warns.

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specache_compile.kernels.memory.host_memory import host_empty, host_grown
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.definition import store_low_bit
+from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.segments import SEGMENT, put, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.kernels.state.stored_pairs import stored
@@ -83,10 +84,10 @@ def allocate(
 
 
 def moved_over(
-    state: LayerState, options: LowBitOptions, layer: LayerShape, batch: int, length: int, padding: Tensor | None,
+    state: LayerState, options: LowBitOptions, layer: LayerShape, lengths: Sequence[int], padding: Tensor | None,
     backed: int,
 ) -> LayerState:  # fmt: skip
-    """A layer's 16-bit state (`in_16_bits`) with `length` tokens, as `options` have it.
+    """A layer's 16-bit state (`in_16_bits`) with so many tokens of each row, as `options` have it.
 
     padding: as for `append`.
     backed: as for `allocate`.
@@ -96,7 +97,7 @@ def moved_over(
     """
     codes = state["codes"]
     fields = fields_of(options, layer)
-    shapes = {field: field.shape(options, layer, batch, codes.shape[2]) for field in fields}
+    shapes = {field: field.shape(options, layer, len(lengths), codes.shape[2]) for field in fields}
     if all(state[field.name].shape == shape for field, shape in shapes.items()):
         return state
     new = {
@@ -105,17 +106,18 @@ def moved_over(
         else empty(field, shape, field.dtype(options, layer), layer, backed)
         for field, shape in shapes.items()
     }
-    low_bit = options.low_bit_length(length)
-    tiers = StoredTiers(*(new[name] for name in StoredTiers._fields))
-    if tiers.sink_index.shape[2]:
-        find_sinks(tiers.sink_index, None if padding is None else padding[:, 0, 0], 0, length)
     if "host" in state and new["host"] is not state["host"]:
-        for start in range(0, length, MOVED):
-            pairs = tokens_of(state["host"], start, min(start + MOVED, length))
+        for start in range(0, max(lengths), MOVED):
+            pairs = tokens_of(state["host"], start, min(start + MOVED, max(lengths)))
             put(new["host"], start, stored(pairs, new["host"]))
-    for start in range(0, low_bit, MOVED):
-        pairs = codes[:, :, start : min(start + MOVED, low_bit)].unflatten(3, (2, -1))
-        store_low_bit(pairs, padding, start, tiers, options.layout, options.zero_point)
+    for rows, length in runs_of(lengths):
+        low_bit, there = options.low_bit_length(length), None if padding is None else padding[rows]
+        tiers = StoredTiers(*(new[name][rows] for name in StoredTiers._fields))
+        if tiers.sink_index.shape[2]:
+            find_sinks(tiers.sink_index, None if there is None else there[:, 0, 0], 0, length)
+        for start in range(0, low_bit, MOVED):
+            pairs = codes[rows, :, start : min(start + MOVED, low_bit)].unflatten(3, (2, -1))
+            store_low_bit(pairs, there, start, tiers, options.layout, options.zero_point)
     adopt(new, layer)
     return new
 
@@ -158,6 +160,32 @@ def copied(
             torch.index_select(source, field.row_dim, rows.to(source.device), out=target)
     adopt(twin, layer)
     return twin
+
+
+def rows_of(state: LayerState, fields: Iterable[Field], rows: slice) -> LayerState:
+    """Views of those batch rows of a layer's state tensors; what has no rows is whole."""
+    return {
+        field.name: (state[field.name][:, rows] if field.row_dim else state[field.name][rows])
+        if field.by_row
+        else state[field.name]
+        for field in fields
+    }
+
+
+def gathered(
+    sources: Sequence[tuple[LayerState, int]], options: MethodOptions, layer: LayerShape, capacity: int, backed: int
+) -> LayerState:
+    """New state tensors of one layer with a row of each of the `sources`, of which it has as many tokens as there is
+    room for. What is measured begins anew."""
+    new = allocate(options, layer, len(sources), capacity, backed)
+    for field in (field for field in fields_of(options, layer) if field.by_row):
+        target = with_memory(field, new[field.name], backed)
+        for place, (source, row) in enumerate(sources):
+            part = with_memory(field, source[field.name], backed).select(field.row_dim, row)
+            dim = field.token_dim - (field.row_dim < field.token_dim)
+            tokens = min(part.shape[dim], target.shape[field.token_dim])
+            target.select(field.row_dim, place).narrow(dim, 0, tokens).copy_(part.narrow(dim, 0, tokens))
+    return new
 
 
 def with_memory(field: Field, tensor: Tensor, backed: int) -> Tensor:

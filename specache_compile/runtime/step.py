@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.errors import copy_failed, no_host_tier
+from specache_compile.errors import SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, publish
+from specache_compile.kernels.state.cursor import LENGTH, publish
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
@@ -27,20 +28,24 @@ from specache_compile.passes.reading.local_shards import local
 
 from .records import Graph
 from .rewritten import Rewritten
-from .session import UNCAPTURED, Mode, Session
+from .session import UNCAPTURED, Mode, Progress, Session
 from .variant import phases, selects, variant_of
+
+# What a pre-decode writes of a layer, and the fetch that it begins.
+CHOSEN = ("slots", "slot_index", "wanted")
 
 
 @contextlib.contextmanager
-def opened(session: Session, tokens: int, padding: Tensor | None) -> Iterator[Step]:
+def opened(session: Session, tokens: int, padding: Tensor | None, causal: bool = False) -> Iterator[Step]:
     """A step that adds `tokens` to a session's cache. padding [B, ≥ n + tokens]: which tokens are there; None: all.
+    causal: as for `phases`.
 
     Where the body raises, the session is as it was before the step, which can be taken again; under eviction, and
     without a host tier, it cannot once it has started.
     """
     step = Step(session, tokens)
     try:
-        step.begin(padding)
+        step.begin(padding, causal)
         yield step
     except BaseException as error:
         step.abandon()
@@ -52,43 +57,68 @@ def opened(session: Session, tokens: int, padding: Tensor | None) -> Iterator[St
 class Step:
     """A step under way.
 
+    front: new tokens of each row that are no tokens, but padding in front of its first.
+    by_lengths: a padding mask says nothing that lengths do not.
     ran: the phases that have run.
     inside: seconds spent in lowered graphs so far.
     """
 
     def __init__(self, session: Session, tokens: int) -> None:
         self.session, self.tokens = session, tokens
+        self.front = (0,) * session.tiers.batch
+        self.by_lengths = False
         self.ran: list[Phase] = []
         self.inside = 0.0
 
     @torch.inference_mode(False)
-    def begin(self, padding: Tensor | None) -> None:
+    def begin(self, padding: Tensor | None, causal: bool) -> None:
         self.session.make_room(self.tokens)
+        self.see(padding, causal)
         self.point()
-        self.see(padding)
         session, progress = self.session, self.session.progress
         there = progress.padding[:, 0, 0] if progress.padding is not None and progress.padded else None
-        session.tiers.find_sinks(there, session.length, session.length + self.tokens)
+        stops = [length + new for length, new in zip(progress.lengths, self.new_tokens, strict=True)]
+        session.tiers.find_sinks(there, progress.lengths, stops)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Those of each row that are tokens."""
+        return [self.tokens - absent for absent in self.front]
 
     def point(self) -> None:
         """Write the cursor."""
-        session, length = self.session, self.session.length
-        low_bit, next_low_bit = (session.options.low_bit_length(n) for n in (length, length + self.tokens))
-        for place, value in ((LENGTH, length), (LOW_BIT, low_bit), (NEXT_LOW_BIT, next_low_bit)):
-            session.cursor[place].fill_(value)  # an assignment would copy it from host memory, and stop the host
+        session, lengths = self.session, self.session.progress.lengths
+        rows = [
+            (length - absent, *map(session.options.low_bit_length, (length, length + new)), session.queue.number)
+            for length, absent, new in zip(lengths, self.front, self.new_tokens, strict=True)
+        ]
+        if len(set(rows)) > 1:
+            told = torch.tensor(rows)
+            session.cursor.copy_(told.pin_memory() if session.cursor.is_cuda else told, non_blocking=True)
+        else:
+            for place, value in enumerate(rows[0]):
+                session.cursor[:, place].fill_(value)  # an assignment would copy it from host memory, and stop the host
         if session.cursor.is_cuda:
-            publish(session.cursor, length)
+            publish(session.cursor, [row[LENGTH] for row in rows])
 
-    def see(self, padding: Tensor | None) -> None:
+    def see(self, padding: Tensor | None, causal: bool) -> None:
         """Take over the padding outside of the graph, so that a recorded step finds the session's where it was.
 
-        None: all tokens are there, those too that were no candidates when the slots were chosen.
+        None: all tokens are there, those too that were no candidates when the slots were chosen. Padding in front of a
+        row's first token becomes its length, where the method allows for such rows, and nothing else hides a token.
         """
         progress, tiers = self.session.progress, self.session.tiers
-        if padding is None:
-            progress.slots_ready = progress.slots_ready and not progress.padded
+        front = None
+        if padding is not None and causal and METHODS[tiers.options.method].rows_differ:
+            front = padding_in_front(padding, progress.lengths, progress.length, self.tokens)
+        if padding is None or front is not None:
+            self.front, self.by_lengths = front or self.front, padding is not None
+            if progress.padded:
+                self.session.choose_again()
             progress.padded = False
             return
+        if progress.differ:
+            raise other_mask()
         progress.padded = True
         shape = (tiers.batch, 1, 1, tiers.capacity)
         if progress.padding is None or progress.padding.shape != shape:
@@ -119,22 +149,28 @@ class Step:
         One is needed where the slots were not chosen for this step, or the guess is missing.
         """
         captured, progress = graph.captured, self.session.progress
-        unpadded = captured.unpadded(arguments)
+        ragged = is_ragged(captured.phase, self.front)
+        unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
 
         def form(phase: Phase) -> Rewritten:
-            variant = variant_of(phase, self.session.options, unpadded, self.session.tiers.capacity)
+            variant = variant_of(phase, self.session.options, unpadded, ragged, self.session.tiers.capacity)
             return graph.rewrites.form(variant, arguments)
 
         *before, phase = self.phases(captured.phase, captured.is_causal)
         last = form(phase)
-        chosen = progress.slots_ready and not (last.needs_guess and progress.guess is None)
+        if progress.differ or progress.joined:
+            check_positions(progress, last)
+        chosen = all(progress.ready) and not (last.needs_guess and progress.guess is None)
         return [*(form(earlier) for earlier in before if not chosen), last]
 
     def run(self, graph: Graph, arguments: Sequence[Any]) -> list[Any]:
         """What the captured graph returns, held tensors in place of the cache."""
         forms = self.forms(graph, arguments)
         self.start(forms[-1].variant.phase)
-        outputs = [self.launch(graph, form, arguments) for form in forms][-1]
+        *before, last = forms
+        for form in before:
+            self.choose(graph, form, arguments)
+        outputs = self.launch(graph, last, arguments)
         self.finish()
         for position, (site, part) in forms[-1].held_outputs.items():
             outputs[position] = self.session.held(site, part)
@@ -149,6 +185,23 @@ class Step:
         session.half_evicted = bool(tiers.fields("kept")) or tiers.has_no_host
         if phase.over_tiers and session.options.top_k and not selects(session.options):
             session.queue.wait_for_offloads()  # what the step itself will fetch may still be on its way to the host
+
+    def choose(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> None:
+        """A pre-decode. What rows had chosen, and guessed, before others joined them stays theirs."""
+        session, progress = self.session, self.session.progress
+        rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and progress.guess is not None]
+        chosen = [{name: state[name][rows] for name in CHOSEN} for state in session.state] if rows else []
+        guess = progress.guess
+        self.launch(graph, form, arguments)
+        if not rows:
+            return
+        session.drain()
+        for state, kept in zip(session.state, chosen, strict=True):
+            for name, value in kept.items():
+                state[name][rows] = value
+        if guess is not None and progress.guess is not None:
+            progress.guess = progress.guess.clone()
+            progress.guess[rows] = guess[rows]
 
     def launch(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
         """Run one rewritten graph on the session's state, and keep its guess; returns the outputs."""
@@ -211,8 +264,9 @@ class Step:
     def finish(self) -> None:
         """The tokens are cached; views of the cache taken before are stale from here on."""
         session = self.session
-        session.progress.slots_ready = self.ran[-1].speculates and selects(session.options)
-        session.advance(self.tokens)
+        chosen = self.ran[-1].speculates and selects(session.options)
+        session.progress.ready = (chosen,) * session.tiers.batch
+        session.advance(self.tokens, self.new_tokens)
         session.half_evicted = False
         if session.cursor.is_cuda and self.tokens > copy_stream.WRITE_THROUGH:
             copy_stream.release_staging()
@@ -228,7 +282,54 @@ class Step:
         copy_stream.release_staging()
         session.deferred.drop()
         session.choose_again()
-        session.tiers.take_back(session.length)
+        session.tiers.take_back(session.progress.lengths)
+
+
+def padding_in_front(
+    padding: Tensor, lengths: Sequence[int], columns: int, tokens: int
+) -> tuple[int, ...] | None:  # fmt: skip
+    """How many of the new tokens of each row a mask [B, ≥ columns + tokens] says are padding in front of its first one;
+    None where it hides others: any behind a row's first, or a cached one. A fake mask hides none.
+
+    The host waits for the answer.
+    """
+    if isinstance(padding, FakeTensor):
+        return (0,) * len(lengths)
+    there = padding[:, : columns + tokens].bool()
+    counts = there.sum(1)
+    last = torch.arange(columns + tokens, device=there.device) >= (columns + tokens - counts)[:, None]
+    if not bool((there == last).all()):
+        return None
+    front = tuple(length + tokens - count for length, count in zip(lengths, counts.tolist(), strict=True))
+    possible = all(0 <= absent <= (0 if length else tokens) for absent, length in zip(front, lengths, strict=True))
+    return front if possible else None
+
+
+def is_ragged(phase: Phase, front: Sequence[int]) -> bool:
+    """Whether the attention of a phase must be shown padding that is not stored: the model's own, in a prefill."""
+    return not phase.has_past and any(front)
+
+
+def check_positions(progress: Progress, form: Rewritten) -> None:
+    """SpecacheError where a graph counts positions by columns, and rows have positions of their own."""
+    apart = progress.joined or (form.variant.phase.one_token and progress.longest != progress.length)
+    if form.counts_positions and apart and progress.differ:
+        raise no_positions()
+
+
+def other_mask() -> SpecacheError:
+    return SpecacheError(
+        "the rows of this cache have lengths of their own (specache_compile.lengths), and the attention mask says "
+        "something else: leave it out, or give one that is 0 in front of each row's tokens and 1 behind, as left "
+        "padding is; a model whose masks hide more than padding has no such rows"
+    )
+
+
+def no_positions() -> SpecacheError:
+    return SpecacheError(
+        "the rows of this cache have lengths of their own, so that the model cannot count their positions: give it "
+        "position_ids, of one new token specache_compile.lengths(past_key_values)[:, None]"
+    )
 
 
 def not_pinned(mode: str | None) -> str:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.memory.host_memory import allowance, grow_ahead
+from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.segments import SEGMENT
 from specache_compile.kernels.state.sinks import find_sinks
 from specache_compile.methods.field import Cropped, LayerShape, LayerState
@@ -21,7 +22,7 @@ from specache_compile.options import MethodOptions
 from .break_even import stays_in_16_bits
 from .memory import check_memory, within_memory
 from .ranks import everyones, ranks_here
-from .state import MEASURE, allocate, bucket, copied, fields_of, host_bytes, moved_over, room
+from .state import MEASURE, allocate, bucket, copied, fields_of, host_bytes, moved_over, room, rows_of
 
 
 def options_at(
@@ -89,36 +90,41 @@ class Tiers:
         """One state tensor of each layer that has it."""
         return [layer[name] for layer in self.state if name in layer]
 
-    def find_sinks(self, there: Tensor | None, length: int, stop: int) -> None:
-        """Have each layer know which of the first `stop` tokens are its sinks; `length` of these are cached.
+    def find_sinks(self, there: Tensor | None, lengths: Sequence[int], stops: Sequence[int]) -> None:
+        """Have each layer know which of a row's tokens are its sinks, of the cached ones, and the new ones up to its
+        stop.
 
         there: as for `sinks.find_sinks`.
         """
         indices = [index for index in self.fields("sink_index") if index.shape[2]]
         if self.sinks_known is not None or not indices:
             return
-        low_bit = self.options.low_bit_length(length)
-        for index in indices:
-            find_sinks(index, there, low_bit, stop)
+        follows = there is None
+        for rows, (length, stop) in runs_of(list(zip(lengths, stops, strict=True))):
+            low_bit = self.options.low_bit_length(length)
+            for index in indices:
+                find_sinks(index[rows], None if there is None else there[rows], low_bit, stop)
+            follows = follows and stop - low_bit >= indices[0].shape[2]
         # The device is not asked what follows of lengths alone, and a fake has no answer.
-        follows = there is None and stop - low_bit >= indices[0].shape[2]
         if follows or isinstance(indices[0], FakeTensor) or all(bool((index >= 0).all()) for index in indices):
-            self.sinks_known = stop
+            self.sinks_known = min(stops)
 
     def places(self) -> list[tuple[int, torch.Size]]:
         """Where each state tensor lies, and how large it is; fakes lie nowhere."""
         every = (tensor for layer in self.state for tensor in layer.values())
         return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
 
-    def host_bytes(self, tokens: int) -> int:
-        """Bytes of so many tokens' pairs in the host tier."""
-        return sum(host[0].nbytes // SEGMENT * tokens for host in self.fields("host"))
+    def host_bytes(self, tokens: Sequence[int]) -> int:
+        """Bytes of so many tokens' pairs of each row in the host tier."""
+        return sum(host[0].nbytes // (SEGMENT * self.batch) * sum(tokens) for host in self.fields("host"))
 
-    def move_over(self, tokens: int, length: int, padding: Tensor | None, settle: Callable[[], object]) -> bool:
+    def move_over(
+        self, tokens: int, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]
+    ) -> bool:
         """From 16 bits to the tiers that were asked for, where `tokens` are enough to gain.
 
-        The `length` cached tokens move layer by layer. A move that was stopped half way goes on from there in the next
-        call. Returns whether anything moved.
+        The cached tokens, of each row so many, move layer by layer. A move that was stopped half way goes on from there
+        in the next call. Returns whether anything moved.
         """
         if self.pending is None or not self.state:
             return False
@@ -128,7 +134,7 @@ class Tiers:
         assert isinstance(self.pending, LowBitOptions)
         settle()
         for number, layer in enumerate(self.layers):
-            size = (self.batch, length, padding, self.allocated[1])
+            size = (lengths, padding, self.allocated[1])
             self.state[number] = moved_over(self.state[number], self.pending, layer, *size)
         self.options, self.pending = self.pending, None
         return True
@@ -182,15 +188,18 @@ class Tiers:
         if needed > allowed:
             raise no_host_memory(needed, allowed, tokens, self.batch, asked, here)
 
-    def crop(self, length: int, before: int) -> None:
-        """Keep the first `length` of `before` tokens, each field as it says."""
-        if self.sinks_known is not None and length < self.sinks_known:
+    def crop(self, lengths: Sequence[int], before: Sequence[int]) -> None:
+        """Keep of each row the first of `before` tokens, each field as it says."""
+        if self.sinks_known is not None and min(lengths) < self.sinks_known:
             self.sinks_known = None
-        cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, before)))
-        for layer, state in zip(self.layers, self.state, strict=True):
-            for field in fields_of(self.options, layer):
-                if field.on_crop is not None:
-                    field.on_crop(state, cropped)
+        for rows, (length, cached) in runs_of(list(zip(lengths, before, strict=True))):
+            cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, cached)))
+            for layer, state in zip(self.layers, self.state, strict=True):
+                fields = fields_of(self.options, layer)
+                views = rows_of(state, fields, rows)
+                for field in fields:
+                    if field.on_crop is not None:
+                        field.on_crop(views, cropped)
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows, in that order."""
@@ -209,8 +218,8 @@ class Tiers:
                     state[field.name].zero_()
         return other
 
-    def take_back(self, length: int) -> None:
-        """After a step behind `length` tokens that did not finish: bring the tiers back to where they were.
+    def take_back(self, lengths: Sequence[int]) -> None:
+        """After a step behind these tokens of each row that did not finish: bring the tiers back to where they were.
 
         Slots are emptied, and what the step pushed out of the window comes back from the host. Sinks are to be found
         anew, since the step may have named wrong ones.
@@ -219,8 +228,10 @@ class Tiers:
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         if isinstance(self.options, LowBitOptions) and not self.has_no_host:
-            for state in self.state:
-                window_from_host(state, self.options.low_bit_length(length), length)
+            for layer, state in zip(self.layers, self.state, strict=True):
+                for rows, length in runs_of(lengths):
+                    views = rows_of(state, fields_of(self.options, layer), rows)
+                    window_from_host(views, self.options.low_bit_length(length), length)
 
 
 def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None, ranks: int) -> SpecacheError:

@@ -12,20 +12,22 @@ from specache_compile.passes.phase import WIDENED, Phase
 class Variant:
     """A phase and a session's options.
 
-    unpadded: of a graph that takes a padding mask, the form for one that is all ones.
+    unpadded: of a graph that takes a padding mask, the form for one that says nothing that the rows' lengths do not.
+    ragged: of a prefill, the form for padding in front of rows, which is not stored.
     capacity: tokens that the state has room for, where a graph serves one number of them; None: any.
     """
 
     phase: Phase
     options: MethodOptions
     unpadded: bool = False
+    ragged: bool = False
     capacity: int | None = None
 
 
-def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, capacity: int) -> Variant:
+def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int) -> Variant:
     """What serves a state with room for `capacity` tokens."""
     free = options.capacity_is_free and phase is not WIDENED  # whose choices Inductor sums, in 32 bits if they fit
-    return Variant(phase, options, unpadded, None if free else capacity)
+    return Variant(phase, options, unpadded, ragged, None if free else capacity)
 
 
 def selects(options: MethodOptions) -> bool:

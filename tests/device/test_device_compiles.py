@@ -52,8 +52,8 @@ def compiled_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Form]]:
 def step(capacity: int, options: SpecacheOptions, length: int) -> None:
     """What a decode step of a layer launches, at batch 1, with a mask of a token's every place; and an extend."""
     state = allocate(options, LayerShape(HEADS, D, torch.float32, CUDA), 1, capacity, capacity)
-    cursor = new_cursor(CUDA)
-    publish(cursor, length)
+    cursor = new_cursor(CUDA, 1)
+    publish(cursor, [length])
     q = torch.randn(1, QUERY_HEADS, LANES, D, device=CUDA)
     k, v = torch.randn(2, 1, HEADS, LANES, D, device=CUDA)
     mask = torch.ones(1, 1, LANES, length + LANES + capacity // 256, dtype=torch.bool, device=CUDA)

@@ -106,7 +106,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
     rows, d, n, bits = (case.batch, case.heads), case.head_dim, case.length, case.bits
     low_bit = case.low_bit(n)
-    cursor = torch.tensor([n, low_bit, case.low_bit(n + 1), 0])
+    cursor = torch.tensor([[n, low_bit, case.low_bit(n + 1), 0]]).repeat(case.batch, 1)
     truth = normal(*rows, n, 2, d)
     keys, values = truth.double().unbind(3)
 
@@ -593,7 +593,7 @@ def check_extend(
     if given is not None:  # Hugging Face's masks are causal themselves
         causal_too = given & causal if given.dtype == torch.bool else given.masked_fill(~causal, -math.inf)
         given = causal_too[..., : length + tokens]
-    cursor = torch.tensor([length, 0, 0, 0])
+    cursor = torch.tensor([[length, 0, 0, 0]]).repeat(batch, 1)
     keys, values = torch.cat([host[:, :, :length, 0], k], 2), torch.cat([host[:, :, :length, 1], v], 2)
     expected, _ = reference(q, keys, values, given, causal, sink, softcap)
     # torch's kernel rounds weights too.
@@ -630,7 +630,7 @@ def test_extend_refuses_a_mask_that_covers_too_few_tokens(op: Any) -> None:
     q, host = torch.randn(1, 2, 3, 16), torch.zeros(1, 1, 256, 2, 16)
     mask = torch.ones(1, 1, 1, 101, dtype=torch.bool)
     with pytest.raises(ValueError, match="covers 101 tokens, but the cache and the new ones are 103"):
-        op(q, q[:, :1], q[:, :1], mask, None, torch.tensor([100, 0, 0, 0]), host, 0.25, None)
+        op(q, q[:, :1], q[:, :1], mask, None, torch.tensor([[100, 0, 0, 0]]), host, 0.25, None)
 
 
 def test_extend_takes_queries_and_keys_of_any_strides() -> None:
@@ -638,7 +638,7 @@ def test_extend_takes_queries_and_keys_of_any_strides() -> None:
         return torch.randn(*shape[:2], shape[3], shape[2]).mT
 
     q, k, v, host = turned(1, 2, 5, 16), turned(1, 1, 5, 16), turned(1, 1, 5, 16), torch.randn(1, 1, 256, 2, 16)
-    given = (None, None, torch.tensor([100, 0, 0, 0]), host, 0.25, None)
+    given = (None, None, torch.tensor([[100, 0, 0, 0]]), host, 0.25, None)
     expected = torch.ops.specache.extend_attention(q, k, v, *given)
     torch.testing.assert_close(torch.ops.specache.extend_attention_fused(q, k, v, *given), expected)
 

@@ -33,8 +33,8 @@ def error_of(keys: Tensor, center: bool, padding: Tensor | None) -> Tensor:
     options = KiviOptions(bits=2, group_size=GROUP, residual_length=32, center="always" if center else "never")
     batch, _, tokens, _ = keys.shape
     state = allocate(options, LayerShape(HEADS, DIM, torch.float32, torch.device("cpu")), batch, 512, 512)
-    low_bit, cursor = options.low_bit_length(tokens), new_cursor(torch.device("cpu"))
-    cursor[2] = low_bit
+    low_bit, cursor = options.low_bit_length(tokens), new_cursor(torch.device("cpu"), batch)
+    cursor[:, 2] = low_bit
     frequencies = FREQUENCIES if center else None
     arguments = (keys, keys, padding, cursor, *(state[name] for name in APPENDED))
     torch.ops.specache.append(*arguments, *options.layout, "midpoint", frequencies)

@@ -265,8 +265,8 @@ def test_a_fault_put_into_run_job_reaches_every_copy(queue: CopyQueue, monkeypat
 
 
 def cursor_of(number: int) -> Tensor:
-    cursor = new_cursor(torch.device("cpu"))
-    cursor[QUEUE] = number
+    cursor = new_cursor(torch.device("cpu"), 1)
+    cursor[:, QUEUE] = number
     return cursor
 
 

@@ -136,7 +136,7 @@ class Cache:
         mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         tokens = k.shape[2]
-        cursor = torch.tensor([self.length, 0, 0, 0])
+        cursor = torch.tensor([[self.length, 0, 0, 0]]).repeat(k.shape[0], 1)
         if padding is not None:
             column, row = torch.arange(self.length + tokens), torch.arange(self.length, self.length + tokens)
             hidden = torch.tensor(padding).view(-1, 1, 1, 1)

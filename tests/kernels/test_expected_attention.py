@@ -29,7 +29,7 @@ def kept_of(
     if padding is not None:
         column = torch.arange(tokens)
         mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= column[:, None])
-    cursor = torch.zeros(4, dtype=torch.int64)
+    cursor = torch.zeros(batch, 4, dtype=torch.int64)
     expected_attention(q, k, v, mask, None, cursor, pairs, token, budget, FIRST, AHEAD, d**-0.5, None, frequencies)
     assert (token[:, :, budget:] == -1).all()
     kept = token[:, :, :budget].long()

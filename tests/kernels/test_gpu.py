@@ -373,7 +373,7 @@ def test_indices_beyond_two_to_the_31_elements() -> None:
     state["codes"][-1].normal_(generator=generator)
     state["recent"][-1].normal_(generator=generator)
     low_bit = options.low_bit_length(length)
-    cursor = torch.tensor([length, low_bit, low_bit, 0], device="cuda")
+    cursor = torch.tensor([[length, low_bit, low_bit, 0]], device="cuda").repeat(16, 1)
     q, k, v = (torch.randn(16, h, 2, 128, device="cuda", generator=generator).bfloat16() for h in (32, 8, 8))
 
     def attend(rows: slice) -> torch.Tensor:

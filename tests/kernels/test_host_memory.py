@@ -326,7 +326,7 @@ def test_under_a_fake_mode_nothing_is_registered_and_no_address_is_asked_for(dri
         offload = parse_options({"method": "offload"})
         state = tiers.allocate(offload, LAYER, *size)
         larger = tiers.allocate(offload, LAYER, 1 << 20, 1 << 25, 1 << 25, state)
-        publish(new_cursor(CUDA), 1 << 24)
+        publish(new_cursor(CUDA, 1), [1 << 24])
     assert larger["host"].shape[0] == 2 * state["host"].shape[0] == (1 << 25) // SEGMENT
     assert driver.calls == []
 

@@ -76,7 +76,7 @@ class Inputs:
         rows, d = (case.batch, case.heads), case.head_dim
         n, low_bit = case.length, low_bit_length(case.length)
         query_heads = case.heads * case.ratio
-        self.cursor = torch.tensor([n, low_bit, low_bit_length(n + 1), NO_QUEUE])
+        self.cursor = torch.tensor([[n, low_bit, low_bit_length(n + 1), NO_QUEUE]]).repeat(case.batch, 1)
         self.q = self.normal(case.batch, query_heads, case.lanes, d)
         self.k, self.v = self.normal(*rows, case.lanes, d), self.normal(*rows, case.lanes, d)
         self.new_k, self.new_v = self.normal(*rows, 1, d), self.normal(*rows, 1, d)

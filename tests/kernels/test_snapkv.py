@@ -46,7 +46,7 @@ class Cache:
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, padding: Sequence[int] | None = None) -> Tensor:
         tokens = k.shape[2]
-        cursor, mask = torch.tensor([self.length, 0, 0, 0]), None
+        cursor, mask = torch.tensor([[self.length, 0, 0, 0]]).repeat(k.shape[0], 1), None
         if padding is not None:
             column, row = torch.arange(self.length + tokens), torch.arange(self.length, self.length + tokens)
             mask = (column >= torch.tensor(padding).view(-1, 1, 1, 1)) & (column <= row[:, None])

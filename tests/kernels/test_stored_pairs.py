@@ -58,7 +58,7 @@ def test_what_is_not_rounded_stays_as_it_is() -> None:
 @WIDTHS
 def test_cpp_stores_what_the_definition_stores(dtype: torch.dtype, d: int) -> None:
     k, v = some_pairs(7, d, dtype)
-    cursor, hosts = torch.tensor([SEGMENT - 3, 0, 0, 0]), (empty_host(d), empty_host(d))
+    cursor, hosts = torch.tensor([[SEGMENT - 3, 0, 0, 0]]).repeat(B, 1), (empty_host(d), empty_host(d))
     tiers.offload(k, v, None, cursor, hosts[0])
     cpp_tiers.offload_fused(k, v, None, cursor, hosts[1])
     assert equal(hosts[0], hosts[1], d)
@@ -77,8 +77,8 @@ def equal(host: Tensor, other: Tensor, d: int) -> bool:
 def test_what_is_fetched_is_what_the_host_holds(dtype: torch.dtype, d: int, fused: bool) -> None:
     """Also where some pairs stay, and the bytes that travelled are the host's."""
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    host, cursor = empty_host(d), torch.tensor([C, C, C, 0])
-    tiers.offload(k, v, None, torch.zeros(4, dtype=torch.int64), host)
+    host, cursor = empty_host(d), torch.tensor([[C, C, C, 0]]).repeat(B, 1)
+    tiers.offload(k, v, None, torch.zeros(B, 4, dtype=torch.int64), host)
     slots, index = torch.zeros(B, H, 8, 2, d, dtype=dtype), torch.full((B, H, 8), -1, dtype=torch.int32)
     moved, fetch = torch.zeros(1, dtype=torch.int64), cpp_tiers.prefetch_fused if fused else tiers.prefetch
     for first, travelled in ((0, 8), (5, 5)):
@@ -97,8 +97,8 @@ def test_what_is_fetched_is_what_the_host_holds(dtype: torch.dtype, d: int, fuse
 @WIDTHS
 def test_a_correction_in_cpp_is_the_definitions(dtype: torch.dtype, d: int) -> None:
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    host, cursor = empty_host(d), torch.tensor([C, C - 64, C, 0])
-    tiers.offload(k, v, None, torch.zeros(4, dtype=torch.int64), host)
+    host, cursor = empty_host(d), torch.tensor([[C, C - 64, C, 0]]).repeat(B, 1)
+    tiers.offload(k, v, None, torch.zeros(B, 4, dtype=torch.int64), host)
     scores = torch.rand(1, B, H, C, generator=torch.Generator().manual_seed(1))
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
@@ -125,8 +125,8 @@ def test_triton_stores_what_the_definition_stores(dtype: torch.dtype, d: int, co
     )
     k, v = (x[:, :, :count].to(DEVICE) for x in some_pairs(7, d, dtype))
     hosts = [empty_host(d).pin_memory() if DEVICE.type == "cuda" else empty_host(d) for _ in range(2)]
-    tiers.offload(k, v, None, torch.tensor([SEGMENT - 3, 0, 0, 0]), hosts[0])
-    triton_copy.write_through(k, v, torch.tensor([SEGMENT - 3, 0, 0, 0], device=DEVICE), hosts[1])
+    tiers.offload(k, v, None, torch.tensor([[SEGMENT - 3, 0, 0, 0]]).repeat(B, 1), hosts[0])
+    triton_copy.write_through(k, v, torch.tensor([[SEGMENT - 3, 0, 0, 0]], device=DEVICE).repeat(B, 1), hosts[1])
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert equal(*hosts, d)
@@ -140,7 +140,7 @@ def test_triton_fetches_what_the_host_holds(dtype: torch.dtype, d: int) -> None:
     )
     host = empty_host(d)
     k, v = torch.randn(2, B, H, C, d, generator=torch.Generator().manual_seed(0)).to(dtype)
-    tiers.offload(k, v, None, torch.zeros(4, dtype=torch.int64), host)
+    tiers.offload(k, v, None, torch.zeros(B, 4, dtype=torch.int64), host)
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     slots = torch.zeros(B, H, 8, 2, d, dtype=dtype, device=DEVICE)
     index = torch.full((B, H, 8), -1, dtype=torch.int32, device=DEVICE)

@@ -76,7 +76,7 @@ class Cache:
         d, quantized = self.head_dim, self.bits < 16
         self.size = value_group(d, self.group)
         self.window = self.residual + self.group
-        self.cursor = new_cursor(torch.device("cpu"))
+        self.cursor = new_cursor(torch.device("cpu"), BATCH)
         self.recent = torch.full((*ROWS, self.window, 2, d), math.nan, dtype=self.dtype)
         self.host = torch.full((*ROWS, CAPACITY, 2, d), math.nan, dtype=self.dtype)
         self.layout = Layout(self.bits, self.value_bits or self.bits, self.rotate)
@@ -105,9 +105,9 @@ class Cache:
         pairs = random_pairs(tokens, self.length, self.head_dim, self.dtype)
         if self.rotate:  # of eighths, a rotation's sums are the same in any order, which is a processor's to choose
             pairs = (pairs * 8).round() / 8
-        self.cursor[LENGTH] = self.length
-        self.cursor[LOW_BIT] = self.low_bit(self.length)
-        self.cursor[NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
+        self.cursor[:, LENGTH] = self.length
+        self.cursor[:, LOW_BIT] = self.low_bit(self.length)
+        self.cursor[:, NEXT_LOW_BIT] = self.low_bit(self.length + tokens)
         k, v = pairs.unbind(3)
         ops.append(
             k, v, None, self.cursor, self.recent, self.codes, self.key_params, self.value_params, self.center,
@@ -363,7 +363,7 @@ def queue() -> Iterator[CopyQueue]:
 
 @pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
 def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> None:
-    cursor = torch.tensor([20, 0, 0, queue.number])
+    cursor = torch.tensor([[20, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     slots.wanted[...] = torch.tensor([3, 1, -1, 8])
     gate = Gate(queue)
@@ -377,7 +377,7 @@ def test_a_wait_stands_between_a_prefetch_and_its_slots(queue: CopyQueue) -> Non
 
 @pytest.mark.parametrize("every_implementation", [torch.ops.specache], ids=["definitions"], indirect=True)
 def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue) -> None:
-    cursor = torch.tensor([8, 0, 0, queue.number])
+    cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(1, 5)
     slots.wanted[...] = torch.tensor([8, 0, -1, -1])
@@ -391,7 +391,7 @@ def test_what_was_offloaded_is_there_for_the_prefetch_behind_it(queue: CopyQueue
 
 def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
     """It is done at once, but not before the worker has put there what it is to bring."""
-    cursor = torch.tensor([0, 0, 0, queue.number])
+    cursor = torch.tensor([[0, 0, 0, queue.number]]).repeat(BATCH, 1)
     slots = Slots(4)
     new = random_pairs(40, 5)
     slots.wanted[...] = torch.tensor([30, 0, -1, -1])
@@ -405,7 +405,7 @@ def test_a_fetch_in_cpp_waits_for_the_prompts_offload(queue: CopyQueue) -> None:
 
 def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
     """Inductor reuses k and v, and the next step moves the cursor, before the copy has run."""
-    cursor = torch.tensor([8, 0, 0, queue.number])
+    cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     host = torch.zeros(*ROWS, 16, 2, HEAD_DIM)
     new = random_pairs(2, 5)
     k, v = (x.clone() for x in new.unbind(3))
@@ -413,7 +413,7 @@ def test_an_offload_owns_its_memory_and_its_place(queue: CopyQueue) -> None:
     ops.offload(k, v, None, cursor, host)
     k.fill_(math.nan)
     v.fill_(math.nan)
-    cursor[LENGTH] = 0
+    cursor[:, LENGTH] = 0
     gate.opened.set()
     queue.wait_for_offloads()
     assert torch.equal(host[:, :, 8:10], new)
@@ -425,11 +425,11 @@ def test_an_extend_reads_the_host_tier_only_after_the_offloads(queue: CopyQueue)
     host = torch.full((*ROWS, 16, 2, HEAD_DIM), math.nan)
     host[:, :, :8] = random_pairs(8, 3)
     new, q = random_pairs(1, 5), random_pairs(1, 6)[:, :, :, 0]
-    cursor = torch.tensor([8, 0, 0, queue.number])
+    cursor = torch.tensor([[8, 0, 0, queue.number]]).repeat(BATCH, 1)
     threading.Timer(0.05, Gate(queue).opened.set).start()
     ops.offload(*new.unbind(3), None, cursor, host)
-    cursor[LENGTH] = 9
+    cursor[:, LENGTH] = 9
     out = ops.extend_attention(q, q, q, None, None, cursor, host, 0.25, None)
-    cursor[QUEUE] = 0
+    cursor[:, QUEUE] = 0
     assert torch.equal(out, ops.extend_attention(q, q, q, None, None, cursor, host, 0.25, None))
     assert out.isfinite().all()

@@ -186,7 +186,7 @@ class Layer:
         shape = LayerShape(case.heads, case.head_dim, case.dtype, DEVICE)
         capacity = 256 if case.length < 250 else 512
         self.state = allocate(case.options, shape, BATCH, capacity, capacity)
-        self.cursor = new_cursor(DEVICE)
+        self.cursor = new_cursor(DEVICE, BATCH)
         self.pairs = torch.randn(BATCH, case.heads, case.length, 2, case.head_dim, generator=generator)
         if case.options.layout.is_rotated and case.has_exact_rotation:
             self.pairs = (self.pairs * 8).round() / 8
@@ -211,13 +211,13 @@ class Layer:
         return self.state["codes"].shape[2]
 
     def point(self, length: int, tokens: int) -> None:
-        self.cursor[LENGTH] = length
-        self.cursor[LOW_BIT] = self.case.options.low_bit_length(length)
-        self.cursor[NEXT_LOW_BIT] = self.case.options.low_bit_length(length + tokens)
+        self.cursor[:, LENGTH] = length
+        self.cursor[:, LOW_BIT] = self.case.options.low_bit_length(length)
+        self.cursor[:, NEXT_LOW_BIT] = self.case.options.low_bit_length(length + tokens)
 
     def fill_slots(self) -> None:
         """Random tokens of the low-bit tier; where there are fewer than k, NaN stands in what is left."""
-        low_bit, slots, index = int(self.cursor[LOW_BIT]), self.state["slots"], self.state["slot_index"]
+        low_bit, slots, index = int(self.cursor[0, LOW_BIT]), self.state["slots"], self.state["slot_index"]
         slots.fill_(float("nan"))
         for row in range(BATCH):
             for head in range(self.case.heads):
@@ -272,7 +272,7 @@ def read_values(layer: Layer, stop: int) -> Tensor:
 
 def assert_as_near(ours: Layer, reference: Layer) -> None:
     """Values in a trellis: the same to a last bit, but for the few of which two paths are as near."""
-    case, stop = ours.case, int(ours.cursor[LOW_BIT])
+    case, stop = ours.case, int(ours.cursor[0, LOW_BIT])
     exact = ours.pairs[:, :, :stop, 1].float()
     exact = layout.rotated(exact) if case.options.layout.is_rotated else exact
     found, wanted = (read_values(layer, stop) for layer in (ours, reference))
@@ -284,7 +284,7 @@ def assert_as_near(ours: Layer, reference: Layer) -> None:
 
 def assert_dequantised_alike(ours: Layer, reference: Layer) -> None:
     """A rotation's sums in another order: scales but for the last bits, and a code on a border may go either way."""
-    case, stop = ours.case, int(ours.cursor[LOW_BIT])
+    case, stop = ours.case, int(ours.cursor[0, LOW_BIT])
     for read, scales, tokens in ((read_keys, "key_params", case.group), (read_values, "value_params", 1)):
         params, expected = (layer.state[scales] for layer in (ours, reference))
         precision = 16 * torch.finfo(case.dtype).eps
@@ -407,7 +407,7 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     *expected_kept, expected_scores = step.scored(attention.score_low_bit)
     assert logits.shape == expected_kept[0].shape
     assert logits.dtype == (torch.float32 if case.dtype == torch.float32 else torch.float16)
-    low_bit = int(step.layer.cursor[LOW_BIT])
+    low_bit = int(step.layer.cursor[0, LOW_BIT])
     known, expected = logits + base.repeat_interleave(LOGIT_BLOCK, -1), expected_kept[0]
     torch.testing.assert_close(known[..., :low_bit], expected[..., :low_bit], atol=4 * tolerance, rtol=4 * tolerance)
     close(scores, expected_scores)
@@ -471,7 +471,7 @@ def test_a_share_of_the_center_is_that_of_double_precision(
     theta, partner = center.partners(0.8 ** torch.arange(d // 2 - 4, device=DEVICE), d)
     beta = 100 * torch.randn(BATCH, heads, d, device=DEVICE)
     rows = [beta, center.quarter_turn(beta, partner), theta.expand_as(beta), partner.expand_as(beta)]
-    cursor = torch.tensor([low_bit + 40, low_bit, low_bit, 0], device=DEVICE)
+    cursor = torch.tensor([[low_bit + 40, low_bit, low_bit, 0]], device=DEVICE).repeat(BATCH, 1)
     shares = triton_center.share_of_center(q, torch.stack(rows, 2).contiguous(), cursor, capacity, group, d**-0.5)
 
     token = torch.arange(low_bit, device=DEVICE)
@@ -627,7 +627,7 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
     k, v = torch.randn(2, BATCH, heads, tokens, d).to(DEVICE)
     mask = None if causal else torch.rand(BATCH, 1, tokens, length + tokens).to(DEVICE) > 0.3
     sinks = None if causal else torch.randn(heads * queries).to(DEVICE)
-    cursor = torch.tensor([length, 0, 0, 0], device=DEVICE)
+    cursor = torch.tensor([[length, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
     arguments = (q, k, v, mask, sinks, cursor, host, d**-0.5, softcap)
     expected = attention.extend_attention(*arguments)
     tolerance = TOLERANCE[torch.float32]
@@ -637,7 +637,7 @@ def test_extend_attention(causal: bool, tokens: int, softcap: float | None, monk
 def test_extend_attention_over_codes_is_that_over_what_they_stand_for() -> None:
     codes = torch.randint(0, 120, (BATCH, 2, 64, 2, 16), dtype=torch.uint8).to(DEVICE)
     q, (k, v) = torch.randn(BATCH, 4, 1, 16).to(DEVICE), torch.randn(2, BATCH, 2, 1, 16).to(DEVICE)
-    cursor = torch.tensor([40, 0, 0, 0], device=DEVICE)
+    cursor = torch.tensor([[40, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1)
     pairs = codes.view(torch.float8_e4m3fn).float()
     ours, theirs = (
         triton_extend.extend_attention(q, k, v, None, None, cursor, cache, 0.25, None) for cache in (codes, pairs)
@@ -685,7 +685,7 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(streams: None
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     scores = torch.rand(2, BATCH, heads, capacity).to(DEVICE)
     scores[..., low_bit : low_bit + 20] += 1.0  # the next step's candidates, not in the low-bit tier yet
-    cursor = torch.tensor([low_bit + 40, low_bit, low_bit + 20, 0], device=DEVICE)
+    cursor = torch.tensor([[low_bit + 40, low_bit, low_bit + 20, 0]], device=DEVICE).repeat(BATCH, 1)
 
     def corrected(correct: Any) -> tuple[Tensor, ...]:
         index = torch.arange(k, dtype=torch.int32, device=DEVICE).repeat(BATCH, heads, 1)
@@ -707,7 +707,8 @@ def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.Mo
     grids = []
     monkeypatch.setattr(triton_copy, "gather", lambda *given, programs: grids.append(programs))
     index = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=DEVICE)
-    scores, cursor = torch.rand(1, BATCH, 24, 64).to(DEVICE), torch.tensor([64, 64, 64, 0], device=DEVICE)
+    scores = torch.rand(1, BATCH, 24, 64).to(DEVICE)
+    cursor = torch.tensor([[64, 64, 64, 0]], device=DEVICE).repeat(BATCH, 1)
     copy_stream.correct(scores, cursor, index, index, index, index)
     assert grids == [BATCH * 24]
 
@@ -756,7 +757,7 @@ def test_new_pairs_are_written_through_to_their_place_on_the_host(tokens: int, s
     host = in_segments(torch.zeros(BATCH, 2, 512, 2, 80))
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     k, v = torch.randn(2, BATCH, tokens, 2, 80).to(DEVICE).transpose(2, 3)
-    triton_copy.write_through(k, v, torch.tensor([start, 0, 0, 0], device=DEVICE), host)
+    triton_copy.write_through(k, v, torch.tensor([[start, 0, 0, 0]], device=DEVICE).repeat(BATCH, 1), host)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     expected = torch.zeros(BATCH, 2, 512, 2, 80)

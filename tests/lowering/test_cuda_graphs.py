@@ -172,7 +172,7 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
     sites = [SimpleNamespace(k=nodes["keys"])]
-    plan = Plan(DECODE, sites, **settings, cursor=torch.empty(4), padding=None, inputs=inputs)
+    plan = Plan(DECODE, sites, **settings, cursor=torch.empty(1, 4), padding=None, inputs=inputs)
     told = reason_not_to_capture(torch.fx.GraphModule({}, graph), plan)
     assert told is None if reason is None else str(told).startswith(reason)
 
@@ -394,7 +394,7 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: copies)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest: launch(f"gather {int(wanted)}"))
-    cursor = torch.zeros(4)
+    cursor = torch.zeros(1, 4)
     layers = [(torch.tensor(number), cursor, *(torch.zeros(1) for _ in range(4))) for number in range(2)]
     monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)
     with deferred.made_first(layers[1:], copies.record_event):
@@ -459,7 +459,7 @@ def test_a_step_with_an_argument_elsewhere_than_its_state_is_not_captured() -> N
     x.meta["val"], factor.meta["val"] = torch.empty(3, device="meta"), torch.empty(())
     inputs = [Input("argument", argument=0), Input("argument", argument=1)]
     settings = {"selects": True, "speculate": False, "hit_rate": False, "recipe": None, "state": []}
-    plan = Plan(DECODE, [], **settings, cursor=torch.empty(4, device="meta"), padding=None, inputs=inputs)
+    plan = Plan(DECODE, [], **settings, cursor=torch.empty(1, 4, device="meta"), padding=None, inputs=inputs)
     step = torch.fx.GraphModule({}, graph)
     assert "input factor is on cpu" in str(reason_not_to_capture(step, plan))
     factor.meta["val"] = torch.empty((), device="meta")

@@ -32,7 +32,7 @@ def graph(where: str) -> tuple[GraphModule, Node]:
     """A token's attention; what may be its position goes where it is said."""
     builder = GraphBuilder()
     ids = told(builder, "ids", integers(builder, 1, 1))
-    cursor = told(builder, "cursor", integers(builder, 4))
+    cursor = told(builder, "cursor", integers(builder, 1, 4))
     tiers = [builder.input(name, 1, 2, 8, 4) for name in ("slots", "codes")]
     hidden = builder.call(torch.embedding, (1, 2, 1, 4), builder.input("table", 9, 4), ids)
     mask = told(builder, "mask", integers(builder, 1, 8))

@@ -249,7 +249,7 @@ def test_kcache_sums_the_n_heaviest_values_of_each_query_head(top_n: int, length
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 8)
     keys, host = torch.randn(2, 2, 64, 8), torch.randn(2, 2, 64, 2, 8)
-    cursor = torch.tensor([length, 0, 0, 0])
+    cursor = torch.tensor([[length, 0, 0, 0]]).repeat(2, 1)
     out = torch.ops.specache.kcache_attention(q, k, v, None, None, cursor, keys, host, top_n, 0.5, None)
     for row in range(2):
         for head in range(4):

@@ -18,7 +18,7 @@ from specache_compile.kernels.attention.definition import SEEN, grouped_bias, pr
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes
 from specache_compile.kernels.costs import rows as heads_of
 from specache_compile.kernels.op import Op, fake_of_query
-from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 from specache_compile.methods.method import Method
@@ -52,7 +52,7 @@ def budget_attention(
     block-wise eviction); a decode step encodes one. Block 0 encodes all given tokens, with exact attention over the
     pairs kept before, and evicts once.
     """
-    length, tokens, budget = int(cursor[LENGTH]), k.shape[2], kept.shape[2]
+    length, tokens, budget = length_of(cursor), k.shape[2], kept.shape[2]
     heads, filled = k.shape[1], min(length, budget)
     query = q.float().unflatten(1, (heads, -1)) * scale
     bias = None if mask is None else grouped_bias(mask, heads, length + tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements
 from specache_compile.kernels.op import Op, fake_nothing
-from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.stored_pairs import FP8
 from specache_compile.methods.field import Field, always
 from specache_compile.methods.host_tier import whole_cache
@@ -29,7 +29,7 @@ def keep_fp8(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, fp8_c
     Each element becomes its nearest code, beyond ±448 that of ±448; NaN stays NaN. Every store gets padding; this one
     does not read it.
     """
-    start = int(cursor[LENGTH])
+    start = length_of(cursor)
     pairs = torch.stack([k, v], dim=3)
     # Not every version of torch saturates by itself.
     fp8_codes[:, :, start : start + k.shape[2]] = pairs.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)

@@ -13,7 +13,7 @@ from specache_compile.kernels.attention.definition import grouped_bias, product,
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, rows
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.op import Op, fake_nothing, fake_of_query
-from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.segments import picked
 from specache_compile.methods import full
 from specache_compile.methods.drafting import DraftOptions
@@ -35,7 +35,7 @@ def kcache_attention(
     dtype.
     """
     wait_for_offloads(cursor)
-    length, heads = int(cursor[LENGTH]), k.shape[1]
+    length, heads = length_of(cursor), k.shape[1]
     query = q.float().unflatten(1, (heads, -1)) * scale
     logits = product(query, torch.cat([device_keys[:, :, :length], k], 2), softcap)
     if mask is not None:
@@ -61,7 +61,7 @@ def values_of(host: Tensor, index: Tensor, length: int) -> Tensor:
 def keep_keys(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, device_keys: Tensor) -> None:
     """Put the new keys k [B, H, T, d] behind those of device_keys [B, H, C, d]. Every store gets v and padding; this
     one does not read them."""
-    start = int(cursor[LENGTH])
+    start = length_of(cursor)
     device_keys[:, :, start : start + k.shape[2]] = k
 
 

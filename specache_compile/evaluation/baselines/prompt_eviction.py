@@ -11,7 +11,7 @@ from torch import Tensor
 from specache_compile.kernels.attention.definition import BLOCK, grouped_bias
 from specache_compile.kernels.costs import Arguments, Cost, Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.costs import rows as heads_of
-from specache_compile.kernels.state.cursor import LENGTH
+from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.stored_tiers import EMPTY
 from specache_compile.methods.field import Cropped, Field, LayerShape, LayerState, always
 
@@ -50,7 +50,7 @@ def attend_and_keep(
     [B, Hq, T, d] in q's dtype.
     """
     (compressed, compressed_token), (scale, softcap) = kept, scaling
-    length, heads, tokens = int(cursor[LENGTH]), k.shape[1], k.shape[2]
+    length, heads, tokens = length_of(cursor), k.shape[1], k.shape[2]
     query = q.float().unflatten(1, (heads, -1)) * scale
     bias = None if mask is None else grouped_bias(mask, heads, length + tokens)
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)

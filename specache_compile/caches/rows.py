@@ -1,0 +1,184 @@
+"""`join(caches)`, `split(cache)` and `lengths(cache)`: the rows of held caches, each with tokens of its own number."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from specache_compile.errors import SpecacheError, split_session
+from specache_compile.methods import METHODS
+from specache_compile.options import differences
+from specache_compile.passes.reading.sites import PARTS
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.regroup import session_behind
+from specache_compile.runtime.session import Mode, Progress, Session
+from specache_compile.runtime.state import bucket, full_cache_bytes, gathered, room
+from specache_compile.runtime.tiers import Tiers
+
+from .holding import twin
+from .recurrent import STATES, own_states
+from .saving import KINDS
+
+# A row of one of the sessions that are joined: which, and its number there.
+Row = tuple[Session, int]
+
+
+def join(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """One held cache with the rows of all `caches`, held ones of one model, one behind the other.
+
+    Each row keeps its own length (`lengths`), its tiers bit for bit, and what was chosen for its next step; so it goes
+    on as it would alone. Hugging Face sees what a left-padded batch has: the longest row's length, and each row's
+    tokens last. A call without attention_mask goes on with all rows; position_ids [B, 1] are `lengths(cache)[:, None]`.
+
+    The tiers are copied, a layer at a time: drop the caches that were joined to have their memory back.
+
+    SpecacheError where a cache is plain, where models or options differ, where the method has no rows of their own
+    lengths, where a cache is padded otherwise than in front, and where a layer that is not held cannot be joined: a
+    sliding window, or lengths that differ. Nothing has changed then.
+    """
+    caches = list(caches)
+    if not caches:
+        raise SpecacheError("join: there is no cache in the list")
+    sessions = [session_behind(cache) for cache in caches]
+    check_joinable(sessions, caches)
+    for session in sessions:
+        session.drain()
+    rows = [(session, row) for session in sessions for row in range(session.tiers.batch)]
+    return cache_of(session_of_rows(rows), caches, [None] * len(caches))
+
+
+def split(cache: DynamicCache) -> list[DynamicCache]:
+    """A held cache of one row for each row of `cache`, as long as the row is; `join` backwards.
+
+    The tiers are copied; `cache` stays usable. SpecacheError as for `join`.
+    """
+    session = session_behind(cache)
+    check_joinable([session], [cache])
+    session.drain()
+    return [cache_of(session_of_rows([(session, row)]), [cache], [row]) for row in range(session.tiers.batch)]
+
+
+def lengths(cache: DynamicCache) -> Tensor:
+    """The number of cached tokens of each row of a held cache, int64 [B] on its device; SpecacheError where the cache
+    is plain."""
+    session = session_behind(cache)
+    return torch.tensor(session.progress.lengths, device=session.layers[0].device)
+
+
+def check_joinable(sessions: Sequence[Session], caches: Sequence[Any]) -> None:
+    """SpecacheError where the rows of these sessions cannot be those of one."""
+    first = sessions[0]
+    method = first.options.method
+    if not METHODS[method].rows_differ:
+        raise refused(f"method {method!r} keeps rows of one length alone")
+    if any(type(cache) is not DynamicCache for cache in caches):
+        raise refused("a cache of another class than DynamicCache may hold more than its layers do")
+    for session in sessions:
+        if session.tiers.ranks is not None:
+            raise split_session()
+        if session.progress.padded:
+            raise refused("a cache of them has padding that is not in front of its rows")
+        if session.layers != first.layers or {id(w()) for w in session.weights} != {id(w()) for w in first.weights}:
+            raise refused("they are of different models")
+        if told := differences(session.asked, first.asked):
+            raise refused(f"their options differ: {told}")
+        if session.options != first.options:
+            raise refused("one of them is still in 16 bits (option min_context): min_context=0 has none be")
+    apart = len({length for session in sessions for length in session.progress.lengths}) > 1
+    for number, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+        if reason := reason_of_layer(layers, apart):
+            raise refused(f"layer {number}, {type(layers[0]).__name__}, {reason}")
+
+
+def reason_of_layer(layers: Sequence[Any], apart: bool) -> str | None:
+    """Why one layer of several caches cannot be joined; None where it can. apart: rows differ in length."""
+    first = layers[0]
+    if type(first) not in KINDS:
+        return "is not keys, values and the state of a recurrence alone"
+    if getattr(first, "is_sliding", False):
+        return "is a sliding window, which Hugging Face keeps for rows of one length"
+    if isinstance(getattr(first, "keys", None), Tensor) and not isinstance(first.keys, HeldTensor) and apart:
+        return "is not held, and its rows differ in length"
+    return None
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def session_of_rows(rows: Sequence[Row]) -> Session:
+    """A session of these rows, copies of what they have; what is counted of it begins anew."""
+    first, progress = rows[0][0], progress_of(rows)
+    made = copy.copy(first)
+    made.tiers = tiers_of(rows, progress.longest)
+    made.progress = progress
+    made.weights = list(first.weights)
+    made.moved, made.told, made.view = {}, set(), None
+    made.mode, made.draft_length = Mode.PLAIN, None
+    made.start_anew()
+    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, len(rows), progress.length)
+    made.note_memory()
+    return made
+
+
+def progress_of(rows: Sequence[Row]) -> Progress:
+    """How far each row has come; a row without a guess is not ready, whatever stands in its place."""
+    lengths = tuple(session.progress.lengths[row] for session, row in rows)
+    guesses = [None if s.progress.guess is None else s.progress.guess[row : row + 1] for s, row in rows]
+    known = next((guess for guess in guesses if guess is not None), None)
+    guess = None
+    if known is not None:
+        guess = torch.cat([torch.zeros_like(known) if one is None else one for one in guesses])
+    ready = tuple(
+        session.progress.ready[row] and (known is None or one is not None)
+        for (session, row), one in zip(rows, guesses, strict=True)
+    )
+    return Progress(lengths, ready, max(lengths), guess, joined=True)
+
+
+def tiers_of(rows: Sequence[Row], longest: int) -> Tiers:
+    """The tiers of these rows, with room for the longest. SpecacheError, before anything is made, where the host tier
+    has no room for all."""
+    first = rows[0][0]
+    made = copy.copy(first.tiers)
+    made.batch, made.sinks_known, made.state = len(rows), None, []
+    made.capacity, made.room = bucket(longest), room(longest)
+    made.allocated = (0, 0)
+    made.check_host_memory(longest)
+    for number, layer in enumerate(made.layers):
+        sources = [(session.state[number], row) for session, row in rows]
+        made.state.append(gathered(sources, made.options, layer, made.capacity, made.room))
+    made.allocated = (made.capacity, made.room)
+    return made
+
+
+def cache_of(session: Session, caches: Sequence[Any], rows: Sequence[int | None]) -> DynamicCache:
+    """A cache of the kind of `caches` with a session's held tensors; what is not held is their rows'. None: all."""
+    made = twin(caches[0])
+    site = 0
+    for number, layer in enumerate(made.layers):
+        own_states(layer)
+        sources = [cache.layers[number] for cache in caches]
+        for name in STATES:
+            for place, state in getattr(layer, name, {}).items():
+                if state is not None:
+                    getattr(layer, name)[place] = picked([getattr(source, name)[place] for source in sources], rows)
+        if isinstance(getattr(layer, "keys", None), HeldTensor):
+            layer.keys, layer.values = (session.held(site, part) for part in PARTS)
+            site += 1
+        elif isinstance(getattr(layer, "keys", None), Tensor):
+            layer.keys, layer.values = (picked([getattr(s, part) for s in sources], rows) for part in PARTS)
+    return made
+
+
+def picked(tensors: Sequence[Tensor], rows: Sequence[int | None]) -> Tensor:
+    """The rows of tensors [B, ...], one behind the other: of each one row, or all."""
+    parts = (x if row is None else x[row : row + 1] for x, row in zip(tensors, rows, strict=True))
+    return torch.cat(list(parts))
+
+
+def refused(why: str) -> SpecacheError:
+    return SpecacheError(f"these rows cannot be joined, or split: {why}")

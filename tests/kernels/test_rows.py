@@ -1,0 +1,254 @@
+"""Rows of their own lengths: every op, of rows side by side, does to each what it does to it alone.
+
+In the definitions, in C++, and in Triton: on a GPU where there is one, else interpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specache_compile.kernels.attention import cpp_decode, definition, flash
+from specache_compile.kernels.movement import cpp_tiers
+from specache_compile.kernels.movement import definition as tiers
+from specache_compile.kernels.state.cursor import publish
+from specache_compile.kernels.state.segments import of_rows, tokens_of
+from specache_compile.kernels.state.sinks import find_sinks
+from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.methods.low_bit import APPENDED
+from specache_compile.methods.specache import SpecacheOptions
+from specache_compile.runtime.state import allocate, fields_of, rows_of
+
+HEADS, QUERIES, DIM, LANES, TOP_K = 2, 2, 32, 2, 8
+CPU = torch.device("cpu")
+# Prompts: nothing in the low-bit tier, some, and nearly a window more, so that a step takes one row's group alone. The
+# steps behind them; and how many tokens are behind those.
+PROMPTS, STEPS = (7, 150, 94), 4
+LENGTHS = tuple(prompt + STEPS for prompt in PROMPTS)
+OPTIONS = {
+    "rotated": SpecacheOptions(bits=1.5, group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3),
+    "centered": SpecacheOptions(
+        bits=2, rotate=False, center="always", value_code="levels", group_size=32, residual_length=32, top_k=TOP_K
+    ),
+    "16 bits": SpecacheOptions(bits=16, group_size=32, residual_length=32, top_k=TOP_K),
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The ops of one kind, by name, and where their tensors are. exact: rows side by side are bit for bit as alone."""
+
+    ops: Any
+    device: torch.device = CPU
+    exact: bool = True
+
+
+@functools.cache
+def implementation(name: str) -> Implementation:
+    if name == "Triton":
+        triton_append = pytest.importorskip(
+            "specache_compile.kernels.movement.triton_append", reason="Triton is for Linux alone"
+        )
+        from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
+        from specache_compile.kernels.movement import triton_copy, triton_select
+
+        ops = SimpleNamespace(
+            append=triton_append.append, offload=lambda k, v, padding, *rest: triton_copy.write_through(k, v, *rest),
+            decode_attention=triton_decode.decode_attention, score_low_bit=triton_scored.score_low_bit,
+            attend_scored=triton_scored.attend_scored, extend_attention=triton_extend.extend_attention,
+            choose=lambda scores, cursor, index: triton_select.select_topk(scores[0], index, cursor),
+        )  # fmt: skip
+        return Implementation(ops, torch.device("cuda" if torch.cuda.is_available() else "cpu"), exact=False)
+    modules = (cpp_decode, cpp_tiers, flash) if name == "C++" else (definition, tiers)
+    found = {key: value for module in modules for key, value in vars(module).items() if callable(value)}
+    suffix = "_fused" if name == "C++" else ""
+    names = ("append", "offload", "decode_attention", "score_low_bit", "attend_scored", "extend_attention", "correct")
+    return Implementation(SimpleNamespace(**{op: found[op + suffix] for op in names}))
+
+
+@pytest.fixture(params=["definitions", "C++", "Triton"])
+def kind(request: pytest.FixtureRequest) -> Implementation:
+    return implementation(request.param)
+
+
+@functools.cache
+def pairs(row: int, dim: int = DIM) -> Tensor:
+    """All pairs [1, H, n, 2, d] of a row; the keys have a mean, where they are to be centered."""
+    generator = torch.Generator().manual_seed(row)
+    found = torch.randn(1, HEADS, LENGTHS[row] + 1, 2, dim, generator=generator)
+    found[:, :, :, 0] += 3 * torch.randn(dim, generator=torch.Generator().manual_seed(9))
+    return found
+
+
+def cursor_of(options: SpecacheOptions, lengths: Sequence[int], tokens: Sequence[int], new: int, device: Any) -> Tensor:
+    """The cursor of a step of `new` tokens, of which each row has some."""
+    rows = [
+        [length + count - new, options.low_bit_length(length), options.low_bit_length(length + count), 0]
+        for length, count in zip(lengths, tokens, strict=True)
+    ]
+    cursor = torch.tensor(rows, device=device)
+    if cursor.is_cuda:
+        publish(cursor, [row[0] for row in rows])
+    return cursor
+
+
+def filled(kind: Implementation, options: SpecacheOptions, rows: Sequence[int]) -> LayerState:
+    """The state of a layer for these rows, after a prompt, padded in front, and steps of one token."""
+    shape = LayerShape(HEADS, DIM, torch.float32, kind.device)
+    state = allocate(options, shape, len(rows), 256, 256)
+    state["host"].view(torch.uint8).fill_(0x7F)  # what nobody stores must stay so
+    longest = max(PROMPTS[row] for row in rows)
+    frequencies = (0.9 ** torch.arange(DIM // 2)).to(kind.device)
+    at = [0 for _ in rows]
+    for step in range(1 + STEPS):
+        new = longest if not step else 1
+        counts = [PROMPTS[row] if not step else 1 for row in rows]
+        padded = [
+            torch.nn.functional.pad(pairs(row)[:, :, n : n + count], (0, 0, 0, 0, new - count, 0), value=torch.nan)
+            for row, n, count in zip(rows, at, counts, strict=True)
+        ]
+        k, v = torch.cat(padded).to(kind.device).unbind(3)
+        cursor = cursor_of(options, at, counts, new, kind.device)
+        for place, (n, count) in enumerate(zip(at, counts, strict=True)):
+            index = state["sink_index"][place : place + 1]
+            find_sinks(index, None, options.low_bit_length(n), n + count)
+        settings = (*options.layout, options.zero_point, frequencies)
+        kind.ops.append(k, v, None, cursor, *(state[name] for name in APPENDED), *settings)
+        kind.ops.offload(k, v, None, cursor, state["host"])
+        at = [n + count for n, count in zip(at, counts, strict=True)]
+    for place, row in enumerate(rows):  # some slots, of which the first is empty
+        low_bit = options.low_bit_length(LENGTHS[row])
+        tokens = torch.randperm(max(low_bit, 1), generator=torch.Generator().manual_seed(row))[: TOP_K - 1]
+        tokens = tokens[tokens < low_bit]
+        state["slot_index"][place, :, 1 : 1 + len(tokens)] = tokens.int().to(kind.device)
+        state["slots"][place, :, 1 : 1 + len(tokens)] = pairs(row)[0, :, tokens].to(kind.device)
+    return state
+
+
+def alone(options: SpecacheOptions, state: LayerState, row: int) -> LayerState:
+    fields = fields_of(options, LayerShape(HEADS, DIM, torch.float32, state["codes"].device))
+    return {name: tensor.clone() for name, tensor in rows_of(state, fields, slice(row, row + 1)).items()}
+
+
+def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
+    if kind.exact or not ours.is_floating_point():
+        assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+    else:
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@every_option
+def test_what_is_stored_of_a_row_is_what_is_stored_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
+    """Bit for bit, the padding in front of it nowhere."""
+    together = filled(kind, options, range(len(PROMPTS)))
+    for row in range(len(PROMPTS)):
+        ours, theirs = alone(options, together, row), filled(kind, options, [row])
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+def query(row: int, lanes: int = LANES) -> tuple[Tensor, Tensor, Tensor]:
+    """q [1, Hq, lanes, d], and k and v [1, H, lanes, d]."""
+    generator = torch.Generator().manual_seed(50 + row)
+    q = torch.randn(1, HEADS * QUERIES, lanes, DIM, generator=generator)
+    return q, *torch.randn(2, 1, HEADS, lanes, DIM, generator=generator)
+
+
+def asked(kind: Implementation, options: SpecacheOptions, state: LayerState, rows: Sequence[int]) -> dict[str, Tensor]:
+    """What each attention of one new token says of these rows, batch first; logits of the low-bit tier alone."""
+    q, k, v = (torch.cat(parts).to(kind.device) for parts in zip(*map(query, rows), strict=True))
+    cursor = cursor_of(options, [LENGTHS[row] for row in rows], [1 for _ in rows], 1, kind.device)
+    read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
+    slots = (state["slots"], state["slot_index"])
+    out, scores = kind.ops.decode_attention(q, k, v, None, None, cursor, *slots, *read)
+    logits, base, asked_for = kind.ops.score_low_bit(q, k, None, None, cursor, *read)
+    second = kind.ops.attend_scored(q, k, v, None, None, cursor, logits, base, slots[1].flip(-1), *slots, *read)
+    exact = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
+    found = {"decode": out, "scores": scores, "asked for": asked_for.movedim(1, 0), "corrected": second}
+    return found if options.bits_on_host < 16 else {**found, "extend": exact}
+
+
+@every_option
+def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
+    every = range(len(PROMPTS))
+    state = filled(kind, options, every)
+    together = asked(kind, options, state, every)
+    for row in every:
+        for name, expected in asked(kind, options, alone(options, state, row), [row]).items():
+            equal(kind, together[name][row : row + 1], expected)
+
+
+@pytest.mark.parametrize("kind", ["definitions", "C++"], indirect=True)
+def test_a_correction_brings_each_row_what_it_brings_alone(kind: Implementation) -> None:
+    options = OPTIONS["rotated"]
+    every = range(len(PROMPTS))
+    state, scores = filled(kind, options, every), torch.rand(1, len(PROMPTS), HEADS, 256)
+    cursor = cursor_of(options, LENGTHS, [1 for _ in every], 1, "cpu")
+    separate = [alone(options, state, row) for row in every]
+
+    def correct(state: LayerState, rows: slice) -> Tensor:
+        written = (state["slots"], state["slot_index"], state["corrected"])
+        return kind.ops.correct(scores[:, rows].contiguous(), cursor[rows], state["host"], *written)
+
+    together = correct(state, slice(None))
+    for row in every:
+        assert torch.equal(together[row], correct(separate[row], slice(row, row + 1))[0])
+        assert torch.equal(state["slots"][row], separate[row]["slots"][0])
+        assert together[row].max() < max(options.low_bit_length(LENGTHS[row]), 1)
+
+
+def test_triton_chooses_among_the_low_bit_tier_of_each_row() -> None:
+    kind, options = implementation("Triton"), OPTIONS["16 bits"]
+    scores = torch.rand(1, len(PROMPTS), HEADS, 256, device=kind.device)
+    cursor = cursor_of(options, LENGTHS, [1 for _ in LENGTHS], 1, kind.device)
+    chosen = torch.empty(len(PROMPTS), HEADS, TOP_K, dtype=torch.int32, device=kind.device)
+    kind.ops.choose(scores, cursor, chosen)
+    for row, length in enumerate(LENGTHS):
+        low_bit = options.low_bit_length(length)
+        best = scores[0, row, :, :low_bit].topk(min(TOP_K, low_bit)).indices.sort().values
+        assert torch.equal(chosen[row, :, : best.shape[-1]].sort().values, best.int())
+        assert (chosen[row, :, best.shape[-1] :] == -1).all()
+
+
+def test_an_extend_shows_no_row_the_padding_in_front_of_it(kind: Implementation) -> None:
+    """A prompt that is read in chunks: the first of a row's new tokens may not be there."""
+    options = OPTIONS["16 bits"]
+    state, lengths, front = filled(kind, options, [1, 1]), (0, 150), (3, 0)
+    q, k, v = (torch.cat([x, x]).to(kind.device) for x in query(0, 5))
+    k[0, :, :3] = v[0, :, :3] = torch.nan
+    cursor = cursor_of(options, lengths, [5 - absent for absent in front], 5, kind.device)
+    out = kind.ops.extend_attention(q, k, v, None, None, cursor, state["host"], DIM**-0.5, None)
+    for row, (length, absent) in enumerate(zip(lengths, front, strict=True)):
+        keys, values = tokens_of(of_rows(state["host"], slice(row, row + 1)), 0, length).to(kind.device).unbind(3)
+        keys, values = (
+            torch.cat([x, new[row : row + 1, :, absent:]], 2).repeat_interleave(QUERIES, 1)
+            for x, new in ((keys, k), (values, v))
+        )
+        seen = torch.ones(5 - absent, keys.shape[2], dtype=torch.bool, device=kind.device).tril(length)
+        expected = torch.nn.functional.scaled_dot_product_attention(q[row : row + 1, :, absent:], keys, values, seen)
+        torch.testing.assert_close(out[row : row + 1, :, absent:], expected, atol=2e-5, rtol=2e-5)
+    assert out.isfinite().all()
+
+
+def test_a_definition_is_called_once_where_rows_are_alike() -> None:
+    calls: list[int] = []
+
+    @tiers.by_rows()
+    def op(k: Tensor, cursor: Tensor, host: Tensor) -> None:
+        calls.append(k.shape[0])
+
+    run: Callable[[list[int]], None] = lambda lengths: op(  # noqa: E731
+        torch.zeros(len(lengths), 1), torch.tensor([[n, 0, 0, 0] for n in lengths]), torch.zeros(1, len(lengths), 1)
+    )
+    run([5, 5, 5])
+    run([5, 5, 7])
+    assert calls == [3, 2, 1]
