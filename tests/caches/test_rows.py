@@ -1,0 +1,257 @@
+"""Rows of held caches that join and leave: each says what it says alone, in lossy settings too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from specache_compile.errors import SpecacheError
+from specache_compile.runtime.session import session_of
+
+pytestmark = pytest.mark.one_process
+
+SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
+# The lane of guesses alone chooses ahead, so that a newcomer makes a pre-decode, and no correction hides what that did.
+SETTINGS = {
+    "lossless": LOSSLESS,
+    "default": SMALL,
+    "paper": {**SMALL, "setting": "paper", "bits": 1},
+    "kivi": {**SMALL, "method": "kivi", "bits": 2},
+    "offload": {"lowering": "eager", "method": "offload"},
+    "full": {"lowering": "eager", "method": "full"},
+}
+del SETTINGS["kivi"]["top_k"]
+LONG, SHORT, MIDDLE = 190, 9, 70
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def model(request: pytest.FixtureRequest) -> Any:
+    made = tiny_llama()
+    made.compile(backend="specache", options=SETTINGS[request.param])
+    return made
+
+
+@dataclass
+class Row:
+    """A prompt's row: what it has been given, and what it said to that alone."""
+
+    given: list[int]
+    cache: DynamicCache | None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def ask(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[DynamicCache, Tensor]:
+    """The cache, and each row's last logits, behind new tokens [B, T] of each row."""
+    past = torch.zeros(tokens.shape[0], dtype=torch.int64) if cache is None else sc.lengths(cache)
+    positions = past[:, None] + torch.arange(tokens.shape[1])
+    out = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True)
+    return out.past_key_values, out.logits[:, -1]
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any) -> None:
+    """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
+    chance = random.Random(3)
+    apart: list[DynamicCache] = []
+    together: DynamicCache | None = None
+    said: Tensor | None = None
+    for turn, length in enumerate((LONG, SHORT, MIDDLE, 96)):
+        ids = prompt(length, seed=turn)
+        (twin, last), (newcomer, _) = ask(model, None, ids), ask(model, None, ids)
+        for _ in range(turn):  # a newcomer that has a guess of its own, and one that has none
+            step = last.argmax(-1, keepdim=True)
+            (twin, last), (newcomer, _) = ask(model, twin, step), ask(model, newcomer, step)
+        apart.append(twin)
+        together = newcomer if together is None else sc.join([together, newcomer])
+        said = last if said is None else torch.cat([said, last])
+        for _ in range(chance.randint(3, 6)):
+            tokens = said.argmax(-1, keepdim=True)
+            if chance.random() < 0.2:
+                tokens = torch.cat([tokens, prompt(2, len(apart), seed=7)], 1)
+            together, said = ask(model, together, tokens)
+            alone = [ask(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
+            apart = [cache for cache, _ in alone]
+            close(said, torch.cat([logits for _, logits in alone]))
+        if turn == 1:
+            for cache in (together, *apart):
+                cache.crop(-1)
+            again = prompt(1, len(apart), seed=8)
+            together, said = ask(model, together, again)
+            alone = [ask(model, twin, again[row : row + 1]) for row, twin in enumerate(apart)]
+            close(said, torch.cat([logits for _, logits in alone]))
+        if turn == 2:
+            keep = torch.tensor([2, 0])
+            together.batch_select_indices(keep)
+            apart, said = [apart[row] for row in keep], said[keep]
+    assert together is not None
+    assert sc.lengths(together).tolist() == [int(sc.lengths(cache)) for cache in apart]
+    assert len(set(sc.lengths(together).tolist())) == len(apart)
+
+
+@pytest.mark.parametrize("model", ["lossless", "default", "kivi"], indirect=True)
+def test_ragged_prompts_of_generate_say_what_each_says_alone(model: Any) -> None:
+    prompts = [prompt(length, seed=length) for length in (LONG, SHORT, MIDDLE)]
+    ids, mask = left_padded(prompts)
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, LONG:]
+    for ids, row in zip(prompts, together, strict=True):
+        assert row.tolist() == greedy(model, ids, 40)[0, ids.shape[1] :].tolist()
+
+
+def left_padded(prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    longest = max(ids.shape[1] for ids in prompts)
+    ids, mask = (
+        torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
+        for rows in (prompts, [torch.ones_like(ids) for ids in prompts])
+    )
+    return ids, mask
+
+
+def joined(model: Any, lengths: Sequence[int] = (SHORT, LONG, MIDDLE)) -> DynamicCache:
+    return sc.join([ask(model, None, prompt(length, seed=length))[0] for length in lengths])
+
+
+@pytest.fixture
+def default() -> Any:
+    return compiled("default")
+
+
+def compiled(setting: str) -> Any:
+    model = tiny_llama()
+    model.compile(backend="specache", options=SETTINGS[setting])
+    return model
+
+
+def test_a_cache_that_was_split_is_the_caches_that_were_joined(default: Any) -> None:
+    cache = joined(default)
+    assert sc.lengths(cache).tolist() == [SHORT, LONG, MIDDLE]
+    for length, part in zip((SHORT, LONG, MIDDLE), sc.split(cache), strict=True):
+        before, _ = ask(default, None, prompt(length, seed=length))
+        ours, theirs = (session_of(held) for held in (part, before))
+        assert ours is not None
+        assert theirs is not None
+        assert ours.tiers.capacity == theirs.tiers.capacity
+        for state, expected in zip(ours.state, theirs.state, strict=True):
+            for name, tensor in expected.items():
+                if name != "host":  # which beyond its tokens holds anything
+                    assert torch.equal(state[name], tensor), name
+        for got, wanted in zip(sc.materialize(part).layers, sc.materialize(before).layers, strict=True):
+            assert torch.equal(got.keys, wanted.keys)
+            assert torch.equal(got.values, wanted.values)
+
+
+def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None:
+    model, plain = compiled("offload"), tiny_llama()
+    prompts = [prompt(length, seed=length) for length in (SHORT, MIDDLE)]
+    ids, mask = left_padded(prompts)
+    cache = sc.join([ask(model, None, row)[0] for row in prompts])
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    with torch.no_grad():
+        expected = plain(ids, attention_mask=mask, position_ids=positions, use_cache=True).past_key_values
+    for ours, theirs in zip(sc.materialize(cache).layers, expected.layers, strict=True):
+        there = mask[:, None, :, None].bool()
+        torch.testing.assert_close(ours.keys, theirs.keys.masked_fill(~there, 0.0), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values.masked_fill(~there, 0.0), atol=1e-4, rtol=1e-4)
+
+
+def test_a_left_padded_mask_says_of_joined_rows_what_no_mask_says(default: Any) -> None:
+    caches, lengths = [joined(default), joined(default)], torch.tensor([SHORT, LONG, MIDDLE])
+    mask = (torch.arange(LONG + 1) >= LONG - lengths[:, None]).long()
+    ids = prompt(1, 3, seed=5)
+    with torch.no_grad():
+        padded = default(ids, attention_mask=mask, past_key_values=caches[0], position_ids=lengths[:, None])
+    assert torch.equal(padded.logits[:, -1], ask(default, caches[1], ids)[1])
+
+
+def test_joined_rows_are_saved_and_loaded(default: Any, tmp_path: Path) -> None:
+    cache, ids = joined(default), prompt(1, 3, seed=5)
+    sc.save(cache, tmp_path)
+    again = sc.load(tmp_path, default)
+    assert torch.equal(sc.lengths(again), sc.lengths(cache))
+    assert torch.equal(ask(default, again, ids)[1], ask(default, cache, ids)[1])
+
+
+def test_joins_and_leaves_compile_nothing(default: Any) -> None:
+    from specache_compile.compile.rewritten import observers
+
+    made: list[Any] = []
+    alone = [ask(default, None, prompt(length, seed=length))[0] for length in (SHORT, MIDDLE)]
+    for cache in alone:
+        ask(default, cache, prompt(1))
+    ask(default, sc.join(alone), prompt(1, 2))
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    observers.append(lambda *form: made.append(form))
+    try:
+        for turn in range(12):
+            rows = 2 + turn % 3
+            cache = joined(default, [20 + 30 * turn + 7 * row for row in range(rows)])
+            cache, _ = ask(default, cache, prompt(1, rows))
+            cache.batch_select_indices(torch.arange(1, rows))
+            ask(default, cache, prompt(1, rows - 1))
+    finally:
+        observers.pop()
+    assert not made
+    assert torch._dynamo.utils.counters["frames"]["ok"] == frames
+
+
+def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:
+    cache = joined(default)
+    with torch.no_grad(), pytest.raises(SpecacheError, match=r"position_ids.*specache_compile\.lengths"):
+        default(prompt(1, 3), past_key_values=cache, use_cache=True)
+    ask(default, cache, prompt(1, 3))  # which goes on
+
+
+def test_a_mask_that_says_something_else_is_refused(default: Any) -> None:
+    cache, lengths = joined(default), torch.tensor([SHORT, LONG, MIDDLE])
+    mask = torch.ones(3, LONG + 1, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(SpecacheError, match="lengths of their own"):
+        default(prompt(1, 3), attention_mask=mask, past_key_values=cache, position_ids=lengths[:, None])
+
+
+def held(model: Any, ids: Tensor, **more: Any) -> DynamicCache:
+    with torch.no_grad():
+        return model(ids, use_cache=True, **more).past_key_values
+
+
+def test_what_cannot_be_joined_is_refused_in_words(default: Any) -> None:
+    first = ask(default, None, prompt(60))[0]
+    with pytest.raises(SpecacheError, match="no cache in the list"):
+        sc.join([])
+    with pytest.raises(SpecacheError, match="plain tensors already"):
+        sc.join([first, held(tiny_llama(), prompt(60))])
+    with pytest.raises(SpecacheError, match="different models"):
+        sc.join([first, ask(compiled("default"), None, prompt(60))[0]])
+    dropping = tiny_llama()
+    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
+    with pytest.raises(SpecacheError, match="'snapkv' keeps rows of one length alone"):
+        sc.split(held(dropping, prompt(60, 2)))
+    holes = torch.ones(2, 60, dtype=torch.long)
+    holes[0, 5:9] = 0
+    with pytest.raises(SpecacheError, match="padding that is not in front"):
+        sc.split(held(default, prompt(60, 2), attention_mask=holes))
+
+
+def test_a_sliding_window_is_not_joined() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MistralConfig(vocab_size=64, num_hidden_layers=1, sliding_window=16, **sizes)
+    model = MistralForCausalLM(config).eval()
+    model.compile(backend="specache", options=SMALL)
+    with pytest.warns(match="sliding window"):
+        cache = held(model, prompt(40, vocabulary=64))
+    with pytest.raises(SpecacheError, match="plain tensors already"):
+        sc.join([cache])
