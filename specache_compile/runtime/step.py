@@ -108,6 +108,8 @@ class Step:
         row's first token becomes its length, where the method allows for such rows, and nothing else hides a token.
         """
         progress, tiers = self.session.progress, self.session.tiers
+        if progress.differ and not causal:
+            raise other_mask()
         front = None
         if padding is not None and causal and METHODS[tiers.options.method].rows_differ:
             front = padding_in_front(padding, progress.lengths, progress.length, self.tokens)
