@@ -10,6 +10,7 @@ import specache_compile.kernels  # noqa: F401  (registers the ops, which the pas
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 
 if TYPE_CHECKING:
+    from .batching.batch import Batch
     from .caches.holding import hold
     from .caches.materialize import materialize
     from .caches.rows import join, lengths, split
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .runtime.stats import Stats, stats
 
 __all__ = [
+    "Batch",
     "Bisection",
     "Explanation",
     "HeldTensorError",
@@ -42,6 +44,7 @@ __all__ = [
 
 # Loaded when they are first asked for: who compiles a model need not wait for what explains one.
 _PLACES = {
+    "Batch": "batching.batch:Batch",
     "Bisection": "explaining.bisect:Bisection",
     "Explanation": "explaining.explain:Explanation",
     "Stats": "runtime.stats:Stats",

@@ -57,10 +57,15 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
 
     The tiers are copied; `cache` stays usable. SpecacheError as for `join`.
     """
+    return [row_of(cache, row) for row in range(session_behind(cache).tiers.batch)]
+
+
+def row_of(cache: DynamicCache, row: int) -> DynamicCache:
+    """One row of a held cache, as `split` gives it."""
     session = session_behind(cache)
     check_joinable([session], [cache])
     session.drain()
-    return [cache_of(session_of_rows([(session, row)]), [cache], [row]) for row in range(session.tiers.batch)]
+    return cache_of(session_of_rows([(session, row)]), [cache], [row])
 
 
 def lengths(cache: DynamicCache) -> Tensor:

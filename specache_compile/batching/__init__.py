@@ -1,0 +1,1 @@
+"""Many requests at once through one compiled model, without a server: `specache_compile.Batch`."""

@@ -1,0 +1,115 @@
+"""One request of a batch: its prompt, how its tokens are drawn, and how far it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
+
+
+class Stage(Enum):
+    """Where a request is. It goes down this list, and is over from any of them."""
+
+    WAITING = "waits for memory, or for a row"
+    READING = "its prompt is being read"
+    SAYING = "a row of the batch"
+    OVER = "over"
+
+
+class End(Enum):
+    """Why a request is over."""
+
+    STOP = "said a token that ends a text"
+    LENGTH = "said as many tokens as it may"
+    REMOVED = "was removed"
+    FAILED = "its prompt could not be read"
+
+
+@dataclass(eq=False)
+class Request:
+    """What `Batch.add` gives: read its fields; the batch alone changes them.
+
+    prompt: token ids, int64 [n].
+    said: token ids so far; a token that ends the text is the last.
+    end: why it is over; None until then.
+    error: what its prompt failed with.
+    config: Hugging Face's, with the model's defaults filled in.
+    processors: that make of its logits what its tokens are drawn from.
+    generator: its own, where it samples.
+    cache: of a row alone, until it joins the batch.
+    read: tokens that are cached.
+    overtaken: how many later requests have begun before it.
+    """
+
+    prompt: Tensor
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    ends: frozenset[int]
+    generator: torch.Generator | None = None
+    cache: DynamicCache | None = None
+    read: int = 0
+    said: list[int] = field(default_factory=list)
+    stage: Stage = Stage.WAITING
+    end: End | None = None
+    error: Exception | None = None
+    overtaken: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it may have cached at its end."""
+        return len(self.prompt) + int(self.config.max_new_tokens or 0)
+
+    @property
+    def ids(self) -> Tensor:
+        """Prompt and what was said, int64 [1, n]."""
+        return torch.cat([self.prompt, torch.tensor(self.said, dtype=torch.int64)])[None]
+
+    def is_over(self, end: End, error: Exception | None = None) -> None:
+        self.stage, self.end, self.error, self.cache = Stage.OVER, end, error, None
+
+    def hear(self, token: int) -> None:
+        """It has said one more token."""
+        self.said.append(token)
+        if token in self.ends:
+            self.is_over(End.STOP)
+        elif len(self.said) >= int(self.config.max_new_tokens or 0):
+            self.is_over(End.LENGTH)
+
+
+def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: DynamicCache | None, read: int) -> Request:
+    """A request as `generate` would understand `asked`, its arguments about the text: config and processors are Hugging
+    Face's own. ValueError where it would take no such argument, or where a batch of rows cannot follow it."""
+    more, seed = asked.pop("logits_processor", LogitsProcessorList()), asked.pop("seed", None)
+    config, unknown = model._prepare_generation_config(asked.pop("generation_config", None), **asked)
+    if unknown:
+        raise ValueError(f"no arguments about a text: {', '.join(sorted(unknown))}")
+    for name in ("num_beams", "num_return_sequences"):
+        if getattr(config, name) not in (None, 1):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: a request is one row; add it as often as you want answers"
+            )
+    if not config.max_new_tokens:
+        raise ValueError("max_new_tokens: say how many tokens follow at most; memory is kept for as many")
+    model._prepare_special_tokens(config, device=model.device)
+    processors = model._get_logits_processor(
+        generation_config=config, input_ids_seq_length=len(prompt), logits_processor=more, device=model.device
+    )
+    ends = getattr(config, "_eos_token_tensor", None)
+    generator = None
+    if config.do_sample:
+        generator = torch.Generator(model.device)
+        generator.seed() if seed is None else generator.manual_seed(seed)
+    named = frozenset() if ends is None else frozenset(ends.flatten().tolist())
+    return Request(prompt, config, processors, named, generator, cache, read)
+
+
+def drawn(request: Request, logits: Tensor) -> int:
+    """The next token of a request, from its last logits [1, V]."""
+    scores = request.processors(request.ids.to(logits.device), logits.float()) if request.processors else logits
+    if request.generator is None:
+        return int(scores.argmax(-1))
+    return int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))

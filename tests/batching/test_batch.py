@@ -1,0 +1,174 @@
+"""`Batch`: requests that join and leave say what each says alone, within the bytes they may have."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import specache_compile as sc
+from conftest import prompt, tiny_llama
+from specache_compile.batching.admission import OVERTAKEN, Budget, needed, next_to_begin
+from specache_compile.batching.request import End, Request
+from specache_compile.errors import SpecacheError
+from specache_compile.runtime.session import session_of
+
+pytestmark = pytest.mark.one_process
+
+SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
+CHUNK = 48
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = tiny_llama()
+    made.compile(backend="specache", options=SMALL)
+    return made
+
+
+# Of each request its prompt's length and what it asks for: greedy, sampled, penalised, ended by a token.
+ASKED: list[tuple[int, dict[str, Any]]] = [
+    (110, {"max_new_tokens": 9}),
+    (5, {"max_new_tokens": 14, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 3}),
+    (70, {"max_new_tokens": 11, "repetition_penalty": 1.3}),
+    (64, {"max_new_tokens": 30, "eos_token_id": list(range(0, 128, 9)), "min_new_tokens": 3, "pad_token_id": 0}),
+    (30, {"max_new_tokens": 8, "do_sample": True, "seed": 4}),
+]
+
+
+def test_each_request_says_what_it_says_alone(model: Any) -> None:
+    """In the default setting, which is lossy: beside others that come, end and are removed at any time."""
+    alone = []
+    for length, asked in ASKED:
+        batch = sc.Batch(model, chunk=CHUNK)
+        request = batch.add(prompt(length, seed=length), **asked)
+        batch.run()
+        alone.append(request)
+    assert [request.end for request in alone] == [End.LENGTH, End.LENGTH, End.LENGTH, End.STOP, End.LENGTH]
+    assert 3 <= len(alone[3].said) < 30
+
+    batch, chance, requests = sc.Batch(model, chunk=CHUNK), random.Random(1), list[Request]()
+    removed = batch.add(prompt(100, seed=50), max_new_tokens=100)
+    heard: dict[Request, list[int]] = {}
+    while batch.open or len(requests) < len(ASKED):
+        if len(requests) < len(ASKED) and chance.random() < 0.5:
+            length, asked = ASKED[len(requests)]
+            requests.append(batch.add(prompt(length, seed=length), **asked))
+        for request, token in batch.step():
+            heard.setdefault(request, []).append(token)
+        if len(removed.said) == 6:
+            batch.remove(removed)
+    assert (removed.end, len(removed.said)) == (End.REMOVED, 6)
+    for request, expected in zip(requests, alone, strict=True):
+        assert (request.said, request.end) == (expected.said, expected.end)
+        assert heard[request] == request.said
+    assert batch.cache is None
+
+
+def test_a_request_that_is_taken_goes_on_where_it_was(model: Any) -> None:
+    """In another batch, or the same: its cache is a row's alone."""
+    whole, parted = sc.Batch(model, chunk=CHUNK), sc.Batch(model, chunk=CHUNK)
+    expected = whole.add(prompt(80, seed=6), max_new_tokens=20)
+    whole.run()
+    parted.add(prompt(20, seed=7), max_new_tokens=100)
+    first = parted.add(prompt(80, seed=6), max_new_tokens=20)
+    while len(first.said) < 12:
+        parted.step()
+    cache = parted.take(first)
+    assert cache is not None
+    assert cache.get_seq_length() == 80 + 11  # the last token has not been read
+    second = parted.add(torch.cat([prompt(80, seed=6)[0], torch.tensor(first.said)]), cache=cache, max_new_tokens=8)
+    while second.end is None:
+        parted.step()
+    assert first.said + second.said == expected.said
+
+
+class Failing(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise RuntimeError("no token is good enough")
+
+
+def test_a_prompt_that_fails_ends_its_own_request_alone(model: Any) -> None:
+    batch = sc.Batch(model, chunk=CHUNK)
+    good = batch.add(prompt(40), max_new_tokens=6)
+    bad = batch.add(prompt(30), max_new_tokens=6, logits_processor=LogitsProcessorList([Failing()]))
+    batch.run()
+    assert bad.end is End.FAILED
+    assert str(bad.error) == "no token is good enough"
+    assert (good.end, len(good.said)) == (End.LENGTH, 6)
+
+
+def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> None:
+    first = sc.Batch(model, chunk=CHUNK)
+    first.add(prompt(40), max_new_tokens=1)
+    first.step()
+    ends = [600, 300, 300, 900]
+    room = needed(first.options, first.layers, ends[:2])
+    batch = sc.Batch(model, chunk=CHUNK, device_memory=room.device, host_memory=room.host)
+    batch.layers = first.layers
+    with pytest.raises(SpecacheError, match=r"a request of 9,000 tokens takes .* bytes on the device"):
+        batch.add(prompt(8990), max_new_tokens=10)
+    requests = [batch.add(prompt(20, seed=end), max_new_tokens=end - 20) for end in ends]
+    for turn in range(12):
+        batch.step()
+        if batch.cache is None:
+            continue
+        session = session_of(batch.cache)
+        assert session is not None
+        total = session.statistics.bytes_by_tier
+        assert sum(size for tier, size in total.items() if tier != "host") <= room.device
+        assert total["host"] <= room.host
+        assert len(batch.saying) <= 2
+        if turn == 8:
+            assert [request.stage.name for request in requests] == ["SAYING", "SAYING", "WAITING", "WAITING"]
+            for request in requests[:2]:
+                batch.remove(request)
+    assert {requests[2], requests[3]} >= set(batch.open) != set()
+
+
+def waiting(*lengths: int) -> list[Any]:
+    return [SimpleNamespace(longest=length, overtaken=0) for length in lengths]
+
+
+def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most(model: Any) -> None:
+    batch = sc.Batch(model, chunk=CHUNK)
+    batch.add(prompt(40), max_new_tokens=1)
+    batch.step()
+    budget = Budget(host=needed(batch.options, batch.layers, [256] * 4).host)
+    running = waiting(256, 256)
+
+    def begins(queue: list[Any], beside: list[Any]) -> Any:
+        return next_to_begin(queue, beside, budget, batch.options, batch.layers)
+
+    small = waiting(200, 200)
+    assert begins(small, running) is small[0]
+    queue = waiting(5000, *[200] * 20)
+    for _ in range(OVERTAKEN):
+        assert begins(queue, running) is queue[1]
+        del queue[1]
+    assert begins(queue, running) is None
+    assert begins(queue[1:], running) is queue[1]
+
+
+def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
+    batch = sc.Batch(model)
+    with pytest.raises(ValueError, match="max_new_tokens: say how many"):
+        batch.add(prompt(8))
+    with pytest.raises(ValueError, match="num_beams=4: a request is one row"):
+        batch.add(prompt(8), max_new_tokens=3, num_beams=4)
+    with pytest.raises(ValueError, match="no arguments about a text: stopping"):
+        batch.add(prompt(8), max_new_tokens=3, stopping=1)
+    with pytest.raises(ValueError, match="the prompt has 0 tokens"):
+        batch.add(prompt(0), max_new_tokens=3)
+    with pytest.raises(SpecacheError, match="not compiled by the backend"):
+        sc.Batch(tiny_llama())
+    dropping = tiny_llama()
+    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16})
+    with pytest.raises(SpecacheError, match="'snapkv' keeps rows of one length alone"):
+        sc.Batch(dropping)
+    assert not batch.open
