@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import join, lengths, row_of
+from specache_compile.caches.rows import join, reason_against, row_of
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
-from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
-from specache_compile.runtime.regroup import session_behind
+from specache_compile.runtime.session import session_of
 
 from .admission import Budget, needed, next_to_begin
 from .request import End, Request, Stage, drawn, request_for
 
 # Prompt tokens that are read between two steps of the others.
 CHUNK = 512
+
+
+@dataclass(eq=False)
+class Rows:
+    """Requests that say tokens together: a cache, and whose each of its rows is."""
+
+    cache: DynamicCache
+    requests: list[Request]
+
+    def row(self, request: Request) -> DynamicCache:
+        """The cache of one request alone."""
+        return self.cache if len(self.requests) == 1 else row_of(self.cache, self.requests.index(request))
+
+    def keep(self, requests: list[Request]) -> None:
+        """Only these go on."""
+        if 0 < len(requests) < len(self.requests):
+            rows = [self.requests.index(request) for request in requests]
+            self.cache.batch_select_indices(torch.tensor(rows))
+        self.requests = requests
 
 
 class Batch:
@@ -34,7 +53,8 @@ class Batch:
         first.said, first.end
 
     A step reads one chunk of one prompt, and has all rows say a token. What a request says depends on no other: its
-    tiers, its positions, its processors and its random numbers are its own.
+    tiers, its positions, its processors and its random numbers are its own. Rows that `join` refuses (sliding windows,
+    methods that drop pairs) say their tokens one after another.
 
     rows: the most that say tokens together.
     chunk: prompt tokens that are read between two steps.
@@ -47,32 +67,35 @@ class Batch:
         self, model: Any, *, rows: int = 32, chunk: int = CHUNK, device_memory: int | None = None,
         host_memory: int | None = None,
     ) -> None:  # fmt: skip
-        """SpecacheError where this backend has not compiled the model, where the method's rows cannot differ, where a
-        GPU's short caches stay in 16 bits (option min_context), and where the model takes no position_ids."""
+        """SpecacheError where this backend has not compiled the model."""
         self.options = required_options(model, "Batch")
-        if not METHODS[self.options.method].rows_differ:
-            raise SpecacheError(f"Batch: method {self.options.method!r} keeps rows of one length alone; take specache")
-        if self.options.min_context != 0 and model.device.type == "cuda":
-            raise SpecacheError("Batch: rows that are still in 16 bits join no others: compile with min_context=0")
-        if "position_ids" not in inspect.signature(model.forward).parameters:
-            raise SpecacheError(f"Batch: {type(model).__name__} takes no position_ids, which rows have of their own")
+        # Rows of their own lengths have positions of their own.
+        self.joins = "position_ids" in inspect.signature(model.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
         self.budget = Budget(device_memory, host_memory)
         self.layers: list[LayerShape] = []  # known when a first prompt has been read
         self.waiting: list[Request] = []
         self.reading: list[Request] = []
-        self.saying: list[Request] = []  # in the order of the cache's rows
-        self.cache: DynamicCache | None = None
+        self.groups: list[Rows] = []
+
+    @property
+    def saying(self) -> list[Request]:
+        """Those with a row."""
+        return [request for group in self.groups for request in group.requests]
 
     @property
     def open(self) -> list[Request]:
         """The requests that are not over."""
         return [*self.saying, *self.reading, *self.waiting]
 
-    def add(self, ids: Tensor, *, cache: DynamicCache | None = None, seed: int | None = None, **asked: Any) -> Request:
+    def add(
+        self, ids: Tensor, *, cache: DynamicCache | None = None, keep: bool = False, seed: int | None = None,
+        **asked: Any,
+    ) -> Request:  # fmt: skip
         """A new request: token ids, int64 [n] or [1, n].
 
-        cache: held, of one row, with the first tokens of ids; all but the last at most. The request takes it over.
+        cache: of one row, with the first tokens of ids; all but the last at most. The request takes it over.
+        keep: when the request is over, its `cache` is that of its row alone.
         seed: of its random numbers; None: another each time.
         asked: what `generate` takes about a text: max_new_tokens, which must be there, or generation_config; do_sample,
             temperature, top_p, eos_token_id, logits_processor.
@@ -80,15 +103,21 @@ class Batch:
         ValueError where an argument is none of these, SpecacheError where the budget would never hold the request.
         """
         prompt = ids.reshape(-1).cpu()
-        read = 0 if cache is None else int(lengths(cache))
+        read = 0 if cache is None else cache.get_seq_length()
         if not read < len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
         request = request_for(self.model, prompt, {**asked, "seed": seed}, cache, read)
-        if cache is not None:
-            self.layers = self.layers or list(session_behind(cache).layers)
+        request.keeps = keep
+        self.look_at(cache)
         self.check_fits(request)
         self.waiting.append(request)
         return request
+
+    def look_at(self, cache: DynamicCache | None) -> None:
+        """Learn from a first cache what a layer keeps."""
+        session = None if cache is None else session_of(cache)
+        if session is not None and not self.layers:
+            self.layers = list(session.layers)
 
     def check_fits(self, request: Request) -> None:
         """SpecacheError where the budget would not hold a request alone."""
@@ -125,32 +154,23 @@ class Batch:
 
     def take(self, request: Request) -> DynamicCache | None:
         """`remove`, and its cache as one of a row alone; None where nothing of it was read."""
-        cache = request.cache
-        if request in self.saying:
-            assert self.cache is not None
-            cache = row_of(self.cache, self.saying.index(request))
+        group = self.group_of(request)
+        cache = request.cache if group is None else group.row(request)
         self.remove(request)
         return cache
+
+    def group_of(self, request: Request) -> Rows | None:
+        return next((group for group in self.groups if request in group.requests), None)
 
     def drop(self, request: Request) -> None:
         """Forget a request, and its row."""
         for requests in (self.waiting, self.reading):
             if request in requests:
                 requests.remove(request)
-        if request in self.saying:
-            self.keep([other for other in self.saying if other is not request])
-
-    def keep(self, requests: list[Request]) -> None:
-        """Only these rows go on."""
-        if len(requests) == len(self.saying):
-            return
-        rows = torch.tensor([self.saying.index(request) for request in requests], dtype=torch.int64)
-        self.saying = requests
-        if not requests:
-            self.cache = None
-        else:
-            assert self.cache is not None
-            self.cache.batch_select_indices(rows.to(self.model.device))
+        group = self.group_of(request)
+        if group is not None:
+            group.keep([other for other in group.requests if other is not request])
+        self.groups = [group for group in self.groups if group.requests]
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
@@ -174,43 +194,57 @@ class Batch:
             request.cache, logits = self.ask(tokens, positions, request.cache)
             request.read += tokens.shape[1]
             if not self.layers:
-                self.layers = list(session_behind(request.cache).layers)
+                self.look_at(request.cache)
                 self.check_fits(request)
             if request.read < len(request.prompt):
                 return []
             token = drawn(request, logits)
-            cache = request.cache if self.cache is None else join([self.cache, request.cache])
+            group = self.joined(request.cache)
         except Exception as error:
             self.reading.remove(request)
             request.is_over(End.FAILED, error)
             return []
         self.reading.remove(request)
-        self.cache, request.cache, request.stage = cache, None, Stage.SAYING
-        self.saying.append(request)
-        self.hear([(request, token)])
-        return [(request, token)]
+        request.cache, request.stage = None, Stage.SAYING
+        group.requests.append(request)
+        return self.heard(group, [(request, token)])
+
+    def joined(self, cache: DynamicCache) -> Rows:
+        """The rows that a cache of one row is now the last of."""
+        for group in self.groups if self.joins else ():
+            if reason_against([group.cache, cache]) is None:
+                group.cache = join([group.cache, cache])
+                return group
+        self.groups.append(Rows(cache, []))
+        return self.groups[-1]
 
     def say(self) -> list[tuple[Request, int]]:
         """One token of each row."""
-        if not self.saying:
-            return []
-        assert self.cache is not None
-        tokens = torch.tensor([[request.said[-1]] for request in self.saying], device=self.model.device)
-        self.cache, logits = self.ask(tokens, lengths(self.cache)[:, None], self.cache)
-        said = [(request, drawn(request, logits[row : row + 1])) for row, request in enumerate(self.saying)]
-        self.hear(said)
-        return said
+        return [said for group in list(self.groups) for said in self.say_together(group)]
 
-    def hear(self, said: list[tuple[Request, int]]) -> None:
-        """Requests have said a token; the rows of those that are over leave."""
+    def say_together(self, group: Rows) -> list[tuple[Request, int]]:
+        device = self.model.device
+        tokens = torch.tensor([[request.said[-1]] for request in group.requests], device=device)
+        positions = torch.tensor([[len(request.prompt) + len(request.said) - 1] for request in group.requests])
+        group.cache, logits = self.ask(tokens, positions.to(device), group.cache)
+        return self.heard(
+            group, [(request, drawn(request, logits[row : row + 1])) for row, request in enumerate(group.requests)]
+        )
+
+    def heard(self, group: Rows, said: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Requests of a group have said these tokens; the rows of those that are over leave."""
         for request, token in said:
             request.hear(token)
-        self.keep([request for request in self.saying if request.stage is not Stage.OVER])
+            if request.stage is Stage.OVER and request.keeps:
+                request.cache = group.row(request)
+        group.keep([request for request in group.requests if request.stage is not Stage.OVER])
+        self.groups = [group for group in self.groups if group.requests]
+        return said
 
     def ask(self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None) -> tuple[DynamicCache, Tensor]:
         """The cache behind new tokens [B, T], and the last ones' logits [B, V]."""
-        last = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
-        out = self.model(
-            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True, **last
-        )
+        more: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        if self.joins:
+            more["position_ids"] = positions
+        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **more)
         return out.past_key_values, out.logits[:, -1]

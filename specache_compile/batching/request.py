@@ -40,9 +40,10 @@ class Request:
     config: Hugging Face's, with the model's defaults filled in.
     processors: that make of its logits what its tokens are drawn from.
     generator: its own, where it samples.
-    cache: of a row alone, until it joins the batch.
+    cache: of a row alone, until it joins the batch; and when it is over, where it `keeps` that.
     read: tokens that are cached.
     overtaken: how many later requests have begun before it.
+    keeps: whether its cache is wanted when it is over.
     """
 
     prompt: Tensor
@@ -57,6 +58,7 @@ class Request:
     end: End | None = None
     error: Exception | None = None
     overtaken: int = 0
+    keeps: bool = False
 
     @property
     def longest(self) -> int:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.errors import SpecacheError, split_session
+from specache_compile.errors import SpecacheError
 from specache_compile.methods import METHODS
 from specache_compile.options import differences
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import session_behind
-from specache_compile.runtime.session import Mode, Progress, Session
+from specache_compile.runtime.session import Mode, Progress, Session, session_of
 from specache_compile.runtime.state import bucket, full_cache_bytes, gathered, room
 from specache_compile.runtime.tiers import Tiers
 
@@ -44,11 +44,7 @@ def join(caches: Sequence[DynamicCache]) -> DynamicCache:
     caches = list(caches)
     if not caches:
         raise SpecacheError("join: there is no cache in the list")
-    sessions = [session_behind(cache) for cache in caches]
-    check_joinable(sessions, caches)
-    for session in sessions:
-        session.drain()
-    rows = [(session, row) for session in sessions for row in range(session.tiers.batch)]
+    rows = [(session, row) for session in drained(caches) for row in range(session.tiers.batch)]
     return cache_of(session_of_rows(rows), caches, [None] * len(caches))
 
 
@@ -62,10 +58,7 @@ def split(cache: DynamicCache) -> list[DynamicCache]:
 
 def row_of(cache: DynamicCache, row: int) -> DynamicCache:
     """One row of a held cache, as `split` gives it."""
-    session = session_behind(cache)
-    check_joinable([session], [cache])
-    session.drain()
-    return cache_of(session_of_rows([(session, row)]), [cache], [row])
+    return cache_of(session_of_rows([(drained([cache])[0], row)]), [cache], [row])
 
 
 def lengths(cache: DynamicCache) -> Tensor:
@@ -75,41 +68,53 @@ def lengths(cache: DynamicCache) -> Tensor:
     return torch.tensor(session.progress.lengths, device=session.layers[0].device)
 
 
-def check_joinable(sessions: Sequence[Session], caches: Sequence[Any]) -> None:
-    """SpecacheError where the rows of these sessions cannot be those of one."""
-    first = sessions[0]
-    method = first.options.method
-    if not METHODS[method].rows_differ:
-        raise refused(f"method {method!r} keeps rows of one length alone")
+def reason_against(caches: Sequence[Any]) -> str | None:
+    """Why the rows of these caches cannot be those of one; None where they can."""
     if any(type(cache) is not DynamicCache for cache in caches):
-        raise refused("a cache of another class than DynamicCache may hold more than its layers do")
+        return "a cache of another class than DynamicCache may hold more than its layers do"
+    if any(session_of(cache) is None for cache in caches):
+        return "a cache of them holds plain tensors already: the specache backend does not hold it"
+    sessions = [session_behind(cache) for cache in caches]
+    first, method = sessions[0], sessions[0].options.method
+    if not METHODS[method].rows_differ:
+        return f"method {method!r} keeps rows of one length alone"
     for session in sessions:
         if session.tiers.ranks is not None:
-            raise split_session()
+            return "the model is split over ranks"
         if session.progress.padded:
-            raise refused("a cache of them has padding that is not in front of its rows")
+            return "a cache of them has padding that is not in front of its rows"
         if session.layers != first.layers or {id(w()) for w in session.weights} != {id(w()) for w in first.weights}:
-            raise refused("they are of different models")
+            return "they are of different models"
         if told := differences(session.asked, first.asked):
-            raise refused(f"their options differ: {told}")
+            return f"their options differ: {told}"
         if session.options != first.options:
-            raise refused("one of them is still in 16 bits (option min_context): min_context=0 has none be")
+            return "one of them is still in 16 bits (option min_context): min_context=0 has none be"
     apart = len({length for session in sessions for length in session.progress.lengths}) > 1
     for number, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
-        if reason := reason_of_layer(layers, apart):
-            raise refused(f"layer {number}, {type(layers[0]).__name__}, {reason}")
+        if reason := reason_of_layer(layers[0], apart):
+            return f"layer {number}, {type(layers[0]).__name__}, {reason}"
+    return None
 
 
-def reason_of_layer(layers: Sequence[Any], apart: bool) -> str | None:
-    """Why one layer of several caches cannot be joined; None where it can. apart: rows differ in length."""
-    first = layers[0]
-    if type(first) not in KINDS:
+def reason_of_layer(layer: Any, apart: bool) -> str | None:
+    """Why one layer of a cache cannot be joined with others; None where it can. apart: rows differ in length."""
+    if type(layer) not in KINDS:
         return "is not keys, values and the state of a recurrence alone"
-    if getattr(first, "is_sliding", False):
+    if getattr(layer, "is_sliding", False):
         return "is a sliding window, which Hugging Face keeps for rows of one length"
-    if isinstance(getattr(first, "keys", None), Tensor) and not isinstance(first.keys, HeldTensor) and apart:
+    if isinstance(getattr(layer, "keys", None), Tensor) and not isinstance(layer.keys, HeldTensor) and apart:
         return "is not held, and its rows differ in length"
     return None
+
+
+def drained(caches: Sequence[DynamicCache]) -> list[Session]:
+    """The sessions of caches whose rows can be those of one, their copies done; SpecacheError where they cannot."""
+    if reason := reason_against(caches):
+        raise refused(reason)
+    sessions = [session_behind(cache) for cache in caches]
+    for session in sessions:
+        session.drain()
+    return sessions
 
 
 @torch.inference_mode(False)

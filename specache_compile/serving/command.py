@@ -40,6 +40,13 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--queue", type=int, default=64, metavar="N", help="requests that may wait, more get status 503 (%(default)s)"
     )
+    command.add_argument(
+        "--rows",
+        type=int,
+        default=8,
+        metavar="N",
+        help="answers that are made together; with --verify or --lookup one after another (%(default)s)",
+    )
     group = command.add_argument_group(
         "sessions", "the caches of conversations, kept for their next turns; the least recently used one goes first"
     )
@@ -122,7 +129,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise not_installed("serve", missing)
-    for name in ("queue", "sessions"):
+    for name in ("queue", "rows", "sessions"):
         if getattr(args, name) < 1:
             raise SpecacheError(f"--{name} {getattr(args, name)}: give a number, 1 or more")
     for name in ("session_host_gib", "session_device_gib", "session_disk_gib"):
@@ -147,7 +154,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         if folder is not None:
             folder.close()
         raise
-    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue)
+    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows)
     app = application(served, generation, metrics, names_of(listener, args.host))
     # Not earlier: two servers that load their models at the same time would both get the port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,7 +19,6 @@ class Conversation:
     """ids: int64 [n], the cache's tokens.
     asked: how many of them are the last request's, without the template's opening of the answer.
     crops: whether the cache can drop its last tokens.
-    moved: bytes that its session is known to have moved to the device and to the host.
     nbytes: its bytes of the host's and of the device's memory, as of the last `note`.
     """
 
@@ -27,7 +26,6 @@ class Conversation:
     cache: DynamicCache
     asked: int = 0
     crops: bool = True
-    moved: tuple[int, int] = (0, 0)
     nbytes: dict[str, int] = field(default_factory=dict)
 
     def note(self) -> None:

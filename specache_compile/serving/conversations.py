@@ -70,7 +70,7 @@ class Conversations:
         if leave:
             return conversation
         self.in_memory.append(conversation)
-        return replace(conversation, cache=copy.deepcopy(conversation.cache), moved=(0, 0))
+        return replace(conversation, cache=copy.deepcopy(conversation.cache))
 
     def put(self, conversation: Conversation) -> None:
         """Keep it as the most recently used. The caller calls `trim` afterwards."""

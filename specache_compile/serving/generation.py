@@ -1,4 +1,4 @@
-"""Requests run through the model one after another, each on its conversation."""
+"""Requests run through the model, each on its conversation: rows of one batch, or one after another where it drafts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from fastapi import HTTPException
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LogitsProcessorList
 from transformers.cli.serving.utils import InferenceThread
 
-from specache_compile.runtime.records import find_record
+from specache_compile.compile.compiled_options import required_options
+from specache_compile.runtime.records import Statistics, find_record
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.stats import stats
 
@@ -21,6 +23,7 @@ from .conversations import Conversations
 from .metrics import Metrics
 from .model import ServedModel
 from .questions import Penalties
+from .rows import RowsOfAnswers
 
 # The most tokens of an answer where a request does not say.
 ANSWER = 1024
@@ -31,8 +34,9 @@ class Generation:
     """The queue before one model and its worker, a single thread: recorded steps belong to one thread."""
 
     def __init__(
-        self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int
+        self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int, rows: int
     ) -> None:
+        """rows: answers that are made together, at most."""
         self.model, self.tokenizer = served.model, served.tokenizer
         self.conversations, self.metrics = conversations, metrics
         self.longest, self.queue = longest, queue
@@ -40,6 +44,12 @@ class Generation:
         self.waiting: list[Ticket] = []
         self.open: set[Answer] = set()
         self.stopping = False
+        self.rows: RowsOfAnswers | None = None
+        if not required_options(self.model, "serve").drafts:
+            self.rows = RowsOfAnswers(self.model, rows, self.taken, self.keep, self.ended)
+        self.under_way = False
+        self.used: list[Statistics] = []
+        self.counted: Any = WeakIdKeyDictionary()  # Statistics → bytes to the device and to the host
         metrics.queue.set_function(self.queued)
         for place in ("host", "device"):
             metrics.session_bytes.labels(place).set_function(partial(conversations.total, place))
@@ -69,12 +79,48 @@ class Generation:
         answer = Answer(ticket, question, self.tokenizer, self.metrics)
         self.waiting.append(ticket)
         self.open.add(answer)
-        self.submit(partial(self.run, answer))
+        self.submit(partial(self.run if self.rows is None else self.arrive, answer))
         return answer
 
-    def run(self, answer: Answer) -> None:
-        """Generate the answer, on the model's thread."""
+    def arrive(self, answer: Answer) -> None:
+        """Queue an answer for a row, on the model's thread."""
+        assert self.rows is not None
+        self.rows.arrived.append(answer)
+        self.go_on_turning()
+
+    def go_on_turning(self) -> None:
+        """Turn by turn, so that other work of the thread comes between them."""
+        assert self.rows is not None
+        if self.rows.busy and not self.under_way:
+            self.under_way = True
+            self.submit(self.turn)
+
+    def turn(self) -> None:
+        assert self.rows is not None
+        try:
+            self.rows.turn()
+        finally:
+            self.metrics.running.set(len(self.rows.running))
+            self.count_all(self.rows.statistics())
+            self.under_way = False
+            self.go_on_turning()
+
+    def taken(self, answer: Answer) -> Conversation:
+        """The conversation that an answer goes on from."""
         self.waiting.remove(answer.ticket)
+        question = answer.question
+        conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
+        self.metrics.prompt_tokens.labels("reused").inc(len(conversation.ids))
+        self.metrics.prompt_tokens.labels("computed").inc(question.tokens - len(conversation.ids))
+        return conversation
+
+    def ended(self, answer: Answer) -> None:
+        if answer.ticket in self.waiting:
+            self.waiting.remove(answer.ticket)
+        self.open.discard(answer)
+
+    def run(self, answer: Answer) -> None:
+        """Generate the answer alone, on the model's thread."""
         try:
             if not answer.ticket.left.is_set():
                 with self.metrics.running.track_inprogress():
@@ -86,13 +132,10 @@ class Generation:
         else:
             answer.close()
         finally:
-            self.open.discard(answer)
+            self.ended(answer)
 
     def go_on(self, answer: Answer) -> None:
-        question = answer.question
-        conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
-        self.metrics.prompt_tokens.labels("reused").inc(len(conversation.ids))
-        self.metrics.prompt_tokens.labels("computed").inc(question.tokens - len(conversation.ids))
+        question, conversation = answer.question, self.taken(answer)
         if question.seed is None:  # do not continue another client's random numbers
             torch.seed()
         else:
@@ -113,7 +156,9 @@ class Generation:
 
     def keep(self, conversation: Conversation, answer: Answer) -> None:
         """Keep the conversation as it is after a generation, for the next turn."""
-        self.count(conversation)
+        session = session_of(conversation.cache)
+        if session is not None:
+            self.count(session.statistics)
         held = conversation.cache.get_seq_length()
         unsaid = held - len(answer.ids)
         if unsaid > 0 and can_crop(conversation.cache):  # a step ran before the stop was found
@@ -125,19 +170,24 @@ class Generation:
             self.conversations.put(conversation)
             self.submit(self.conversations.trim)  # saving to disk is slow, and no answer waits for it
 
-    def count(self, conversation: Conversation) -> None:
-        """Count the bytes that its session has moved since the last count."""
-        record, session = find_record(self.model), session_of(conversation.cache)
-        if record is None or session is None or record.latest is not session.statistics:  # no step was taken
-            return
-        found = stats(self.model)
-        moved = (found.bytes_to_device, found.bytes_to_host)
-        for to, now, before in zip(("device", "host"), moved, conversation.moved, strict=True):
+    def count_all(self, used: list[Statistics]) -> None:
+        """Count what sessions have moved that no step uses any more, since rows have joined or left."""
+        still = {id(statistics) for statistics in used}
+        for statistics in self.used:
+            if id(statistics) not in still:
+                self.count(statistics)
+        self.used = used
+
+    def count(self, statistics: Statistics) -> None:
+        """Count the bytes that a session has moved since the last count."""
+        moved = (sum(int(count) for count in [*statistics.fetched, *statistics.corrected]), statistics.bytes_to_host)
+        for to, now, before in zip(("device", "host"), moved, self.counted.get(statistics, (0, 0)), strict=True):
             self.metrics.moved_bytes.labels(to).inc(max(0, now - before))
-        conversation.moved = moved
-        if found.hit_rate is not None:
-            self.metrics.hit_rate.labels("mass").set(found.hit_rate.mass)
-            self.metrics.hit_rate.labels("top_k").set(found.hit_rate.top_k)
+        self.counted[statistics] = moved
+        record = find_record(self.model)
+        if record is not None and record.latest is statistics and (rate := stats(self.model).hit_rate) is not None:
+            self.metrics.hit_rate.labels("mass").set(rate.mass)
+            self.metrics.hit_rate.labels("top_k").set(rate.top_k)
 
     def submit(self, work: Any) -> Future:
         return self.thread.submit(work)
@@ -150,4 +200,6 @@ class Generation:
 
     def stop(self) -> None:
         """Stop after the queued requests. Conversations go to disk if there is a folder."""
+        if self.rows is not None:
+            self.submit(self.rows.end_all).result()
         self.submit(self.conversations.close).result()

@@ -29,7 +29,7 @@ class Metrics:
             "specache_hit_rate", "Of the session that ran last, with the option hit_rate", ["of"], registry=own
         )
         self.queue = Gauge("specache_queue", "Requests that wait for the model", registry=own)
-        self.running = Gauge("specache_running", "Requests that the model works on: 0 or 1", registry=own)
+        self.running = Gauge("specache_running", "Requests that the model works on", registry=own)
         self.sessions = Gauge("specache_sessions", "Idle sessions that are kept", ["place"], registry=own)
         self.session_bytes = Gauge("specache_session_bytes", "Their bytes", ["place"], registry=own)
         self.evicted = Counter("specache_evicted", "Sessions evicted from memory", ["to"], registry=own)

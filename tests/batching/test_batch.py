@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
-from conftest import prompt, tiny_llama
+from conftest import greedy, prompt, tiny_llama
 from specache_compile.batching.admission import OVERTAKEN, Budget, needed, next_to_begin
 from specache_compile.batching.request import End, Request
 from specache_compile.errors import SpecacheError
@@ -67,7 +67,7 @@ def test_each_request_says_what_it_says_alone(model: Any) -> None:
     for request, expected in zip(requests, alone, strict=True):
         assert (request.said, request.end) == (expected.said, expected.end)
         assert heard[request] == request.said
-    assert batch.cache is None
+    assert not batch.groups
 
 
 def test_a_request_that_is_taken_goes_on_where_it_was(model: Any) -> None:
@@ -116,10 +116,11 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
     requests = [batch.add(prompt(20, seed=end), max_new_tokens=end - 20) for end in ends]
     for turn in range(12):
         batch.step()
-        if batch.cache is None:
+        if not batch.groups:
             continue
-        session = session_of(batch.cache)
+        session = session_of(batch.groups[0].cache)
         assert session is not None
+        assert len(batch.groups) == 1
         total = session.statistics.bytes_by_tier
         assert sum(size for tier, size in total.items() if tier != "host") <= room.device
         assert total["host"] <= room.host
@@ -167,8 +168,23 @@ def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
         batch.add(prompt(0), max_new_tokens=3)
     with pytest.raises(SpecacheError, match="not compiled by the backend"):
         sc.Batch(tiny_llama())
-    dropping = tiny_llama()
-    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16})
-    with pytest.raises(SpecacheError, match="'snapkv' keeps rows of one length alone"):
-        sc.Batch(dropping)
     assert not batch.open
+
+
+def test_rows_that_do_not_join_say_their_tokens_all_the_same() -> None:
+    dropping = tiny_llama()
+    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
+    batch = sc.Batch(dropping)
+    requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
+    batch.run()
+    for length, request in zip((60, 20), requests, strict=True):
+        assert request.said == greedy(dropping, prompt(length, seed=length), 5)[0, length:].tolist()
+
+
+def test_a_request_that_keeps_its_cache_has_it_when_it_is_over(model: Any) -> None:
+    batch = sc.Batch(model, chunk=CHUNK)
+    batch.add(prompt(30), max_new_tokens=20)
+    kept = batch.add(prompt(40, seed=2), max_new_tokens=4, keep=True)
+    batch.run()
+    assert kept.cache is not None
+    assert sc.lengths(kept.cache).tolist() == [43]

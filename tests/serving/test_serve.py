@@ -159,7 +159,7 @@ def test_sessions_go_to_disk_least_recently_used_first_and_outlive_the_server(
 
 
 def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: Path) -> None:
-    with serving(checkpoint, "--queue", "1") as served:
+    with serving(checkpoint, "--queue", "1", "--rows", "1") as served:
         ask: dict[str, Any] = {"model": served.name, "temperature": 0}
         endless = served.client.completions.create(**ask, prompt="Go on. " * 9, max_tokens=1900, stream=True)
         next(iter(endless))
@@ -182,6 +182,25 @@ def test_requests_wait_are_refused_and_end_when_their_client_leaves(checkpoint: 
         wait_for(served, "specache_left_total", 2)
         wait_for(served, "specache_running", 0)
         assert 0 < grown(served, before, "specache_generated_tokens_total") < 1900
+
+
+def test_answers_are_made_together_and_each_ends_by_itself(
+    checkpoint: Path, served: Served, uncompiled: LlamaForCausalLM
+) -> None:
+    """Two that do not end, and short ones beside them; a seed holds beside others."""
+    ask: dict[str, Any] = {"model": served.name, "stream": True, "max_tokens": 1500, "temperature": 0}
+    drawn: dict[str, Any] = {"model": served.name, "prompt": "Draw. " * 5, "max_tokens": 8, "temperature": 1, "seed": 5}
+    alone = served.client.completions.create(**drawn).choices[0].text
+    endless = [served.client.completions.create(**ask, prompt=letter * 40) for letter in "xy"]
+    for stream in endless:
+        next(iter(stream))
+    messages = [{"role": "user", "content": "and besides"}]
+    assert say(served, messages) == answer(uncompiled, prompt_of(messages), 8)
+    assert served.client.completions.create(**drawn).choices[0].text == alone
+    assert figures(served)["specache_running"] >= 2
+    for stream in endless:
+        stream.close()
+    wait_for(served, "specache_running", 0)
 
 
 def test_a_longest_answer_ends_at_the_models_context(served: Served) -> None:

@@ -1,0 +1,132 @@
+"""Answers that are made together: each is a row of one batch, on its conversation's cache."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LogitsProcessorList
+
+from specache_compile.batching.batch import Batch
+from specache_compile.batching.request import Request, Stage
+from specache_compile.runtime.records import Statistics
+from specache_compile.runtime.session import session_of
+
+from .answer import Answer, ClientLeft, Stopped
+from .conversation import Conversation
+from .questions import Penalties
+
+# An answer's conversation, and the answer.
+Row = tuple[Answer, Conversation]
+
+
+class RowsOfAnswers:
+    """The answers under way, all on the model's thread; one turn is a step of the batch.
+
+    begin: an answer → its conversation, which is taken.
+    keep: (conversation, answer), when an answer ends.
+    ended: an answer → nothing, the last that is heard of it.
+    arrived: answers that wait for a row.
+    """
+
+    def __init__(
+        self, model: Any, most: int, begin: Callable[[Answer], Conversation],
+        keep: Callable[[Conversation, Answer], None], ended: Callable[[Answer], None],
+    ) -> None:  # fmt: skip
+        self.batch, self.most = Batch(model, rows=most), most
+        self.begin, self.keep, self.ended = begin, keep, ended
+        self.arrived: deque[Answer] = deque()
+        self.running: dict[Request, Row] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.arrived or self.running)
+
+    def turn(self) -> None:
+        """Let go who left, begin who came, and have each row say a token."""
+        for request in [request for request, (answer, _) in self.running.items() if answer.ticket.left.is_set()]:
+            self.end(request, self.batch.take(request))
+        while self.arrived and len(self.running) < self.most:
+            self.start(self.arrived.popleft())
+        for request, token in self.stepped():
+            self.deliver(request, token)
+        for request in [request for request in self.running if request.stage is Stage.OVER]:
+            self.end(request, request.cache, request.error)
+
+    def start(self, answer: Answer) -> None:
+        if answer.ticket.left.is_set():
+            self.ended(answer)
+            return
+        try:
+            conversation, question = self.begin(answer), answer.question
+            own = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
+            ids = question.inputs["input_ids"]
+            answer.put(ids)
+            request = self.batch.add(
+                ids, cache=conversation.cache if len(conversation.ids) else None, keep=True, seed=question.seed,
+                generation_config=question.config, logits_processor=LogitsProcessorList(own),
+            )  # fmt: skip
+        except ClientLeft:
+            self.ended(answer)
+        except Exception as error:
+            answer.fail(error)
+            self.ended(answer)
+        else:
+            self.running[request] = (answer, conversation)
+
+    def stepped(self) -> list[tuple[Request, int]]:
+        """What a step of the batch said. One that fails is taken once more; then all rows end with its error."""
+        try:
+            return self.batch.step()
+        except Exception:
+            try:
+                return self.batch.step()
+            except Exception as error:
+                for request, (answer, _) in list(self.running.items()):
+                    if request in self.batch.saying:
+                        self.batch.remove(request)
+                        answer.fail(error)
+                        self.forget(request)
+                return []
+
+    def deliver(self, request: Request, token: int) -> None:
+        answer, _ = self.running[request]
+        try:
+            answer.put(torch.tensor([token]))
+        except (Stopped, ClientLeft):
+            self.end(request, self.batch.take(request))
+        except Exception as error:
+            self.end(request, self.batch.take(request), error)
+
+    def end(self, request: Request, cache: DynamicCache | None, error: Exception | None = None) -> None:
+        """An answer is over: its conversation has the row's cache, as far as there is one."""
+        answer, conversation = self.running[request]
+        try:
+            if error is not None:
+                raise error
+            if cache is not None:
+                conversation.cache = cache
+                self.keep(conversation, answer)
+        except Exception as failed:
+            answer.fail(failed)
+        else:
+            answer.close()
+        finally:
+            self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        self.ended(self.running.pop(request)[0])
+
+    def end_all(self) -> None:
+        """Keep what every row has read, and end."""
+        self.arrived.clear()
+        for request in list(self.running):
+            self.end(request, self.batch.take(request))
+
+    def statistics(self) -> list[Statistics]:
+        """The counts of every session that a step has used."""
+        caches = [*(group.cache for group in self.batch.groups), *(request.cache for request in self.batch.reading)]
+        sessions = (session_of(cache) for cache in caches if cache is not None)
+        return [session.statistics for session in sessions if session is not None]
