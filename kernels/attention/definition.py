@@ -466,8 +466,8 @@ def extend_attention(
     wait_for_offloads(cursor)
     length = length_of(cursor)
     if length < 0:  # a prompt whose padding fills whole chunks
-        there, begun = (x[:, :, -length:] for x in (q, k, v)), cursor.clamp_min(0)
-        out = extend_attention(*there, mask, sinks, begun, host, scale, softcap)
+        there = [x[:, :, -length:] for x in (q, k, v)]
+        out = extend_attention(there[0], there[1], there[2], mask, sinks, cursor.clamp_min(0), host, scale, softcap)
         return torch.nn.functional.pad(out, (0, 0, -length, 0))
     heads, tokens = k.shape[1], k.shape[2]
     query = q.float().unflatten(1, (heads, -1)) * scale

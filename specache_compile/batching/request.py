@@ -111,7 +111,9 @@ def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: Dynami
 
 def drawn(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]."""
-    scores = request.processors(request.ids.to(logits.device), logits.float()) if request.processors else logits
+    ids: Any = request.ids.to(logits.device)
+    scores: Any = logits.float()
+    scores = request.processors(ids, scores) if request.processors else scores
     if request.generator is None:
         return int(scores.argmax(-1))
     return int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))

@@ -245,7 +245,7 @@ class Session:
         progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
         self.version += 1
         self.view = None
-        self.statistics.bytes_to_host += self.tiers.host_bytes(tokens)
+        self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens)) // self.tiers.batch
         self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.tiers.batch, self.length)
 
     @torch.inference_mode(False)

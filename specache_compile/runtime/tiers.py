@@ -114,9 +114,9 @@ class Tiers:
         every = (tensor for layer in self.state for tensor in layer.values())
         return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
 
-    def host_bytes(self, tokens: Sequence[int]) -> int:
-        """Bytes of so many tokens' pairs of each row in the host tier."""
-        return sum(host[0].nbytes // (SEGMENT * self.batch) * sum(tokens) for host in self.fields("host"))
+    def host_bytes(self, tokens: int) -> int:
+        """Bytes of so many tokens' pairs in the host tier, of all rows."""
+        return sum(host[0].nbytes // SEGMENT * tokens for host in self.fields("host"))
 
     def move_over(
         self, tokens: int, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]
