@@ -22,6 +22,7 @@ from specache_compile.passes.phase import PREFILL
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.ranks import ranks_of
+from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.step import Step, opened
 
@@ -145,7 +146,7 @@ def session_for(
     session = Session(options, layers, batch, tokens)
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
-    with opened(session, tokens, attention_mask) as step:
+    with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
         fill(step, pairs)
     return session
 
@@ -159,6 +160,12 @@ def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
 def frequencies_of(model: torch.nn.Module) -> Tensor | None:
     """RoPE's, as the model's buffer."""
     return next((buffer for name, buffer in decoder_of(model).named_buffers() if FREQUENCIES.search(name)), None)
+
+
+def masks_are_padding(model: torch.nn.Module) -> bool:
+    """Whether its masks hide nothing but padding and later tokens, as far as its graphs have shown."""
+    record = find_record(model)
+    return record is None or all(graph.captured.is_causal for graph in record.graphs)
 
 
 def has_latents(model: torch.nn.Module) -> bool:

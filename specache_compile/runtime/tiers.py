@@ -228,7 +228,7 @@ class Tiers:
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         if isinstance(self.options, LowBitOptions) and not self.has_no_host:
-            for layer, state in zip(self.layers, self.state, strict=True):
+            for layer, state in zip(self.layers, self.state, strict=False):  # before a first step there are none
                 for rows, length in runs_of(lengths):
                     views = rows_of(state, fields_of(self.options, layer), rows)
                     window_from_host(views, self.options.low_bit_length(length), length)
