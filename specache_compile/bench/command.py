@@ -24,13 +24,14 @@ from .llama_cpp import LIBRARY, LLAMA_CPP
 from .measure import Plan, cell, steps_behind
 from .model import check_room, config_of, is_random, open_model
 from .results import Results
-from .table import answers_table, draw, steps_table
-from .ways import BASELINES, COMPILED, DEFAULT, check_name, why_not
+from .table import answers_table, draw, profile_table, steps_table
+from .ways import BASELINES, COMPILED, DEFAULT, can_extend, check_name, why_not
 
 EXAMPLES = """\
 examples:
   specache bench smollm2-135m --contexts 2048 8000
   specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json --plot steps.png
+  specache bench smollm2-135m --methods compiled specache --extend 512 --profile
   specache bench meta-llama/Llama-3.1-8B --layers 4 --contexts 8192      random weights of its shape
 
 baselines, where their libraries are installed:
@@ -56,6 +57,12 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     command.add_argument("--layers", type=int, help="of so many layers alone, with random weights")
     command.add_argument("--rounds", type=int, default=8, help="turns of four timed steps a method (default: 8)")
     command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help="of ours (default: inductor)")
+    command.add_argument(
+        "--extend", type=int, default=0, metavar="N", help="time a call of N tokens behind the context too"
+    )
+    command.add_argument(
+        "--profile", action="store_true", help="print where a step's time goes too, by op and layer (not of llama.cpp)"
+    )
     command.add_argument("--no-first-tokens", action="store_true", help="leave out the first and second token's time")
     command.add_argument(
         "--no-first-answers", action="store_true", help="leave out the first answers of new processes, cold and warm"
@@ -105,6 +112,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         for value in values:
             if value < 1:
                 raise SpecacheError(f"--{flag} {value}: give a whole number, 1 or more")
+    if not 0 <= args.extend <= min(args.contexts):
+        raise SpecacheError(f"--extend {args.extend}: give a whole number from 0 to the shortest of --contexts")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise SpecacheError(f"--device {args.device}: torch sees no CUDA device")
     for path in (args.json, args.plot):
@@ -128,15 +137,17 @@ def usable(args: argparse.Namespace, config: Any, gguf: Path | None) -> list[str
 
 def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | None, results: Results) -> None:
     """Measure the cells that are incomplete in the file."""
-    prompts = not args.no_first_tokens
+    wanted = {"first_token_s": not args.no_first_tokens, "profile": args.profile}
 
     def had(context: int, batch: int) -> dict[str, dict[str, Any]]:
         found = (row for row in results.rows if row["part"] == "step")
         return {row["method"]: row for row in found if (row["context"], row["batch"]) == (context, batch)}
 
     def is_whole(rows: dict[str, dict[str, Any]]) -> bool:
-        timed = all("first_token_s" in row or name in LLAMA_CPP for name, row in rows.items())
-        return rows.keys() >= set(methods) and (timed or not prompts)
+        parts = [key for key, asked in wanted.items() if asked]
+        whole = all(key in row or name in LLAMA_CPP for name, row in rows.items() for key in parts)
+        extended = all(row.get("extend") == args.extend or not can_extend(name) for name, row in rows.items())
+        return rows.keys() >= set(methods) and whole and (extended or not args.extend)
 
     pairs = itertools.product(dict.fromkeys(args.contexts), dict.fromkeys(args.batch_sizes))
     cells = [pair for pair in pairs if not is_whole(had(*pair))]
@@ -146,12 +157,12 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
     # The methods of a cell are measured in turn, so an incomplete cell is measured again as a whole.
     plans = [
         Plan(
-            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, prompts, args.lowering, gguf,
-            results.report["bandwidth"],
+            tuple(dict.fromkeys([*had(*pair), *methods])), args.rounds, wanted["first_token_s"], args.extend,
+            args.profile, args.lowering, gguf, results.report["bandwidth"],
         )
         for pair in cells
     ]  # fmt: skip
-    turns = sum(len(plan.methods) * (2 if prompts else 1) + args.rounds for plan in plans)
+    turns = sum(len(plan.methods) * (2 if plan.prompts else 1) + args.rounds for plan in plans)
     with tqdm(total=turns, file=sys.stderr, desc="specache bench", unit="turn") as bar:
         for (context, batch), plan in zip(cells, plans, strict=True):
             rows = cell(model, context, batch, plan, bar)
@@ -188,6 +199,8 @@ def report(results: Results, args: argparse.Namespace) -> None:
         return
     origin = results.report["provenance"]
     print(steps_table(steps))
+    if any("profile" in row for row in steps):
+        print("", profile_table(steps), sep="\n")
     if answers:
         print("", answers_table(answers), sep="\n")
     print(f"\n{args.model}, {args.dtype}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}; "

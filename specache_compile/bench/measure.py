@@ -18,12 +18,15 @@ from specache_compile.runtime.records import forget
 
 from .floor import floor, synchronise, weight_bytes
 from .llama_cpp import LLAMA_CPP, LlamaCpp
-from .ways import Way, first_tokens, read, twin_of, way
+from .profile import KERNELS_SHOW, PROFILED, profiled
+from .ways import Decoding, Way, can_extend, first_tokens, read, twin_of, way
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
 # Steps in a row of a way that has its turn.
 IN_A_ROW = 5
+# Timed calls of several tokens behind the context, and one before them that compiles.
+EXTENSIONS = 3
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Plan:
 
     rounds: turns of each way; a turn is `IN_A_ROW` steps.
     prompts: whether first tokens are timed too.
+    extend: tokens of a call behind the context that is timed too; 0: none.
+    profile: whether a step is profiled too.
     lowering: this backend's.
     gguf: llama.cpp's file.
     rate: bytes a second that the device reads.
@@ -40,6 +45,8 @@ class Plan:
     methods: tuple[str, ...]
     rounds: int
     prompts: bool
+    extend: int
+    profile: bool
     lowering: str
     gguf: Path | None
     rate: float
@@ -47,7 +54,7 @@ class Plan:
 
 def steps_behind(rounds: int) -> int:
     """The number of tokens that each way decodes behind a context."""
-    return WARM_UP + rounds * IN_A_ROW + 1
+    return WARM_UP + rounds * IN_A_ROW + PROFILED + 1
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
@@ -75,7 +82,8 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
     bar.set_postfix_str(f"reading {context:,} tokens")
     plain, token = read(model, ids)
     room = steps_behind(plan.rounds)
-    twins = {name: twin_of(model, name, plan.lowering) for name in plan.methods}
+    inductor = KERNELS_SHOW if plan.profile else {}
+    twins = {name: twin_of(model, name, plan.lowering, inductor) for name in plan.methods}
     ways: dict[str, Way] = {}
     with many_graphs():
         for name in plan.methods:
@@ -91,6 +99,12 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
         del plain
         steps = steps_in_turn(ways, model.device, plan.rounds, context, bar)
         rows = {name: row_of(name, ways[name], steps[name], model, plan) for name in plan.methods}
+        if plan.extend:
+            for name, seconds in extensions_in_turn(ways, ids[:, : plan.extend], bar).items():
+                rows[name] |= {"extend": plan.extend, "extend_ms": 1e3 * seconds}
+        for name in plan.methods if plan.profile else ():
+            bar.set_postfix_str(f"{name} at {context:,} tokens, a profile")
+            rows[name]["profile"] = profiled(ways[name].step)
         ways.clear()
         gc.collect()
         for name in plan.methods if plan.prompts else ():
@@ -115,6 +129,18 @@ def steps_in_turn(
             steps[name] += [1e3 * timed(one.step, device) for _ in range(IN_A_ROW - 1)]
         bar.update()
     return steps
+
+
+def extensions_in_turn(ways: Mapping[str, Way], ids: Tensor, bar: tqdm) -> dict[str, float]:
+    """Seconds, a median, of each way that can to read `ids` [B, T] behind the context; the first call compiles."""
+    found: dict[str, list[float]] = {}
+    for number in range(1 + EXTENSIONS):
+        for name, one in ways.items():
+            if can_extend(name) and isinstance(one, Decoding):
+                bar.set_postfix_str(f"{name}, {ids.shape[1]:,} tokens more")
+                seconds = timed(one.extension(ids), ids.device)
+                found.setdefault(name, []).extend([seconds] if number else [])
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def row_of(name: str, one: Way, steps: list[float], model: Any, plan: Plan) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from tabulate import tabulate
 
 from specache_compile.errors import SpecacheError
 
+from .profile import layers_of
+
 Rows = Sequence[dict[str, Any]]
 MIB = 1 << 20
 
@@ -17,6 +20,7 @@ MIB = 1 << 20
 def steps_table(rows: Rows) -> str:
     """A line for each method, context and batch size."""
     compiled = {(row["context"], row["batch"]): row["step_ms"] for row in rows if row["method"] == "compiled"}
+    extended = any("extend_ms" in row for row in rows)
     lines = []
     for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
         plain = compiled.get((row["context"], row["batch"]))
@@ -27,13 +31,33 @@ def steps_table(rows: Rows) -> str:
             f"{row['of_floor']:.1f}" if "of_floor" in row else "",
             f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
             f"{1e3 * row['second_token_s']:.0f}" if "second_token_s" in row else "",
+            *([f"{row['extend_ms']:,.0f}" if "extend_ms" in row else ""] if extended else []),
             f"{row['device_bytes'] / MIB:.1f}", f"{row['host_bytes'] / MIB:.0f}",
         ))  # fmt: skip
     headers = (
         "context", "batch", "", "ms a step", "middle half", "of compiled", "of the floor", "first token, s",
-        "second, ms", "device MiB", "host MiB",
+        "second, ms", *(["several, ms"] if extended else []), "device MiB", "host MiB",
     )  # fmt: skip
-    return tabulate(lines, headers, colalign=("right", "right", "left", *["right"] * 8), disable_numparse=True)
+    align = ("right", "right", "left", *["right"] * (len(headers) - 3))
+    return tabulate(lines, headers, colalign=align, disable_numparse=True)
+
+
+def profile_table(rows: Rows) -> str:
+    """Where each method's step goes: lines of `profile.py`."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
+        whole = sum(line["ms"] for line in row.get("profile", ()))
+        for line in row.get("profile", ()):
+            layers = layers_of(line, row["profile"])
+            lines.append((
+                f"{row['context']:,}", row["batch"], row["method"], line["line"], f"{line['calls']:.0f}",
+                f"{line['ms']:.2f}", f"{line['ms'] / whole:.0%}",
+                *((f"{1e3 * statistics.median(layers):.0f}", f"{1e3 * min(layers):.0f} to {1e3 * max(layers):.0f}")
+                  if layers else ("", "")),
+            ))  # fmt: skip
+    headers = ("context", "batch", "", "of a step", "calls", "ms", "share", "a layer, µs", "least to most")
+    align = ("right", "right", "left", "left", *["right"] * 5)
+    return tabulate(lines, headers, colalign=align, disable_numparse=True)
 
 
 def answers_table(rows: Rows) -> str:

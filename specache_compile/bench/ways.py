@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,12 @@ BASELINES = {
 }
 DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
 CHUNK = 2048
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def can_extend(name: str) -> bool:
+    """Whether a way's cache takes several tokens behind others, and can be copied for it."""
+    return name in (UNCOMPILED, COMPILED) or name not in BASELINES
 
 
 def check_name(name: str) -> None:
@@ -109,6 +116,16 @@ class Decoding:
         self.token = out.logits[:, -1:].argmax(-1)
         self.position += 1
 
+    def extension(self, ids: Tensor) -> Callable[[], Any]:
+        """A call to time, which reads `ids` [B, T] behind a copy of the cache.
+
+        Their positions are those of the newest cached tokens: a model has no others behind its longest context.
+        """
+        cache = copy.deepcopy(self.cache)
+        place = torch.arange(self.position - ids.shape[1], self.position, device=ids.device).expand_as(ids)
+        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        return torch.no_grad()(lambda: self.model(ids, position_ids=place, **given))
+
     def bytes(self) -> tuple[int, int]:
         session = session_of(self.cache)
         layers: list[Any] = self.cache.layers
@@ -129,15 +146,15 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-def twin_of(model: Any, name: str, lowering: str) -> Any:
-    """A model of the same weights that decodes this way."""
+def twin_of(model: Any, name: str, lowering: str, inductor: Mapping[str, Any] = NONE) -> Any:
+    """A model of the same weights that decodes this way; inductor: config patches."""
     twin = copy.copy(model)
     twin.__dict__ = dict(model.__dict__)
     if name in (COMPILED, STATIC):
-        twin.compile(dynamic=name == COMPILED)
+        twin.compile(dynamic=name == COMPILED, options=dict(inductor))
     elif name not in BASELINES:
         options = parse_setting(name).measured
-        twin.compile(backend="specache", options={"lowering": lowering, **options})
+        twin.compile(backend="specache", options={"lowering": lowering, "inductor": dict(inductor), **options})
     return twin
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class Strict(BaseModel):
@@ -19,6 +19,15 @@ class Provenance(BaseModel):
     torch: str
     triton: str | None
     transformers: str
+
+
+class Line(Strict):
+    """A line of a step's profile: milliseconds, in all and in each part of the step."""
+
+    line: str
+    calls: NonNegativeFloat
+    ms: NonNegativeFloat
+    ms_by_part: list[NonNegativeFloat]
 
 
 class Step(Strict):
@@ -37,6 +46,9 @@ class Step(Strict):
     of_floor: PositiveFloat | None = None
     first_token_s: PositiveFloat | None = None
     second_token_s: PositiveFloat | None = None
+    extend: PositiveInt | None = None
+    extend_ms: PositiveFloat | None = None
+    profile: list[Line] = []
 
 
 class Answer(Strict):

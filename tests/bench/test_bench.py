@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import Gemma2Config
 
 from conftest import prompt, tiny_llama
 from schema import Report, Step
-from specache_compile.bench import measure, ways
+from specache_compile.bench import measure, profile, ways
 from specache_compile.bench.floor import floor, weight_bytes
 from specache_compile.cli import main
 
@@ -98,6 +100,7 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
         (["--contexts", "9000"], "--contexts 9000: the model has 8,192 tokens"),
         (["--contexts", "0"], "--contexts 0: give a whole number, 1 or more"),
         (["--batch-sizes", "100000000"], "GB are free: fewer --methods"),
+        (["--extend", "9000"], "--extend 9000: give a whole number from 0 to the shortest of --contexts"),
         (["--layers", "3"], "--layers 3: the model has 2"),
         (["--json", "/no/such/folder/x.json"], "no folder /no/such/folder"),
     ],
@@ -148,6 +151,51 @@ def test_hqq_is_left_out_where_it_would_fail() -> None:
     reason = ways.why_not("hqq-2bit", config, None, [1], [1001, 1000])
     assert reason is not None
     assert "256 numbers" in reason
+
+
+def test_a_profile_says_where_a_step_goes_and_an_extension_how_long_more_tokens_take(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "steps.json"
+    given = ("--contexts", "300", *SMALL, "--no-first-tokens", "--extend", "20", "--profile", "--json", str(file))
+    assert main(["bench", config, *given]) == 0
+    full, ours = (row for row in Report.model_validate_json(file.read_text()).rows if isinstance(row, Step))
+    assert full.extend_ms is not None
+    assert ours.extend_ms is not None
+    lines = {line.line: line for line in ours.profile}
+    calls = {name: lines[name].calls for name in ("low-bit scores", "correction", "values", "appends", "offloads")}
+    assert set(calls.values()) == {2}, "once a layer"
+    assert lines["linear layers"].calls == 2 * 7 + 1
+    assert "attention" in {line.line for line in full.profile}
+    printed = capsys.readouterr().out
+    assert "several, ms" in printed
+    assert "low-bit scores" in printed
+
+
+def test_the_parts_of_a_step_are_its_ops_what_calls_them_and_python() -> None:
+    """Times of a made up step: microseconds by op, in a part or outside, and what is left."""
+    kernel = event("graph_0_cpp_fused_mul_0", 5)
+    layer = event(
+        profile.PART + " x ##", 50, event("specache::score_low_bit_fused", 20, event("aten::empty", 3)), kernel
+    )
+    step = event("step", 200, event("a region", 120, layer, event("aten::argmax", 7), layer), event("aten::linear", 11))
+    spent: dict[str, Counter[int]] = defaultdict(Counter)
+    calls: Counter[str] = Counter()
+    assert profile.count(step, spent, calls) == 2
+    assert spent == {
+        profile.GAPS: {0: 25, 1: 25}, "low-bit scores": {0: 20, 1: 20}, profile.KERNELS: {0: 5, 1: 5},
+        profile.OTHERS: {-1: 7}, "linear layers": {-1: 11}, profile.PYTHON: {-1: 200 - 100 - 7 - 11},
+    }  # fmt: skip
+    rows = [profile.row_of(line, spent[line], calls[line], 2) for line in spent]
+    assert sum(row["ms"] for row in rows) == pytest.approx(0.2 / profile.PROFILED)
+    (gaps,) = (row for row in rows if row["line"] == profile.GAPS)
+    assert profile.layers_of(gaps, rows) == pytest.approx([0.025 / profile.PROFILED] * 2)
+
+
+def event(name: str, microseconds: float, *children: Any) -> Any:
+    return SimpleNamespace(
+        name=name, time_range=SimpleNamespace(elapsed_us=lambda: microseconds), cpu_children=list(children)
+    )
 
 
 @pytest.mark.whole

@@ -1,0 +1,105 @@
+"""Where a decode step's time goes, by op and layer.
+
+A step is compiled code, part by part, and Python around it: the model's own, Dynamo's guards, the session's. A layer is
+a part where layers are alike (`lowering/fold_layers.py`). In a part ops and Inductor's kernels take their time, and the
+generated Python that calls them takes the gaps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# Steps of a profile.
+PROFILED = 8
+STEP, PART = "specache bench step", "## Call CompiledFxGraph"
+# Of Inductor's options: its kernels appear in a profile.
+KERNELS_SHOW = {"cpp.enable_kernel_profile": True}
+PYTHON, GAPS, OTHERS, KERNELS = "Python", "gaps", "other ops", "Inductor's kernels"
+# The lines of the table, and the ops of each: this package's, without `_fused`, and torch's.
+LINES = {
+    "linear layers": ("few_rows", "linear", "mm", "addmm", "bmm", "_linear_pointwise"),
+    "low-bit scores": ("score_low_bit",),
+    "choice": ("select_topk",),
+    "correction": ("correct",),
+    "values": ("attend_scored",),
+    "attention": ("decode_attention", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    "fetches": ("prefetch", "wait"),
+    "appends": ("append",),
+    "offloads": ("offload",),
+}
+LINE_OF = {op: line for line, ops in LINES.items() for op in ops}
+# In the order of the table.
+ORDER = (*LINES, KERNELS, OTHERS, GAPS, PYTHON)
+KERNEL = re.compile(r"graph_\d+_|cpp_|kernel_cpp_")
+
+Row = dict[str, Any]
+
+
+def profiled(step: Callable[[], None]) -> list[Row]:
+    """The lines of a profile of `PROFILED` calls: each has its name, its calls and milliseconds in a step, and the
+    milliseconds in each of the parts, in the order in which these run."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(PROFILED):
+            with record_function(STEP):
+                step()
+    spent: dict[str, Counter[int]] = defaultdict(Counter)
+    calls: Counter[str] = Counter()
+    parts = 0
+    for event in found.events():
+        if event.name == STEP:
+            parts = max(parts, count(event, spent, calls))
+    return [row_of(line, spent[line], calls[line], parts) for line in ORDER if line in spent]
+
+
+def row_of(line: str, spent: Counter[int], calls: int, parts: int) -> Row:
+    by_part = [spent[part] / PROFILED / 1e3 for part in range(parts)]
+    return {
+        "line": line, "calls": calls / PROFILED, "ms": sum(spent.values()) / PROFILED / 1e3, "ms_by_part": by_part,
+    }  # fmt: skip
+
+
+def count(step: Any, spent: dict[str, Counter[int]], calls: Counter[str]) -> int:
+    """Add one step's microseconds by line and part, and its calls. Part -1 is what runs outside of all parts. Returns
+    how many parts there are."""
+    parts = 0
+
+    def walk(event: Any, part: int) -> float:
+        """Microseconds of the ops, and the parts, within an event."""
+        nonlocal parts
+        inside = 0.0
+        for child in event.cpu_children:
+            whole = child.time_range.elapsed_us()
+            line = line_of(child.name)
+            if child.name.startswith(PART):
+                spent[GAPS][parts] += whole
+                parts += 1
+                spent[GAPS][parts - 1] -= walk(child, parts - 1)
+            elif line is not None:
+                spent[line][part] += whole
+                calls[line] += 1
+            else:
+                whole = walk(child, part)
+            inside += whole
+        return inside
+
+    spent[PYTHON][-1] += step.time_range.elapsed_us() - walk(step, -1)
+    return parts
+
+
+def line_of(event: str) -> str | None:
+    """The line of an op or a kernel; None for an event that only holds others."""
+    name = event.partition("::")[2]
+    if not name:
+        return KERNELS if KERNEL.match(event) else None
+    return LINE_OF.get(name.removesuffix("_fused"), OTHERS)
+
+
+def layers_of(row: Row, rows: Sequence[Row]) -> list[float]:
+    """A line's milliseconds in each layer: the parts that hold an attention."""
+    holds = [r["ms_by_part"] for r in rows if r["line"] in ("low-bit scores", "attention")]
+    return [ms for part, ms in enumerate(row["ms_by_part"]) if any(other[part] for other in holds)]
