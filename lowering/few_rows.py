@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_compile.kernels.few_rows.definition import DTYPES, MOST_ROWS, library_of
-from specache_compile.passes.reading.nodes import value_of
+from specache_compile.passes.reading.nodes import value_of, weight_layer
 
 AT = torch.ops.aten
+FEW_ROWS, FEW_ROWS_EACH = torch.ops.specache.few_rows.default, torch.ops.specache.few_rows_each.default
 
 
 def few_rows(graph_module: GraphModule) -> int:
@@ -23,19 +25,64 @@ def few_rows(graph_module: GraphModule) -> int:
         w = t(weight)                    y = few_rows(x, weight, None)
         y = mm(x, w)
 
-        y = linear(x, weight)            y = linear_of_few_rows(x, weight)
+        y = linear(x, weight)            rows = flatten(x, 0, -2)
+                                         y = unflatten(few_rows(rows, weight, None), 0, ...)
 
     A graph that was widened to two lanes has the first form, one as Dynamo captured it the second. Libraries for large
-    products read a weight of 16 bits more slowly, and in float32 take twice as long for two rows as for one.
+    products read a weight of 16 bits more slowly, and in float32 take twice as long for two rows as for one. Products
+    of one x become one op (`together`).
     """
-    changed = 0
+    found: list[Node] = []
     for node in graph_module.graph.nodes:
-        found = product_of(node)
-        if found is not None:
-            node.target, node.args = torch.ops.specache.few_rows.default, found
-            changed += 1
-    few = [node for node in linears(graph_module) if is_few(value_of(node).shape[:-1].numel())]
-    return changed + replaced(graph_module, few)
+        given = product_of(node)
+        if given is not None:
+            node.target, node.args = FEW_ROWS, given
+            found.append(node)
+    rows_of: dict[Node, Node] = {}
+    for node in linears(graph_module):
+        if is_few(value_of(node).shape[:-1].numel()):
+            found.append(as_rows(node, rows_of))
+    together(graph_module, found)
+    graph_module.recompile()
+    return len(found)
+
+
+def as_rows(linear: Node, rows_of: dict[Node, Node]) -> Node:
+    """A linear layer as `few_rows` of its x in rows, which are made once."""
+    graph, (x, weight, *bias) = linear.graph, linear.args
+    with graph.inserting_before(linear):
+        if x not in rows_of:
+            rows_of[x] = graph.call_function(torch.flatten, (x, 0, -2))
+            rows_of[x].meta["example_value"] = value_of(x).flatten(0, -2)
+        product = graph.call_function(FEW_ROWS, (rows_of[x], weight, bias[0] if bias else None))
+        product.meta["example_value"] = value_of(linear).flatten(0, -2)
+        out = graph.call_function(torch.unflatten, (product, 0, tuple(value_of(linear).shape[:-1])))
+        out.meta["example_value"] = value_of(linear)
+    linear.replace_all_uses_with(out)
+    graph.erase_node(linear)
+    return product
+
+
+def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
+    """Make one op of products of one x and weights of one layer, which are inputs: queries, keys and values, say.
+
+    q = few_rows(x, w_q, None)       q, k = few_rows_each(x, [w_q, w_k], [None, None])
+    k = few_rows(x, w_k, None)
+    """
+    groups: dict[Any, list[Any]] = {}
+    for node in products:
+        x, *given = node.args
+        if all(other is None or other.op == "placeholder" for other in given):
+            same = (x.args[0], str(x.args[1:])) if x.target is AT.view.default else x
+            groups.setdefault((same, weight_layer(given[0])), []).append(node)
+    for nodes in groups.values():
+        if len(nodes) > 1:
+            x, weights, biases = ([node.args[place] for node in nodes] for place in range(3))
+            with graph_module.graph.inserting_before(nodes[0]):
+                each = graph_module.graph.call_function(FEW_ROWS_EACH, (x[0], weights, biases))
+                each.meta["example_value"] = [value_of(node) for node in nodes]
+            for place, node in enumerate(nodes):
+                node.target, node.args = operator.getitem, (each, place)
 
 
 def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
@@ -66,7 +113,12 @@ def few_rows_op_by_op(graph_module: GraphModule) -> int:
 
     y = linear(x, weight, bias)          y = linear_of_few_rows(x, weight, bias)
     """
-    return replaced(graph_module, linears(graph_module))
+    found = linears(graph_module)
+    for node in found:
+        library_of(*(value_of(n) for n in node.all_input_nodes))
+        node.target = linear_of_few_rows
+    graph_module.recompile()
+    return len(found)
 
 
 def linears(graph_module: GraphModule) -> list[Node]:
@@ -77,15 +129,6 @@ def linears(graph_module: GraphModule) -> list[Node]:
         if not node.kwargs and all(map(is_plain, tensors)) and is_linear(*tensors):
             found.append(node)
     return found
-
-
-def replaced(graph_module: GraphModule, nodes: Sequence[Node]) -> int:
-    """Replace these linear layers; their number."""
-    for node in nodes:
-        library_of(*(value_of(n) for n in node.all_input_nodes))
-        node.target = linear_of_few_rows
-    graph_module.recompile()
-    return len(nodes)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -76,6 +76,12 @@ def declaration() -> str:
     return "\n".join(lines) + "\n"
 
 
+class Weight(Structure):
+    """What `few_rows` in C++ multiplies by: cpp_rows.cpp has the same."""
+
+    _fields_ = (("w", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("y", c_void_p))
+
+
 @functools.cache
 def decode_library(dtype: torch.dtype) -> CDLL:
     """cpp_decode.cpp, for pairs of this dtype."""
@@ -94,7 +100,7 @@ def decode_library(dtype: torch.dtype) -> CDLL:
 @functools.cache
 def rows_library(dtype: torch.dtype) -> CDLL:
     """cpp_rows.cpp, for float32 or bfloat16."""
-    return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [*[c_void_p] * 3, *[c_int64] * 3, c_void_p]}, dtype)
+    return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3]}, dtype)
 
 
 @functools.cache

@@ -36,27 +36,41 @@ inline void dots(const float* x, const T* w, const T* bias, int64_t channels, in
     }
 }
 
+// A matrix, its bias or null, and where the product goes.
+struct Weight {
+  const T* w;
+  const T* bias;
+  int64_t outputs;
+  T* y;
+  int64_t blocks() const { return (outputs + kOutputs - 1) / kOutputs; }
+};
+
 template <int R>
-void product(const T* rows, const T* w, const T* bias, int64_t channels, int64_t outputs, T* y) {
+void products(const T* rows, const Weight* weights, int64_t count, int64_t channels) {
   const std::vector<float> floats(rows, rows + R * channels);
   const float* x = floats.data();
-  const int64_t blocks = (outputs + kOutputs - 1) / kOutputs;
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < count; ++i) blocks += weights[i].blocks();
 #pragma omp parallel for schedule(static)
   for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t first = block * kOutputs, stop = std::min(outputs, first + kOutputs);
-    const T* from = bias ? bias + first : nullptr;
+    int64_t first = block * kOutputs;
+    const Weight* of = weights;
+    for (; first >= of->blocks() * kOutputs; ++of) first -= of->blocks() * kOutputs;
+    const int64_t stop = std::min(of->outputs, first + kOutputs);
     if (stop - first == kOutputs)
-      dots<R, kOutputs>(x, w + first * channels, from, channels, outputs, y + first);
+      dots<R, kOutputs>(x, of->w + first * channels, of->bias ? of->bias + first : nullptr, channels, of->outputs,
+                        of->y + first);
     else
       for (int64_t o = first; o < stop; ++o)
-        dots<R, 1>(x, w + o * channels, bias ? bias + o : nullptr, channels, outputs, y + o);
+        dots<R, 1>(x, of->w + o * channels, of->bias ? of->bias + o : nullptr, channels, of->outputs, of->y + o);
   }
 }
 
 }  // namespace
 
-// x [rows, channels], rows 1 to 4; w [outputs, channels]; bias [outputs] or null; y [rows, outputs].
-extern "C" void few_rows(const T* x, const T* w, const T* bias, int64_t rows, int64_t channels, int64_t outputs, T* y) {
-  auto run = rows == 1 ? product<1> : rows == 2 ? product<2> : rows == 3 ? product<3> : product<4>;
-  run(x, w, bias, channels, outputs, y);
+// x [rows, channels], rows 1 to 4; of each of `count` products w [outputs, channels], bias [outputs] or null,
+// y [rows, outputs].
+extern "C" void few_rows(const T* x, const Weight* weights, int64_t count, int64_t rows, int64_t channels) {
+  auto run = rows == 1 ? products<1> : rows == 2 ? products<2> : rows == 3 ? products<3> : products<4>;
+  run(x, weights, count, channels);
 }

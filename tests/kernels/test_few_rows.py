@@ -28,6 +28,9 @@ def test_each_row_times_the_weight(dtype: torch.dtype, rows: int, channels: int,
     torch.manual_seed(rows)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, channels), (outputs, channels), (outputs,)))
     out = torch.ops.specache.few_rows_fused(x, weight, bias if has_bias else None)
+    both = torch.ops.specache.few_rows_each_fused(x, [weight[:3], weight], [None, bias if has_bias else None])
+    assert torch.equal(both[1], out)
+    assert torch.equal(both[0], torch.ops.specache.few_rows_fused(x, weight[:3], None))
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
     size = x.double().abs() @ weight.double().abs().T + 1.0
     assert out.dtype == dtype
@@ -93,6 +96,28 @@ def test_linear_layers_of_a_graph_as_dynamo_captured_it(
     replace = few_rows if compiled else few_rows_op_by_op
     assert replace(graph) == (0 if compiled and shape[0] > 1 else replaced)
     torch.testing.assert_close(graph(*given), run(*given), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_products_of_one_x_and_one_layers_weights_become_one_op(widened: bool) -> None:
+    """Queries and keys of layer 1 together; what is of another x, or of another layer, alone."""
+    names = ("x", "of_layers_1_parameters_q", "of_layers_1_parameters_k", "of_layers_2_parameters_k", "bias")
+    given = [torch.randn(shape) for shape in ((1, 1, 8), (16, 8), (4, 8), (4, 8), (4,))]
+
+    def run(x: Tensor, q: Tensor, k: Tensor, other: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        queries = F.linear(x, q)
+        return queries, F.linear(x, k, bias), F.linear(x, other), F.linear(queries[..., :8], k)
+
+    graph = make_fx(run)(*given) if widened else symbolic_trace(run)
+    for node, name in zip(graph.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.name = name
+    if not widened:
+        FakeTensorProp(graph).propagate(*given)
+    assert few_rows(graph) == 4
+    each = graph.graph.find_nodes(op="call_function", target=torch.ops.specache.few_rows_each.default)
+    assert [len(node.args[1]) for node in each] == [2]
+    for found, expected in zip(graph(*given), run(*given), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_what_the_kernel_would_read_wrongly_stays() -> None:
