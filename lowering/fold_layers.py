@@ -76,7 +76,30 @@ class Step:
     dead: tuple[int, ...]
 
 
-def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: CompilePart) -> Lowered | None:
+@dataclass(frozen=True, eq=False)
+class InOrder:
+    """A callable over a graph's inputs that runs regions in order, and frees each value after its last use.
+
+    made: the number of values that the steps make.
+    results: the place of each of the graph's outputs among the values; None, and the output, for a constant.
+    """
+
+    steps: tuple[Step, ...]
+    made: int
+    results: tuple[tuple[int | None, Any], ...]
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        values = [*arguments, *[None] * self.made]
+        for step in self.steps:
+            outputs = step.region(*[values[place] for place in step.inputs])
+            for place, value in zip(step.outputs, outputs, strict=True):
+                values[place] = value
+            for place in step.dead:
+                values[place] = None
+        return [constant if place is None else values[place] for place, constant in self.results]
+
+
+def fold_layers(graph_module: GraphModule, inputs: Sequence[Any], compile_part: CompilePart) -> InOrder | None:
     """The graph as a callable over its inputs, with one compiled region for all layers that are alike.
 
     None where too few layers are alike, or where cutting might change what the graph does.
@@ -323,8 +346,8 @@ def extract(graph_module: GraphModule, part: Part, values: dict[Node, Any]) -> G
     return GraphModule(graph_module, graph)
 
 
-def in_order(graph_module: GraphModule, parts: Sequence[Part], regions: Sequence[Lowered]) -> Lowered:
-    """A callable over the graph's inputs that runs the regions in order, and frees each value after its last use."""
+def in_order(graph_module: GraphModule, parts: Sequence[Part], regions: Sequence[Lowered]) -> InOrder:
+    """The regions, one for each part, as a callable over the graph's inputs."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     returned = output_node(graph_module).args[0]
     place_of: dict[Node, int] = {node: place for place, node in enumerate(placeholders)}
@@ -338,17 +361,5 @@ def in_order(graph_module: GraphModule, parts: Sequence[Part], regions: Sequence
         kept.update(dead)
         places = (tuple(map(place_of.__getitem__, nodes)) for nodes in (part.inputs, part.outputs, dead))
         steps.insert(0, Step(region, *places))
-    made = [None] * (len(place_of) - len(placeholders))
     results = [(place_of[node], None) if isinstance(node, Node) else (None, node) for node in returned]  # type: ignore[union-attr]
-
-    def run(*arguments: Any) -> list[Any]:
-        values = [*arguments, *made]
-        for step in steps:
-            outputs = step.region(*[values[place] for place in step.inputs])
-            for place, value in zip(step.outputs, outputs, strict=True):
-                values[place] = value
-            for place in step.dead:
-                values[place] = None
-        return [constant if place is None else values[place] for place, constant in results]
-
-    return run
+    return InOrder(tuple(steps), len(place_of) - len(placeholders), tuple(results))

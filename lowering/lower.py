@@ -19,6 +19,7 @@ from specache_compile.passes.reading.nodes import value_of
 
 from .few_rows import few_rows, few_rows_op_by_op
 from .fold_layers import fold_layers
+from .kept import kept_by_inductor
 from .progress import tell
 
 # By default Inductor moves a wait up to right behind its prefetch, and the copy hides behind nothing.
@@ -48,7 +49,8 @@ def lower(
     config = {**settings, **KEEP_ORDER, **patches}
 
     def compile_part(part: GraphModule, part_inputs: list[Any]) -> Any:
-        return compile_fx(part, part_inputs, config_patches=config)
+        with kept_by_inductor():
+            return compile_fx(part, part_inputs, config_patches=config)
 
     folded = fold_layers(own, inputs, compile_part)
     if folded is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ class Phase:
 
     def __str__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> Any:
+        """By its name: phases are compared by what they are, not by what they say."""
+        return (phase_named, (self.name,)) if self in PHASES else super().__reduce__()
+
+
+def phase_named(name: str) -> Phase:
+    return next(phase for phase in PHASES if phase.name == name)
 
 
 PREFILL = Phase("prefill", has_past=False)

@@ -7,6 +7,7 @@ from .compile.rewritten import Rewrites, observers
 from .generate.route import route_generate
 from .generate.verify import route_verification
 from .runtime.variant import Variant
+from .warm.route import route_traces
 
 
 def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
@@ -20,4 +21,5 @@ def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
 
 route_generate()
 route_verification()
+route_traces()
 observers.append(dump_where_asked)

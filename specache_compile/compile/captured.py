@@ -61,6 +61,11 @@ class Captured:
         return list(self.graph_module.graph.find_nodes(op="placeholder"))
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments'."""
+        return tuple(node.name for node in self.placeholders)
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         return self.found.sites
 

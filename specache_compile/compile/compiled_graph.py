@@ -89,8 +89,7 @@ class CompiledGraph:
         """From here on a graph's steps run as they are, since the input at `position` moves in every one."""
         self.uncaptured.add(rewritten)
         source = rewritten.inputs[position]
-        placeholders = self.captured.placeholders
-        name = placeholders[source.argument].name if source.source == "argument" else source.source
+        name = self.captured.names[source.argument] if source.source == "argument" else source.source
         warnings.warn(
             f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
             "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "

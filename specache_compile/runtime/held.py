@@ -126,6 +126,8 @@ class HeldTensor(Tensor):
         return HeldTensor(self.anchor, self.shape, self.handle)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.anchor.device.type == "meta":
+            return HeldTensor, (self.anchor, tuple(self.shape))
         raise held_saved()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,9 +230,17 @@ def to_same(held: HeldTensor, *, dtype: Any = None, device: Any = None, **kwargs
     return held
 
 
+def only_shape(held: HeldTensor, *, device: Any = None, **kwargs: Any) -> HeldTensor:
+    """A held tensor on the meta device, which stands for nothing: what Dynamo stores of an input is its shape."""
+    if device is None or torch.device(device).type != "meta":
+        raise held_read("empty_like")
+    return HeldTensor(torch.empty_like(held.anchor, device="meta"), held.shape)
+
+
 EDITS: dict[Any, Callable[..., HeldTensor]] = {
     aten.detach.default: keep,
     aten.alias.default: keep,
+    aten.empty_like.default: only_shape,
     aten.index_select.default: select_rows,
     aten._to_copy.default: to_same,
 }

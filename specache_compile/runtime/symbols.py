@@ -51,11 +51,11 @@ class SymbolReader:
         """The value that the size had when Dynamo traced it; makes no guard."""
         return size if isinstance(size, int) else int(size.node.hint)
 
-    def value(self, size: int | torch.SymInt, arguments: Sequence[Any]) -> int:
+    def value(self, size: int | torch.SymInt | sympy.Expr, arguments: Sequence[Any]) -> int:
         """The size in a call with these arguments."""
-        if isinstance(size, int):
-            return size
-        expression = size.node._expr  # as it was traced: what a late graph assumes holds for that graph alone
+        expression = as_traced(size)
+        if isinstance(expression, int):
+            return expression
         if isinstance(expression, sympy.Symbol):
             return self.read(expression, arguments)
         return int(expression.subs({symbol: self.read(symbol, arguments) for symbol in expression.free_symbols}))
@@ -70,6 +70,11 @@ class SymbolReader:
     def read(self, symbol: sympy.Symbol, arguments: Sequence[Any]) -> int:
         position, read = self.places[symbol]
         return int(read(arguments[position]))
+
+
+def as_traced(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
+    """A size without what holds of it: what a late graph assumes holds for that graph alone."""
+    return size.node._expr if isinstance(size, torch.SymInt) else size
 
 
 def size_of(tensor: Tensor, dim: int) -> int:

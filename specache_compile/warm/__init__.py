@@ -1,0 +1,1 @@
+"""What a process has compiled, kept for the next one, which then traces nothing."""

@@ -1,0 +1,152 @@
+"""A form: all that stands in place of one trace of Dynamo's, as bytes, and in force again in another process."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import types
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._dynamo.convert_frame import output_codes
+from torch._dynamo.output_graph import get_builtins_dict
+from torch._dynamo.package import SerializedCode
+from torch._dynamo.utils import CleanupHook, CleanupManager
+
+from specache_compile.compile.compiled_graph import CompiledGraph
+from specache_compile.lowering.kept import NotKeepable
+
+from .code import changed, modules_of
+from .graph import Recalled, graph_from, recalled
+from .guards import KeptGuards, Unlike, kept_guards, rebuilt
+
+COMPILED = "__compiled_fn"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One trace, as data.
+
+    modules: of the code that was traced, each with its hash.
+    code: what Dynamo runs in the frame's place.
+    compiled: the global name by which that calls the compiled graph.
+    imports: its further globals, by module and, but for modules, the name there.
+    builtins: the global name of the builtins.
+    """
+
+    modules: dict[str, str]
+    guards: KeptGuards
+    code: SerializedCode
+    compiled: str
+    imports: dict[str, tuple[str, str]]
+    builtins: str | None
+    graph: Recalled
+
+
+def form_of(code: CodeType, dynamo_output: Any) -> tuple[Form, CompiledGraph]:
+    """The form of a trace that Dynamo has just ended, and its graph; NotKeepable, with the reason, where it has none."""
+    output_graph = dynamo_output.tracer_output.output_graph
+    bytecode: CodeType = dynamo_output.bytecode
+    names = set(globals_of(bytecode))
+    compiled = [name for name in names if name.startswith(COMPILED)]
+    if len(compiled) != 1 or any(name.startswith("__resume_at") for name in names):
+        raise NotKeepable("a graph break")
+    graph = innermost(output_graph.global_scope[compiled[0]])
+    if not isinstance(graph, CompiledGraph):
+        raise NotKeepable("a graph that is not rewritten")
+    modules = modules_of(output_graph.traced_code, classes_of(output_graph.local_scope))
+    if modules is None:
+        raise NotKeepable("code that is in no module's functions")
+    if output_graph.torch_function_mode_stack:
+        raise NotKeepable("a torch function mode")
+    builtins = output_graph.name_of_builtins_dict_key_in_fglobals
+    imports = {name: (module, "") for name, module in output_graph.import_sources.items()}
+    for name in (names & output_graph.installed_globals) - {compiled[0], builtins, *imports}:
+        imports[name] = place_of(name, output_graph.global_scope[name])
+    form = Form(
+        modules, kept_guards(code, output_graph), SerializedCode.from_code_object(bytecode), compiled[0], imports,
+        builtins, recalled(graph.captured),
+    )  # fmt: skip
+    return form, graph
+
+
+def classes_of(local_scope: Mapping[str, Any]) -> set[type]:
+    """The classes of a frame's arguments, and of what models and caches among them are made of."""
+    found: set[type] = set()
+    for value in [*local_scope.values(), *local_scope.get("kwargs", {}).values()]:
+        found.add(type(value))
+        found.update(map(type, value.modules() if isinstance(value, torch.nn.Module) else getattr(value, "layers", ())))
+    return found
+
+
+def globals_of(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from globals_of(value)
+
+
+def innermost(function: Any) -> Any:
+    """What Dynamo's wrappers that keep it from tracing call."""
+    while (inner := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
+        function = inner
+    return function
+
+
+def place_of(name: str, value: Any) -> tuple[str, str]:
+    """By which import another process has the same value."""
+    place = (value.__name__, "") if isinstance(value, types.ModuleType) else (
+        getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    )
+    try:
+        same = found(place) is value
+    except (ImportError, AttributeError, ValueError):
+        same = False
+    if not same:
+        raise NotKeepable(f"global {name} is a {type(value).__name__} that no import leads to")
+    return place
+
+
+def found(place: tuple[str, str]) -> Any:
+    value: Any = importlib.import_module(place[0])
+    for part in filter(None, place[1].split(".")):
+        value = getattr(value, part)
+    return value
+
+
+def in_force(
+    data: bytes, folder: Path, code: CodeType, local_scope: dict[str, Any], global_scope: dict[str, Any]
+) -> tuple[CodeType, Any, CompiledGraph]:
+    """Code for a frame in place of `code`, with its guard manager; Unlike where the form is of another call."""
+    form: Form = pickle.loads(data)
+    if (name := changed(form.modules)) is not None:
+        raise Unlike(f"module {name} has other code")
+    install(form.imports, global_scope)
+    manager = rebuilt(form.guards, code, local_scope, global_scope)
+    graph = graph_from(form.graph, folder)
+    own = {form.compiled: torch._dynamo.disable(graph)}
+    if form.builtins is not None:
+        own[form.builtins] = get_builtins_dict(global_scope)
+    names = {name: f"{name}_{uuid.uuid4().hex}" for name in own}
+    made = renamed(SerializedCode.to_code_object(form.code), names)
+    CleanupManager.instance[made] = [CleanupHook.create(global_scope, names[name], own[name]) for name in own]
+    output_codes.add(made)
+    return made, manager, graph
+
+
+def install(imports: Mapping[str, tuple[str, str]], global_scope: dict[str, Any]) -> None:
+    """The globals that Dynamo would have made."""
+    for name, place in imports.items():
+        value = found(place)
+        if global_scope.setdefault(name, value) is not value:
+            raise Unlike(f"global {name} is taken")
+
+
+def renamed(code: CodeType, names: Mapping[str, str]) -> CodeType:
+    """Dynamo numbers the names of globals that it makes: in another process they may be taken."""
+    return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names))

@@ -1,0 +1,126 @@
+"""A compiled graph without the graph: what a call needs of what Dynamo captured, and its rewritten forms, as data."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.compile.captured import Captured
+from specache_compile.compile.compiled_graph import CompiledGraph
+from specache_compile.lowering.kept import NotKeepable, data_of, lowered_from
+from specache_compile.methods.field import LayerShape
+from specache_compile.options import MethodOptions
+from specache_compile.passes.phase import Phase
+from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.rewritten import Rewritten
+from specache_compile.runtime.symbols import SymbolReader, as_traced
+from specache_compile.runtime.variant import Variant
+
+from . import store
+from .told import hash_of
+
+
+class NotKept(Exception):
+    """A call needs a form of a graph that no process has kept."""
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What `compile/captured.py: Captured` says of a graph to those who call it, without the graph.
+
+    batch, tokens: numbers, or expressions of what `symbols` reads.
+    """
+
+    options: MethodOptions
+    mode: str | None
+    phase: Phase
+    layers: list[LayerShape]
+    batch: Any
+    tokens: Any
+    padding: int | None
+    pasts: tuple[tuple[int, int], ...]
+    is_causal: bool
+    names: tuple[str, ...]
+    symbols: SymbolReader
+
+    def unpadded(self, arguments: Sequence[Any]) -> bool:
+        return not (self.phase.has_past or self.padding is None) and bool(arguments[self.padding].all())
+
+
+def recalled(captured: Captured) -> Recalled:
+    """NotKeepable where what runs is not on a CPU alone, or has weights of a class of their own."""
+    for fake in captured.fakes:
+        if isinstance(fake, Tensor) and fake.device.type != "cpu":
+            raise NotKeepable(f"an input on {fake.device}")
+        if isinstance(fake, Tensor) and not is_plain(fake):
+            raise NotKeepable(f"an input of class {type(fake).__name__}")
+    return Recalled(
+        captured.options, captured.mode, captured.phase, captured.layers, as_traced(captured.batch),
+        as_traced(captured.tokens), captured.padding, captured.pasts, captured.is_causal, captured.names,
+        captured.symbols,
+    )  # fmt: skip
+
+
+def is_plain(fake: Tensor) -> bool:
+    plain = (torch._subclasses.fake_tensor.FakeTensor, torch.nn.Parameter, Tensor, HeldTensor)
+    return type(fake) in plain and getattr(fake, "fake_mode", None) is not None or isinstance(fake, HeldTensor)
+
+
+class Recall:
+    """The forms that one graph's folder has, loaded when they are needed; the place of `compile/rewritten.py: Rewrites`."""
+
+    def __init__(self, form: Path) -> None:
+        self.folder = form
+        self.name = form.name
+        self.made: dict[Variant, Rewritten] = {}
+
+    def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
+        """The graph rewritten for `variant`; NotKept where no process has kept it."""
+        if variant not in self.made:
+            data = store.read(self.folder / variant_name(variant))
+            if data is None:
+                raise NotKept(f"{variant.phase} of {self.name}")
+            self.made[variant] = rewritten_from(data)
+        return self.made[variant]
+
+
+def variant_name(variant: Variant) -> str:
+    """A file's name. The options are compared by their text: a hash of theirs is another in every process."""
+    return f"{variant.phase}-{hash_of(variant)}"
+
+
+def data_of_form(form: Rewritten) -> bytes:
+    """NotKeepable where it holds only for sizes that it checks itself, or cannot be data."""
+    if form.assumes:
+        raise NotKeepable("a form that holds for some sizes only")
+    if form.capture:
+        raise NotKeepable("a step that is to be recorded into a CUDA graph")
+    facts = (form.variant, form.inputs, dict(form.held_outputs), form.guesses, form.lanes, form.one_lane)
+    return pickle.dumps((facts, data_of(form.run)))
+
+
+def rewritten_from(data: bytes) -> Rewritten:
+    (variant, inputs, held_outputs, guesses, lanes, one_lane), lowered = pickle.loads(data)
+    return Rewritten(
+        variant, lowered_from(lowered), None, inputs, held_outputs, guesses, lanes, False, None, one_lane
+    )  # type: ignore[arg-type]
+
+
+def keep_form(folder: Path, form: Rewritten) -> bool:
+    return store.write(folder / variant_name(form.variant), data_of_form(form))
+
+
+def graph_from(facts: Recalled, folder: Path) -> CompiledGraph:
+    return CompiledGraph(facts, Recall(folder))  # type: ignore[arg-type]
+
+
+def is_wanted() -> bool:
+    """Whether forms may be taken from the store: not where somebody is to look at graphs."""
+    return not os.environ.get("SPECACHE_DUMP")

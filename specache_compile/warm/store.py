@@ -1,0 +1,127 @@
+"""The store: a folder of files that this user alone may write, each written whole or not at all.
+
+    <folder>/<environment>/<call>/<form>/form              what stands in place of one trace of Dynamo's
+    <folder>/<environment>/<call>/<form>/<variant>         a rewritten graph of the form's
+
+A file is unpickled by who reads it, which runs whatever it says. So nothing is read that another user could have
+written: the file that was opened belongs to this user, and nobody else may write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from specache_compile.errors import SpecacheWarning
+
+VARIABLE = "SPECACHE_CACHE"
+OFF = "off"
+# Of all files together; the forms that were used longest ago go first.
+MOST_BYTES = 4 << 30
+# Forms of one call: more than one where a process needed a phase that the form at hand had not been rewritten for.
+MOST_FORMS = 8
+FORM = "form"
+
+_told: set[str] = set()
+
+
+def folder() -> Path | None:
+    """Where forms are kept; None: nowhere."""
+    given = os.environ.get(VARIABLE, OFF)
+    return None if given.lower() in (OFF, "") else Path(given).expanduser()
+
+
+def forms_of(call: Path) -> list[Path]:
+    """The folders of a call's forms, the newest first."""
+    with contextlib.suppress(OSError):
+        found = [(path.stat().st_mtime, path) for path in call.iterdir() if (path / FORM).is_file()]
+        return [path for _, path in sorted(found, reverse=True)]
+    return []
+
+
+def read(path: Path) -> bytes | None:
+    """A file's bytes; None where there is none, or where another user could have written to it."""
+    try:
+        with path.open("rb") as file:
+            if not is_ours(os.fstat(file.fileno())):
+                tell_once(f"{path} belongs to another user, or others may write to it: it is not read, and the model traced")
+                return None
+            return file.read()
+    except OSError:
+        return None
+
+
+def is_ours(found: os.stat_result) -> bool:
+    """Whether only this user can have written to a file."""
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def write(path: Path, data: bytes) -> bool:
+    """Put a file in its place, whole; False, and one warning, where the folder takes none."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        tell_once(f"{VARIABLE}: nothing is kept for the next process: {error}")
+        return False
+    return True
+
+
+def used(form: Path) -> None:
+    """Note that a form was used now."""
+    with contextlib.suppress(OSError):
+        os.utime(form)
+
+
+def drop(form: Path) -> None:
+    """Remove a form, which may be half gone already."""
+    shutil.rmtree(form, ignore_errors=True)
+    for above in (form.parent, form.parent.parent):
+        with contextlib.suppress(OSError):
+            above.rmdir()
+
+
+def trim(root: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Remove the forms that were used longest ago, until the rest has `most_bytes` at most."""
+    found = sorted(((used, size, form) for form, size, used in entries(root)), reverse=True)
+    total = 0
+    for _, size, form in found:
+        total += size
+        if total > most_bytes:
+            drop(form)
+
+
+def entries(root: Path) -> Iterator[tuple[Path, int, float]]:
+    """Each form's folder, its bytes, and when it was used last."""
+    for form in root.glob("*/*/*"):
+        with contextlib.suppress(OSError):
+            sizes = [file.stat().st_size for file in form.iterdir()]
+            yield form, sum(sizes), form.stat().st_mtime
+
+
+def clear(root: Path) -> int:
+    """Remove every form; returns the bytes."""
+    found = list(entries(root))
+    for form, _, _ in found:
+        drop(form)
+    return sum(size for _, size, _ in found)
+
+
+def tell_once(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, SpecacheWarning, stacklevel=2)
