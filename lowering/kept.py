@@ -9,18 +9,21 @@ Inductor's data name what it has compiled by a hash, which it finds in its own c
 
 from __future__ import annotations
 
+import functools
+import io
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
+from importlib import import_module
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import _get_qualified_name, map_aggregate
 
-from .fold_layers import InOrder, Lowered
+from .fold_layers import InOrder, Lowered, Step
 
 # Whether what Inductor compiles from here on is to be kept: it must hold on to what it would forget.
 _to_be_kept = False
@@ -62,35 +65,82 @@ def lowered_from(data: Sequence[Any]) -> Lowered:
 
 
 def in_order_from(regions: Sequence[Any], steps: Sequence[Any], made: int, results: Any) -> Lowered:
-    from .fold_layers import Step
-
     callables = [lowered_from(region) for region in regions]
     return InOrder(tuple(Step(callables[number], *places) for number, *places in steps), made, results)
 
 
 def nodes_of(graph_module: GraphModule) -> bytes:
-    from torch.fx._graph_pickler import GraphPickler, Options
-
+    """A graph's nodes in their order, without what is known of their values."""
     for node in graph_module.graph.find_nodes(op="get_attr"):
         raise NotKeepable(f"the graph has a constant of its own, {node.target}")
-    graph = GraphModule(torch.nn.Module(), graph_module.graph)
-    before = [(node, node.meta) for node in graph_module.graph.nodes]
-    try:
-        for node, _ in before:
-            node.meta = {}
-        return GraphPickler.dumps(graph, Options(ops_filter=None))
-    finally:
-        for node, meta in before:
-            node.meta = meta
+    nodes = list(graph_module.graph.nodes)
+    data = io.BytesIO()
+    pickler = NodesPickler(data)
+    pickler.numbers = {node: number for number, node in enumerate(nodes)}
+    pickler.dump([(node.op, node.name, node.target, node.args, node.kwargs) for node in nodes])
+    return data.getvalue()
 
 
 def graph_from(nodes: bytes) -> Lowered:
-    from torch.fx._graph_pickler import GraphPickler
+    graph = Graph()
+    made: list[Node] = []
+    unpickler = NodesUnpickler(io.BytesIO(nodes))
+    for op, name, target, args, kwargs in unpickler.load():
+        given = map_aggregate((args, kwargs), lambda value: made[value.number] if isinstance(value, Place) else value)
+        made.append(graph.create_node(op, target, *given, name=name))
+    return GraphModule(torch.nn.Module(), graph)
 
-    graph_module = GraphPickler.loads(nodes, FakeTensorMode(shape_env=ShapeEnv()))
-    assert isinstance(graph_module, GraphModule)
-    graph_module.recompile()
-    return graph_module
+
+@dataclass(frozen=True)
+class Place:
+    """A node, by its number among its graph's."""
+
+    number: int
+
+
+class NodesPickler(pickle.Pickler):
+    """Pickles nodes by their numbers, and functions by where they are found."""
+
+    numbers: dict[Node, int]
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return "node", self.numbers[value]
+        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return "op", str(value)
+        if isinstance(value, (FunctionType, BuiltinFunctionType)):
+            name = _get_qualified_name(value)
+            if function_named(name) is not value:
+                raise NotKeepable(f"no import leads to {name}")
+            return "function", name
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor)):
+            raise NotKeepable(f"the graph holds a {type(value).__name__}")
+        return None
+
+
+class NodesUnpickler(pickle.Unpickler):
+    def persistent_load(self, found: tuple[str, Any]) -> Any:
+        kind, what = found
+        return {"node": Place, "op": op_named, "function": function_named}[kind](what)
+
+
+def op_named(name: str) -> Any:
+    """aten.add.Tensor → the overload."""
+    value: Any = torch.ops
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def function_named(name: str) -> Any:
+    """torch.nn.functional.linear → the function; None where no import leads to it."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            return functools.reduce(getattr, parts[cut:], import_module(".".join(parts[:cut])))
+        except (ImportError, AttributeError):
+            continue
+    return None
 
 
 def region_from(entry: bytes) -> Lowered:

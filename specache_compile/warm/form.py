@@ -24,8 +24,10 @@ from specache_compile.lowering.kept import NotKeepable
 from .code import changed, modules_of
 from .graph import Recalled, graph_from, recalled
 from .guards import KeptGuards, Unlike, kept_guards, rebuilt
+from .standing import Standing, stub
 
 COMPILED = "__compiled_fn"
+STANDING = "__specache_form"
 
 
 @dataclass(frozen=True)
@@ -121,22 +123,29 @@ def found(place: tuple[str, str]) -> Any:
 
 def in_force(
     data: bytes, folder: Path, code: CodeType, local_scope: dict[str, Any], global_scope: dict[str, Any]
-) -> tuple[CodeType, Any, CompiledGraph]:
-    """Code for a frame in place of `code`, with its guard manager; Unlike where the form is of another call."""
+) -> tuple[CodeType, Any, Standing]:
+    """Code for a frame in place of `code`, and its guard manager; Unlike where the form is of another call."""
     form: Form = pickle.loads(data)
     if (name := changed(form.modules)) is not None:
         raise Unlike(f"module {name} has other code")
     install(form.imports, global_scope)
-    manager = rebuilt(form.guards, code, local_scope, global_scope)
-    graph = graph_from(form.graph, folder)
-    own = {form.compiled: torch._dynamo.disable(graph)}
+    manager, holds = rebuilt(form.guards, code, local_scope, global_scope)
+    own: dict[str, Any] = {form.compiled: torch._dynamo.disable(graph_from(form.graph, folder))}
     if form.builtins is not None:
         own[form.builtins] = get_builtins_dict(global_scope)
     names = {name: f"{name}_{uuid.uuid4().hex}" for name in own}
     made = renamed(SerializedCode.to_code_object(form.code), names)
-    CleanupManager.instance[made] = [CleanupHook.create(global_scope, names[name], own[name]) for name in own]
+    standing = Standing(made, code, global_scope)
+    own[STANDING], names[STANDING] = standing, f"{STANDING}_{uuid.uuid4().hex}"
+    outer = stub(code, names[STANDING])
+    CleanupManager.instance[outer] = [CleanupHook.create(global_scope, names[name], own[name]) for name in own]
     output_codes.add(made)
-    return made, manager, graph
+    output_codes.add(outer)
+    torch._dynamo.eval_frame.skip_code(made)
+    manager.root.add_lambda_guard(
+        lambda scope: standing.alive and holds(scope), ["what specache's store has told of this trace"], None
+    )
+    return outer, manager, standing
 
 
 def install(imports: Mapping[str, tuple[str, str]], global_scope: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import io
 import pickle
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -148,8 +148,13 @@ def referred(value: Any) -> Any:
     return value() if isinstance(value, (weakref.ref, TensorWeakRef)) else value
 
 
-def rebuilt(kept: KeptGuards, code: CodeType, local_scope: dict[str, Any], global_scope: dict[str, Any]) -> Any:
-    """Dynamo's guard manager for a frame that kept guards let pass; Unlike, with the reason, where they do not."""
+def rebuilt(
+    kept: KeptGuards, code: CodeType, local_scope: dict[str, Any], global_scope: dict[str, Any]
+) -> tuple[Any, Callable[[Any], bool]]:
+    """For a frame that kept guards let pass: Dynamo's guard manager, and what is to be asked beside it in each call.
+
+    Unlike, with the reason, where they do not let it pass.
+    """
     others: list[Guard] = pickle.loads(kept.others)
     differs = difference(others, kept.told, {"L": local_scope, "G": global_scope})
     if differs is not None:
@@ -173,13 +178,10 @@ def rebuilt(kept: KeptGuards, code: CodeType, local_scope: dict[str, Any], globa
         others_manager = CheckFunctionManager(code, OutputGraphCommon(here), runtime_global_scope=global_scope).guard_manager
     except (AssertionError, KeyError, AttributeError) as error:
         raise Unlike(str(error)) from error
-    manager.root.add_lambda_guard(others_manager.check, ["what specache's store has told of this trace"], None)
-    same = functools.partial(are_the_builtins, values)
-    manager.root.add_lambda_guard(same, ["Python's builtins are its own"], None)
-    return manager
+    return manager, lambda scope: are_the_builtins(values) and others_manager.check(scope)
 
 
-def are_the_builtins(values: Mapping[str, Any], local_scope: Any) -> bool:
+def are_the_builtins(values: Mapping[str, Any]) -> bool:
     return all(vars(builtins).get(name) is value for name, value in values.items())
 
 

@@ -32,12 +32,15 @@ from . import store
 from .call import call_key, has_hooks
 from .environment import environment
 from .form import form_of, in_force
-from .guards import Unlike
 from .graph import is_wanted, keep_form
+from .guards import Unlike
+from .standing import Standing
 
 log = logging.getLogger(__name__)
 # The folder of the call that this thread's Dynamo traces now.
 _tracing = threading.local()
+# The forms that this process has in force, by their folders.
+_in_force: dict[Path, Standing] = {}
 
 
 def route_traces() -> None:
@@ -76,7 +79,7 @@ def call_of(converter: Any, frame: Any) -> Path | None:
     """The folder of a frame's call; None where no form may be taken for it, or none be kept."""
     root = store.folder()
     asked = asked_of(converter)
-    if root is None or asked is None or not is_wanted():
+    if root is None or asked is None or not is_wanted() or frame.f_code in convert_frame.output_codes:
         return None
     model = frame.f_locals.get("self")
     modes = torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack()
@@ -99,13 +102,15 @@ def asked_of(converter: Any) -> Any:
 def recall(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
     """The newest kept form that lets a call pass."""
     for folder in store.forms_of(call):
+        if folder in _in_force and not _in_force[folder].alive:
+            continue
         data = store.read(folder / store.FORM)
         if data is None:
             continue
         compile_id = convert_frame.get_compile_id(frame_state)
         try:
             with compile_context(CompileContext(compile_id)):
-                code, manager, _ = in_force(data, folder, frame.f_code, frame.f_locals, frame.f_globals)
+                code, manager, _in_force[folder] = in_force(data, folder, frame.f_code, frame.f_locals, frame.f_globals)
         except Unlike as reason:
             log.info("not taken: %s", reason)
         except Exception as error:  # whatever a damaged file raises when it is unpickled
