@@ -2,7 +2,7 @@
 
 Each figure is of a process of its own: a random-weight model of SmolLM2-135M's shape (30 layers, float32) generates 8
 tokens from a prompt of 100, compiled by its first call. Cold: Inductor's cache folder is new. Warm: it is the one that
-the cold run has filled.
+the cold run has filled. Kept: so is the folder of SPECACHE_CACHE.
 
     python benchmarks/cold_start.py              into benchmarks/results/
     python benchmarks/cold_start.py --smoke      4 thin layers, nothing compiled to C++, one run of each
@@ -48,6 +48,8 @@ SMOKE: dict[str, dict[str, Any]] = {
     "torch.compile": {"backend": "eager"},
     "specache": {"backend": "specache", "options": {"lowering": "eager"}},
 }
+# As "specache", with what the cold run has kept of its traces.
+KEPT = "specache, traces kept"
 PROMPT, NEW = 100, 8
 STAGES = ("Dynamo", "passes", "AOT and Inductor", "the rest")
 
@@ -93,9 +95,11 @@ def time_of(run: Callable[[], object]) -> float:
 
 
 def in_new_process(name: str, cache: str, args: argparse.Namespace) -> dict[str, float]:
-    """`run_case` in a process of its own, over this folder of caches."""
-    command = [sys.executable, __file__, "--case", name, "--layers", str(args.layers), *(["--smoke"] * args.smoke)]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    """`run_case` in a process of its own, over this folder of caches; of the way KEPT one of traces too."""
+    way = "specache" if name == KEPT else name
+    command = [sys.executable, __file__, "--case", way, "--layers", str(args.layers), *(["--smoke"] * args.smoke)]
+    traces = f"{cache}/traces" if name == KEPT else "off"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "SPECACHE_CACHE": traces}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return row
@@ -107,12 +111,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with (
         contextlib.ExitStack() as stack,
-        tqdm(total=len(WAYS) * (args.colds + args.warms), file=sys.stderr) as bar,
+        tqdm(total=(len(WAYS) + 1) * (args.colds + args.warms), file=sys.stderr) as bar,
     ):
-        runs: dict[tuple[str, str], list[dict[str, float]]] = {(n, s): [] for s in ("cold", "warm") for n in WAYS}
+        runs: dict[tuple[str, str], list[dict[str, float]]] = {
+            (n, s): [] for s in ("cold", "warm") for n in (*WAYS, KEPT)
+        }
         caches: dict[str, str] = {}
         for state, count in (("cold", args.colds), ("warm", args.warms)):
-            for _, name in itertools.product(range(count), WAYS):
+            for _, name in itertools.product(range(count), (*WAYS, KEPT)):
                 bar.set_postfix_str(f"{name}, {state}")
                 if state == "cold":
                     caches[name] = stack.enter_context(tempfile.TemporaryDirectory())

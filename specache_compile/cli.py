@@ -1,4 +1,4 @@
-"""The `specache` command: a demo, generate, bench, explain, serve, evaluate methods, diagnose attention."""
+"""The `specache` command: a demo, generate, bench, explain, serve, compile, cache, eval, diagnose."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .explaining.times.devices import find_device
 from .explaining.times.verification import ACCEPTED
 from .methods import declared_options, defaults_of, every_method, parse_options
 from .serving.command import add_serve, run_serve
+from .warm.command import add_cache, add_compile, run_cache, run_compile
 
 DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host, 1 or 2 bits on the device."
 
@@ -57,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
     add_diagnose(
         commands.add_parser("diagnose", help="attention, policies and guesses as the papers' figures show them")
     )
+    compile_ahead = commands.add_parser("compile", help="trace a checkpoint now, so that later processes need not")
+    compile_ahead.add_argument("model", metavar="CHECKPOINT", help=MODEL)
+    add_compile(compile_ahead)
+    add_device(compile_ahead)
+    add_options(compile_ahead)
+    add_cache(commands.add_parser("cache", help="what compiled models have left for later processes: list, clear"))
     return top
 
 
@@ -210,6 +217,8 @@ RUN = {
     "explain": run_explain,
     "generate": run_generate,
     "serve": lambda args: run_serve(args, options_of(args)),
+    "compile": lambda args: run_compile(args, options_of(args)),
+    "cache": run_cache,
 }
 
 

@@ -47,7 +47,12 @@ def kind_of(value: Any, depth: int = 0) -> Any:
 def layer_kind(layer: Any) -> Any:
     """Of a cache's layer: its class, whether it is filled, and with what."""
     keys = getattr(layer, "keys", None)
-    return type(layer).__qualname__, getattr(layer, "is_initialized", None), type(keys).__name__, getattr(keys, "ndim", 0)
+    return (
+        type(layer).__qualname__,
+        getattr(layer, "is_initialized", None),
+        type(keys).__name__,
+        getattr(keys, "ndim", 0),
+    )
 
 
 def model_hash(model: torch.nn.Module) -> str:

@@ -1,6 +1,6 @@
 """What Python code says, as a hash: whether the code that would be traced is the code that was.
 
-A module's hash is taken of its functions as they are in the process, not of its file, so that an edited file and a
+A module's hash is taken of its file and of its functions as they are in the process, so that an edited file and a
 function that was put in another's place (`LlamaAttention.forward = mine`) both show.
 """
 
@@ -92,8 +92,22 @@ def plain_text(value: Any) -> str:
 
 
 def module_hash(module: ModuleType) -> str:
+    """Of a module's file, of its functions, and of the plain values that its classes have."""
     found = sorted((place, function_hash(function)) for place, function in functions_of(module))
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+    file = getattr(module, "__file__", None)
+    source = Path(file).read_bytes() if file is not None and Path(file).is_file() else b""
+    return hashlib.sha256(repr((found, plain_members(module))).encode() + source).hexdigest()
+
+
+def plain_members(module: ModuleType) -> list[tuple[str, str, str]]:
+    """What a class of a module says without code, which the file need not say any more."""
+    return sorted(
+        (name, member, repr(attribute))
+        for name, value in list(vars(module).items())
+        if inspect.isclass(value) and value.__module__ == module.__name__
+        for member, attribute in list(vars(value).items())
+        if isinstance(attribute, PLAIN) and not member.startswith("__")
+    )
 
 
 def modules_of(codes: Iterable[CodeType], classes: Iterable[type]) -> dict[str, str] | None:

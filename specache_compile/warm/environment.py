@@ -1,4 +1,4 @@
-"""All that compiled code depends on besides the model and the call: versions, settings, the processor, our own source."""
+"""All that compiled code depends on besides the model and the call: versions, settings, processor, our own source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import transformers
-
 
 PACKAGES = ("triton", "peft", "accelerate")
 CONFIGS = (
@@ -80,8 +79,11 @@ def own_sources() -> str:
 
 
 def files() -> Iterator[Path]:
-    for name in ("specache_compile", "specache_compile.passes", "specache_compile.lowering", "specache_compile.kernels"):
+    for name in (
+        "specache_compile",
+        "specache_compile.passes",
+        "specache_compile.lowering",
+        "specache_compile.kernels",
+    ):
         folder = Path(str(import_module(name).__file__)).parent
         yield from sorted(file for file in folder.rglob("*") if file.suffix in SOURCES)
-
-

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.convert_frame import output_codes
 from torch._dynamo.output_graph import get_builtins_dict
 from torch._dynamo.package import SerializedCode
-from torch._dynamo.utils import CleanupHook, CleanupManager
+from torch._dynamo.utils import CleanupHook, CleanupManager, orig_code_map
 
 from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.lowering.kept import NotKeepable
@@ -34,6 +34,7 @@ STANDING = "__specache_form"
 class Form:
     """One trace, as data.
 
+    call: the folder's name that it was kept for, below that of the environment.
     modules: of the code that was traced, each with its hash.
     code: what Dynamo runs in the frame's place.
     compiled: the global name by which that calls the compiled graph.
@@ -41,6 +42,7 @@ class Form:
     builtins: the global name of the builtins.
     """
 
+    call: str
     modules: dict[str, str]
     guards: KeptGuards
     code: SerializedCode
@@ -50,8 +52,8 @@ class Form:
     graph: Recalled
 
 
-def form_of(code: CodeType, dynamo_output: Any) -> tuple[Form, CompiledGraph]:
-    """The form of a trace that Dynamo has just ended, and its graph; NotKeepable, with the reason, where it has none."""
+def form_of(call: str, code: CodeType, dynamo_output: Any) -> tuple[Form, CompiledGraph]:
+    """The form of a trace that Dynamo has just ended, and its graph; NotKeepable, and why, where there is none."""
     output_graph = dynamo_output.tracer_output.output_graph
     bytecode: CodeType = dynamo_output.bytecode
     names = set(globals_of(bytecode))
@@ -71,7 +73,7 @@ def form_of(code: CodeType, dynamo_output: Any) -> tuple[Form, CompiledGraph]:
     for name in (names & output_graph.installed_globals) - {compiled[0], builtins, *imports}:
         imports[name] = place_of(name, output_graph.global_scope[name])
     form = Form(
-        modules, kept_guards(code, output_graph), SerializedCode.from_code_object(bytecode), compiled[0], imports,
+        call, modules, kept_guards(code, output_graph), SerializedCode.from_code_object(bytecode), compiled[0], imports,
         builtins, recalled(graph.captured),
     )  # fmt: skip
     return form, graph
@@ -102,8 +104,10 @@ def innermost(function: Any) -> Any:
 
 def place_of(name: str, value: Any) -> tuple[str, str]:
     """By which import another process has the same value."""
-    place = (value.__name__, "") if isinstance(value, types.ModuleType) else (
-        getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    place = (
+        (value.__name__, "")
+        if isinstance(value, types.ModuleType)
+        else (getattr(value, "__module__", ""), getattr(value, "__qualname__", ""))
     )
     try:
         same = found(place) is value
@@ -122,15 +126,17 @@ def found(place: tuple[str, str]) -> Any:
 
 
 def in_force(
-    data: bytes, folder: Path, code: CodeType, local_scope: dict[str, Any], global_scope: dict[str, Any]
+    data: bytes, folder: Path, root: Path, code: CodeType, local_scope: dict[str, Any], global_scope: dict[str, Any]
 ) -> tuple[CodeType, Any, Standing]:
     """Code for a frame in place of `code`, and its guard manager; Unlike where the form is of another call."""
     form: Form = pickle.loads(data)
+    if form.call != call_name(folder.parent):
+        raise Unlike(f"it was kept for {form.call}")
     if (name := changed(form.modules)) is not None:
         raise Unlike(f"module {name} has other code")
     install(form.imports, global_scope)
     manager, holds = rebuilt(form.guards, code, local_scope, global_scope)
-    own: dict[str, Any] = {form.compiled: torch._dynamo.disable(graph_from(form.graph, folder))}
+    own: dict[str, Any] = {form.compiled: torch._dynamo.disable(graph_from(form.graph, folder, root))}
     if form.builtins is not None:
         own[form.builtins] = get_builtins_dict(global_scope)
     names = {name: f"{name}_{uuid.uuid4().hex}" for name in own}
@@ -141,11 +147,16 @@ def in_force(
     CleanupManager.instance[outer] = [CleanupHook.create(global_scope, names[name], own[name]) for name in own]
     output_codes.add(made)
     output_codes.add(outer)
+    orig_code_map[outer] = code  # for why Dynamo traces again
     torch._dynamo.eval_frame.skip_code(made)
     manager.root.add_lambda_guard(
         lambda scope: standing.alive and holds(scope), ["what specache's store has told of this trace"], None
     )
     return outer, manager, standing
+
+
+def call_name(call: Path) -> str:
+    return f"{call.parent.name}/{call.name}"
 
 
 def install(imports: Mapping[str, tuple[str, str]], global_scope: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
@@ -69,26 +70,36 @@ def recalled(captured: Captured) -> Recalled:
 
 
 def is_plain(fake: Tensor) -> bool:
-    plain = (torch._subclasses.fake_tensor.FakeTensor, torch.nn.Parameter, Tensor, HeldTensor)
-    return type(fake) in plain and getattr(fake, "fake_mode", None) is not None or isinstance(fake, HeldTensor)
+    """Whether a tensor is one of torch's own classes, or a held one: those of others have data inside."""
+    return isinstance(fake, HeldTensor) or type(fake) in (FakeTensor, torch.nn.Parameter)
 
 
 class Recall:
-    """The forms that one graph's folder has, loaded when they are needed; the place of `compile/rewritten.py: Rewrites`."""
+    """A graph's forms, from its folder when they are needed; in place of `compile/rewritten.py: Rewrites`."""
 
-    def __init__(self, form: Path) -> None:
-        self.folder = form
-        self.name = form.name
+    def __init__(self, folder: Path, root: Path) -> None:
+        self.folder, self.root = folder, root
+        self.name = folder.name
         self.made: dict[Variant, Rewritten] = {}
 
     def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
         """The graph rewritten for `variant`; NotKept where no process has kept it."""
         if variant not in self.made:
-            data = store.read(self.folder / variant_name(variant))
+            data = store.read(self.folder / variant_name(variant), self.root)
             if data is None:
                 raise NotKept(f"{variant.phase} of {self.name}")
-            self.made[variant] = rewritten_from(data)
+            self.made[variant] = self.loaded(variant, data)
         return self.made[variant]
+
+    def loaded(self, variant: Variant, data: bytes) -> Rewritten:
+        try:
+            folder, form = rewritten_from(data)
+        except Exception as error:  # whatever a damaged file raises when it is unpickled
+            store.tell_once(f"{self.folder} is of no use ({type(error).__name__}: {error}): the model is traced")
+            raise NotKept(f"{variant.phase} of {self.name}") from error
+        if folder != self.folder.name or form.variant != variant:
+            raise NotKept(f"{variant.phase} of {self.name}")
+        return form
 
 
 def variant_name(variant: Variant) -> str:
@@ -96,29 +107,29 @@ def variant_name(variant: Variant) -> str:
     return f"{variant.phase}-{hash_of(variant)}"
 
 
-def data_of_form(form: Rewritten) -> bytes:
+def data_of_form(folder: Path, form: Rewritten) -> bytes:
     """NotKeepable where it holds only for sizes that it checks itself, or cannot be data."""
     if form.assumes:
         raise NotKeepable("a form that holds for some sizes only")
     if form.capture:
         raise NotKeepable("a step that is to be recorded into a CUDA graph")
     facts = (form.variant, form.inputs, dict(form.held_outputs), form.guesses, form.lanes, form.one_lane)
-    return pickle.dumps((facts, data_of(form.run)))
+    return pickle.dumps((folder.name, facts, data_of(form.run)))
 
 
-def rewritten_from(data: bytes) -> Rewritten:
-    (variant, inputs, held_outputs, guesses, lanes, one_lane), lowered = pickle.loads(data)
-    return Rewritten(
-        variant, lowered_from(lowered), None, inputs, held_outputs, guesses, lanes, False, None, one_lane
-    )  # type: ignore[arg-type]
+def rewritten_from(data: bytes) -> tuple[str, Rewritten]:
+    """A form, and the name of the folder that it was kept in. It has no graph, and no trace of the passes."""
+    name, (variant, inputs, held_outputs, guesses, lanes, one_lane), lowered = pickle.loads(data)
+    run = lowered_from(lowered)
+    return name, Rewritten(variant, run, None, inputs, held_outputs, guesses, lanes, False, None, one_lane)  # type: ignore[arg-type]
 
 
 def keep_form(folder: Path, form: Rewritten) -> bool:
-    return store.write(folder / variant_name(form.variant), data_of_form(form))
+    return store.write(folder / variant_name(form.variant), data_of_form(folder, form))
 
 
-def graph_from(facts: Recalled, folder: Path) -> CompiledGraph:
-    return CompiledGraph(facts, Recall(folder))  # type: ignore[arg-type]
+def graph_from(facts: Recalled, folder: Path, root: Path) -> CompiledGraph:
+    return CompiledGraph(facts, Recall(folder, root))  # type: ignore[arg-type]
 
 
 def is_wanted() -> bool:

@@ -27,8 +27,8 @@ from torch._dynamo.guards import CheckFunctionManager, GuardsStatePickler
 from torch._dynamo.output_graph import OutputGraphCommon
 from torch._dynamo.source import get_local_source_name
 from torch._guards import Guard, GuardsSet
-from torch.utils.weak import TensorWeakRef
 from torch.utils._ordered_set import OrderedSet
+from torch.utils.weak import TensorWeakRef
 
 from specache_compile.lowering.kept import NotKeepable
 from specache_compile.runtime.held import HeldTensor
@@ -42,9 +42,14 @@ TYPE = {"TYPE_MATCH"}
 LENGTH = {"SEQUENCE_LENGTH", "TUPLE_ITERATOR_LEN", "RANGE_ITERATOR_MATCH"}
 KEYS = {"DICT_KEYS_MATCH", "DICT_CONST_KEYS", "MAPPING_KEYS_CHECK"}
 NOTHING = {
-    "DICT_CONTAINS", "DICT_NOT_CONTAINS", "DUPLICATE_INPUT", "EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT",
-    "SET_CONTAINS", "SET_NOT_CONTAINS", "DATA_PTR_MATCH",
-} - {"DATA_PTR_MATCH"}  # fmt: skip
+    "DICT_CONTAINS",
+    "DICT_NOT_CONTAINS",
+    "DUPLICATE_INPUT",
+    "EMPTY_NN_MODULE_HOOKS_DICT",
+    "NOT_PRESENT_IN_GENERIC_DICT",
+    "SET_CONTAINS",
+    "SET_NOT_CONTAINS",
+}
 
 
 class Unlike(Exception):
@@ -175,7 +180,9 @@ def rebuilt(
         input_source_to_sizes_strides={}, _guards=GuardsSet(OrderedSet(others)), _aotautograd_guards=[],
     )  # fmt: skip
     try:
-        others_manager = CheckFunctionManager(code, OutputGraphCommon(here), runtime_global_scope=global_scope).guard_manager
+        others_manager = CheckFunctionManager(
+            code, OutputGraphCommon(here), runtime_global_scope=global_scope
+        ).guard_manager
     except (AssertionError, KeyError, AttributeError) as error:
         raise Unlike(str(error)) from error
     return manager, lambda scope: are_the_builtins(values) and others_manager.check(scope)

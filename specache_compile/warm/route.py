@@ -31,7 +31,7 @@ from specache_compile.runtime.variant import Variant
 from . import store
 from .call import call_key, has_hooks
 from .environment import environment
-from .form import form_of, in_force
+from .form import call_name, form_of, in_force
 from .graph import is_wanted, keep_form
 from .guards import Unlike
 from .standing import Standing
@@ -83,10 +83,15 @@ def call_of(converter: Any, frame: Any) -> Path | None:
         return None
     model = frame.f_locals.get("self")
     modes = torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack()
-    if not isinstance(model, torch.nn.Module) or modes or has_hooks(model):
+    if not isinstance(model, torch.nn.Module) or modes or has_hooks(model) or is_split():
         return None
     how = (sorted(asked.kwargs.items(), key=str), asked.dynamic, converter._one_graph)
     return root / environment() / call_key(frame.f_code, frame.f_locals, repr(how))
+
+
+def is_split() -> bool:
+    """Whether a model may be split over ranks, which would have to take the same form, or none."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def asked_of(converter: Any) -> Any:
@@ -99,18 +104,24 @@ def asked_of(converter: Any) -> Any:
     return None
 
 
+def root_of(call: Path) -> Path:
+    return call.parent.parent
+
+
 def recall(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
     """The newest kept form that lets a call pass."""
     for folder in store.forms_of(call):
         if folder in _in_force and not _in_force[folder].alive:
             continue
-        data = store.read(folder / store.FORM)
+        data = store.read(folder / store.FORM, root_of(call))
         if data is None:
             continue
         compile_id = convert_frame.get_compile_id(frame_state)
         try:
             with compile_context(CompileContext(compile_id)):
-                code, manager, _in_force[folder] = in_force(data, folder, frame.f_code, frame.f_locals, frame.f_globals)
+                code, manager, _in_force[folder] = in_force(
+                    data, folder, root_of(call), frame.f_code, frame.f_locals, frame.f_globals
+                )
         except Unlike as reason:
             log.info("not taken: %s", reason)
         except Exception as error:  # whatever a damaged file raises when it is unpickled
@@ -125,13 +136,15 @@ def recall(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
 def keep(call: Path, code: Any, dynamo_output: Any) -> None:
     """Keep what Dynamo has traced, if that can be."""
     try:
-        form, graph = form_of(code, dynamo_output)
+        form, graph = form_of(call_name(call), code, dynamo_output)
         folder = call / uuid.uuid4().hex
         for made in graph.rewrites.made.values():
             keep_form(folder, made)
         if store.write(folder / store.FORM, pickle.dumps(form)):
             graph.rewrites.kept = folder
-            store.trim(call.parent.parent)
+            store.trim(root_of(call))
+            for old in store.forms_of(call)[store.MOST_FORMS :]:
+                store.drop(old)
     except NotKeepable as reason:
         log.info("not kept: %s", reason)
     except Exception as error:  # what cannot be pickled says so in many ways

@@ -27,6 +27,8 @@ MOST_BYTES = 4 << 30
 # Forms of one call: more than one where a process needed a phase that the form at hand had not been rewritten for.
 MOST_FORMS = 8
 FORM = "form"
+# What a writer that was killed leaves behind begins with it.
+PART = ".part-"
 
 _told: set[str] = set()
 
@@ -45,12 +47,16 @@ def forms_of(call: Path) -> list[Path]:
     return []
 
 
-def read(path: Path) -> bytes | None:
-    """A file's bytes; None where there is none, or where another user could have written to it."""
+def read(path: Path, root: Path) -> bytes | None:
+    """The bytes of a file below `root`; None where there is none, or where another user could have put it there."""
     try:
         with path.open("rb") as file:
-            if not is_ours(os.fstat(file.fileno())):
-                tell_once(f"{path} belongs to another user, or others may write to it: it is not read, and the model traced")
+            levels = path.relative_to(root).parents
+            places = [os.fstat(file.fileno()), *(os.stat(root / level) for level in levels)]
+            if not all(map(is_ours, places)):
+                tell_once(
+                    f"{root}: other users may write there, or have: nothing is taken from it, and models are traced"
+                )
                 return None
             return file.read()
     except OSError:
@@ -58,15 +64,15 @@ def read(path: Path) -> bytes | None:
 
 
 def is_ours(found: os.stat_result) -> bool:
-    """Whether only this user can have written to a file."""
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    """Whether only this user, or root, can have written to a file or folder."""
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def write(path: Path, data: bytes) -> bool:
     """Put a file in its place, whole; False, and one warning, where the folder takes none."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+        make_folder(path.parent)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=PART)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -79,6 +85,13 @@ def write(path: Path, data: bytes) -> bool:
         tell_once(f"{VARIABLE}: nothing is kept for the next process: {error}")
         return False
     return True
+
+
+def make_folder(path: Path) -> None:
+    """A folder, and those above it, for this user alone, whatever is usual here."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def used(form: Path) -> None:
