@@ -1,13 +1,17 @@
 """The entry point that `torch.compile(model, backend="specache")` loads."""
 
+import logging
 import os
+
+import torch
 
 from .compile.backend import specache as specache
 from .compile.rewritten import Rewrites, observers
 from .generate.route import route_generate
 from .generate.verify import route_verification
 from .runtime.variant import Variant
-from .warm.route import route_traces
+
+log = logging.getLogger(__name__)
 
 
 def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
@@ -19,7 +23,17 @@ def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
         dump_explanation(rewrites, variant, folder)
 
 
+def keep_traces() -> None:
+    """Let traces be kept for later processes, where this torch has the names, private ones, that it takes."""
+    try:
+        from .warm.route import route_traces
+    except ImportError as missing:
+        log.info("no trace is kept with torch %s: %s", torch.__version__, missing)
+    else:
+        route_traces()
+
+
 route_generate()
 route_verification()
-route_traces()
+keep_traces()
 observers.append(dump_where_asked)

@@ -171,17 +171,21 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
 
 
 def measure_answers(methods: list[str], asked: dict[str, Any], results: Results) -> None:
-    """First answers, cold and warm, of the methods that generate as transformers does, on an empty cache of their
-    own."""
+    """First answers, cold, warm and without a trace, of the methods that generate as transformers does, on an empty
+    cache of their own."""
     generating = [name for name in methods if name not in BASELINES or name == COMPILED]
     missing = [name for name in generating if not results.has(part="answer", method=name)]
     with tqdm(
-        total=2 * len(missing), file=sys.stderr, desc="first answers", unit="process", disable=not missing
+        total=sum(2 + (name != COMPILED) for name in missing),
+        file=sys.stderr,
+        desc="first answers",
+        unit="process",
+        disable=not missing,
     ) as bar:
         for name in missing:
             row: dict[str, Any] = {"part": "answer", "method": name}
             try:
-                for state, seconds in first_answers(name, asked):
+                for state, seconds in first_answers(name, asked, traces=name != COMPILED):
                     row[state] = seconds
                     bar.set_postfix_str(f"{name}, {state}")
                     bar.update()

@@ -37,20 +37,27 @@ def main(text: str) -> None:
     print(json.dumps(time.perf_counter() - start))
 
 
-def first_answers(method: str, asked: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Seconds with nothing compiled ("cold_s"), then with the folder that the first run filled ("warm_s")."""
+def first_answers(method: str, asked: dict[str, Any], traces: bool) -> Iterator[tuple[str, float]]:
+    """Seconds with nothing compiled ("cold_s"), then with the folder that the first run filled ("warm_s").
+
+    traces: also those of a process that takes what another has kept of its traces ("kept_s").
+    """
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold_s", "warm_s"):
-            yield name, in_new_process({**asked, "method": method}, folder)
+            yield name, in_new_process({**asked, "method": method}, folder, "off")
+        if traces:
+            in_new_process({**asked, "method": method}, folder, f"{folder}/traces")
+            yield "kept_s", in_new_process({**asked, "method": method}, folder, f"{folder}/traces")
 
 
-def in_new_process(asked: dict[str, Any], folder: str) -> float:
-    """Seconds of a new process; SpecacheError with its output where it failed."""
+def in_new_process(asked: dict[str, Any], folder: str, traces: str) -> float:
+    """Seconds of a new process; SpecacheError with its output where it failed. traces: its SPECACHE_CACHE."""
     command = [sys.executable, "-m", "specache_compile.bench.first_answer", json.dumps(asked)]
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "TRITON_CACHE_DIR": f"{folder}/triton",
+        "SPECACHE_CACHE": traces,
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -62,9 +62,11 @@ def profile_table(rows: Rows) -> str:
 
 def answers_table(rows: Rows) -> str:
     """Seconds to the first answer of a process, eight tokens behind a hundred."""
-    lines = [(row["method"], f"{row['cold_s']:.1f}", f"{row['warm_s']:.1f}") for row in rows]
-    headers = ("first answer", "nothing compiled, s", "a warm folder, s")
-    return tabulate(lines, headers, colalign=("left", "right", "right"), disable_numparse=True)
+    headers = {"cold_s": "nothing compiled, s", "warm_s": "a warm folder, s", "kept_s": "traces kept, s"}
+    shown = {name: header for name, header in headers.items() if any(name in row for row in rows)}
+    lines = [(row["method"], *(f"{row[name]:.1f}" if name in row else "" for name in shown)) for row in rows]
+    align = ("left", *["right"] * len(shown))
+    return tabulate(lines, ("first answer", *shown.values()), colalign=align, disable_numparse=True)
 
 
 def draw(rows: Rows, path: Path) -> None:

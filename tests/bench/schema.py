@@ -56,6 +56,7 @@ class Answer(Strict):
     method: str
     cold_s: PositiveFloat
     warm_s: PositiveFloat
+    kept_s: PositiveFloat | None = None
 
 
 class Report(Strict):

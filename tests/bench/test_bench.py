@@ -205,6 +205,7 @@ def test_first_answers_are_of_processes_of_their_own(config: str, tmp_path: Path
     assert main(["bench", config, *given, "--json", str(file)]) == 0
     (answer,) = (row for row in json.loads(file.read_text())["rows"] if row["part"] == "answer")
     assert answer["cold_s"] > 0 < answer["warm_s"]
+    assert 0 < answer["kept_s"] < answer["warm_s"]
 
 
 @pytest.mark.whole
