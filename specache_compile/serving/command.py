@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import ipaddress
 import math
+import os
 import socket
 import sys
 import threading
@@ -39,6 +40,11 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
     command.add_argument(
         "--queue", type=int, default=64, metavar="N", help="requests that may wait, more get status 503 (%(default)s)"
+    )
+    command.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what requests must bear, for whoever opens the server to a network; also in SPECACHE_API_KEY",
     )
     command.add_argument(
         "--rows",
@@ -136,6 +142,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         given = getattr(args, name)
         if given is not None and not 0 <= given < math.inf:
             raise SpecacheError(f"--{name.replace('_', '-')} {given}: give a number, 0 or more")
+    key = key_of(args)
     import uvicorn
 
     from .conversations import Conversations
@@ -155,11 +162,19 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
             folder.close()
         raise
     generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows)
-    app = application(served, generation, metrics, names_of(listener, args.host))
+    app = application(served, generation, metrics, names_of(listener, args.host), key)
     # Not earlier: two servers that load their models at the same time would both get the port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2 * STOPPING)
     return StoppedInTime(config, generation)
+
+
+def key_of(args: argparse.Namespace) -> str | None:
+    """The key that requests must bear; SpecacheError where it is none that a header can have."""
+    key = args.api_key if args.api_key is not None else os.environ.get("SPECACHE_API_KEY")
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+        raise SpecacheError("--api-key: give printable ASCII characters, without spaces around them")
+    return key
 
 
 def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -36,8 +37,12 @@ CLIENT_LEFT = 499
 STOPPING = 5
 
 
-def application(served: ServedModel, generation: Generation, metrics: Metrics, names: Sequence[str] | None) -> FastAPI:
+def application(
+    served: ServedModel, generation: Generation, metrics: Metrics, names: Sequence[str] | None, key: str | None = None
+) -> FastAPI:
     """The server's routes.
+
+    key: what a request to /v1 must bear; None: nothing.
 
     names: the host names that requests may use, where the server listens for this machine alone; None: any. A web page
     whose own name resolves to this machine would use another name and is refused.
@@ -50,6 +55,8 @@ def application(served: ServedModel, generation: Generation, metrics: Metrics, n
 
     app = FastAPI(title="specache", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Tickets, metrics=metrics)
+    if key is not None:
+        app.add_middleware(Keyed, key=key)
     if names is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
     name, began = served.name, int(time.time())
@@ -126,6 +133,23 @@ class StoppedInTime(Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(STOPPING, self.generation.end_all)
         await super().shutdown(sockets)
+
+
+class Keyed:
+    """ASGI middleware: whoever asks under /v1 without the server's key gets 401."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self.wanted = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.wanted):
+                status, told = told_error(
+                    HTTPException(401, "this server wants its --api-key: Authorization: Bearer KEY")
+                )
+                return await JSONResponse(told, status)(scope, receive, send)
+        return await self.app(scope, receive, send)
 
 
 class Tickets:

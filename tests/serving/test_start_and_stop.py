@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from served import figures, serving, wait_for, write_checkpoint
+from served import figures, posted, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
 from specache_compile.serving import server
 from specache_compile.serving.command import bound
@@ -40,6 +40,19 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys: pytest.
 def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     with bound("127.0.0.1", 0) as other:
         assert "cannot listen at" in refused(capsys, "--port", str(other.getsockname()[1]))
+
+
+def test_a_key_that_no_header_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--api-key: give printable ASCII" in refused(capsys, "--api-key", "né")
+
+
+def test_who_asks_without_the_servers_key_is_refused(tmp_path: Path) -> None:
+    with serving(write_checkpoint(tmp_path), "--api-key", "none") as served:  # what the tests' client bears
+        assert posted(served, "v1/completions", {"prompt": "a"}) == (
+            401, "this server wants its --api-key: Authorization: Bearer KEY",
+        )  # fmt: skip
+        assert served.client.models.list().data[0].id == served.name
+        assert figures(served)
 
 
 def test_a_port_is_free_again_as_soon_as_its_server_has_stopped(tmp_path: Path) -> None:
