@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -52,14 +53,18 @@ def tiers(cache: DynamicCache) -> list[dict[str, torch.Tensor]]:
     session.drain()
     kept = [{f.name for f in fields_of(session.options, layer) if f.tier != MEASURE} for layer in session.layers]
     states = zip(kept, session.state, strict=True)
-    return [{name: cut(state[name], name, session.length) for name in names} for names, state in states]
+    lengths = session.progress.lengths
+    return [{name: cut(state[name], name, lengths) for name in names} for names, state in states]
 
 
-def cut(tensor: torch.Tensor, name: str, length: int) -> torch.Tensor:
-    """The memory of a whole cache beyond the cached tokens was never written."""
-    if name == "host":
-        return in_order(tensor)[:, :, :length]
-    return tensor[:, :, :length] if name == "full_cache" else tensor
+def cut(tensor: torch.Tensor, name: str, lengths: Sequence[int]) -> torch.Tensor:
+    """The memory of a whole cache beyond a row's tokens was never written."""
+    if name not in ("host", "full_cache"):
+        return tensor
+    whole = (in_order(tensor) if name == "host" else tensor)[:, :, : max(lengths)].clone()
+    for row, length in enumerate(lengths):
+        whole[row, :, length:] = 0
+    return whole
 
 
 def masked(ids: torch.Tensor, hidden: int) -> dict[str, torch.Tensor]:

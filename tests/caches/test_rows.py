@@ -29,12 +29,18 @@ SETTINGS = {
     "kivi": {**SMALL, "method": "kivi", "bits": 2},
     "offload": {"lowering": "eager", "method": "offload"},
     "full": {"lowering": "eager", "method": "full"},
+    "default, fused": {**SMALL, "lowering": "inductor"},
 }
 del SETTINGS["kivi"]["top_k"]
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+SLOW = ("default, fused", "offload", "full")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS]
+)
 def model(request: pytest.FixtureRequest) -> Any:
     made = tiny_llama()
     made.compile(backend="specache", options=SETTINGS[request.param])
