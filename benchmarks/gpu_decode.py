@@ -211,7 +211,7 @@ def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
                 tensor.copy_(torch.arange(tensor.shape[2]))
             elif field in ("codes", "key_params", "value_params", "sink_pairs", "recent"):
                 tensor.normal_()
-    session.progress.length = context
+    session.progress.length, session.progress.lengths = context, (context,) * session.tiers.batch
     session.version += 1
     for number, layer in enumerate(cache.layers):
         layer.keys, layer.values = session.held(number, "keys"), session.held(number, "values")
