@@ -16,7 +16,7 @@ namespace {
 // The low-bit tier's logits.
 void low_bit_logits(const Attention& a) {
   const int64_t jobs = a.pairs * a.chunks;
-#pragma omp parallel for schedule(static) if (a.worth_threads())
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < jobs; ++job)
     FOR_BITS(a.s.key_bits, a.chunk_logits<kBits>(job / a.chunks, job % a.chunks * kChunk))
 }
@@ -27,7 +27,7 @@ void score(const Step& step) {
   Parts parts(a.jobs(), a.rows, 0);
   std::vector<std::vector<float>> exact(a.pairs);
   std::vector<float> peaks(a.pairs * a.rows), shares(a.pairs * a.rows);
-#pragma omp parallel for schedule(static) if (a.worth_threads())
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < a.jobs(); ++job) {
     const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1), start = chunk * kChunk;
     const float* logits = a.logits_of(head) + start;
@@ -58,7 +58,7 @@ void score(const Step& step) {
   for (int64_t head = 0; head < a.pairs; ++head)
     for (int64_t m = 0; m < a.rows; ++m)
       a.denominator(parts, head, m, &peaks[head * a.rows + m], &shares[head * a.rows + m]);
-#pragma omp parallel for schedule(static) if (a.worth_threads())
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < a.jobs(); ++job) {
     const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1), start = chunk * kChunk;
     const float *peak = &peaks[head * a.rows], *share = &shares[head * a.rows];
@@ -84,7 +84,7 @@ void attend(const Attention& a) {
   std::vector<float> peaks(a.rows * a.pairs), shares(a.rows * a.pairs);
   std::vector<std::vector<float>> exact(a.pairs);
   std::vector<int64_t> in_slots(a.pairs);
-#pragma omp parallel for schedule(static) if (a.worth_threads())
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t job = 0; job < a.jobs(); ++job) {
     const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1);
     if (chunk < a.chunks) {
@@ -97,7 +97,7 @@ void attend(const Attention& a) {
       exact[head] = a.exact_mix(head, pairs, parts[job]);
     }
   }
-#pragma omp parallel for schedule(static) if (a.worth_threads())
+#pragma omp parallel for schedule(static) num_threads(threads()) if (a.worth_threads())
   for (int64_t head = 0; head < a.pairs; ++head) {
     float *peak = &peaks[head * a.rows], *share = &shares[head * a.rows];
     a.merge(parts, head, peak, share);

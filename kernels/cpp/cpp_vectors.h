@@ -1,9 +1,25 @@
-// Vectors and the 16-bit dtypes, in front of every C++ kernel.
+// Vectors, the 16-bit dtypes and the number of threads, in front of every C++ kernel.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <thread>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 namespace {
+
+// As many as the process has, and no more than cores: beyond these OpenMP puts threads to sleep between kernels, and
+// each of a step's two hundred would wake them again.
+inline int threads() {
+#ifdef _OPENMP
+  static const int cores = std::max(1u, std::thread::hardware_concurrency());
+  return std::min(omp_get_max_threads(), cores);
+#else
+  return 1;
+#endif
+}
 
 // Sixteen lanes of a vector, whatever the machine's registers are: the compiler splits them.
 constexpr int kLanes = 16;

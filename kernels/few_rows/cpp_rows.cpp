@@ -51,7 +51,7 @@ void products(const T* rows, const Weight* weights, int64_t count, int64_t chann
   const float* x = floats.data();
   int64_t blocks = 0;
   for (int64_t i = 0; i < count; ++i) blocks += weights[i].blocks();
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(threads())
   for (int64_t block = 0; block < blocks; ++block) {
     int64_t first = block * kOutputs;
     const Weight* of = weights;

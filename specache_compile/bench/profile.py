@@ -100,6 +100,8 @@ def line_of(event: str) -> str | None:
 
 
 def layers_of(row: Row, rows: Sequence[Row]) -> list[float]:
-    """A line's milliseconds in each layer: the parts that hold an attention."""
-    holds = [r["ms_by_part"] for r in rows if r["line"] in ("low-bit scores", "attention")]
-    return [ms for part, ms in enumerate(row["ms_by_part"]) if any(other[part] for other in holds)]
+    """A line's milliseconds in each layer: the parts that hold an attention. None where a part holds several layers."""
+    attentions = [r for r in rows if r["line"] in ("low-bit scores", "attention")]
+    held = [part for part in range(len(row["ms_by_part"])) if any(r["ms_by_part"][part] for r in attentions)]
+    one_each = len(held) == sum(r["calls"] for r in attentions)
+    return [row["ms_by_part"][part] for part in held] if one_each else []

@@ -1,0 +1,32 @@
+"""The kernels' tests, with the C++ built under the sanitizers of addresses and of undefined behaviour.
+
+`test_sanitized.py` runs this file in a process of its own, into which the sanitizers' libraries are loaded first.
+
+    python sanitized.py PYTEST-ARGUMENT...
+    python sanitized.py --overrun           a read behind a tensor, which must not go unseen
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch._inductor.codecache import CppCodeCache
+
+from specache_compile.kernels.cpp import library
+
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+
+
+def overrun() -> None:
+    made = CppCodeCache.load('extern "C" float last(const float* x) { return x[64]; }', extra_flags=SANITIZED)
+    made.last(library.c_void_p(library.address(torch.zeros(64))))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--overrun"]:
+        overrun()
+    else:
+        library.FLAGS = (*library.FLAGS, *SANITIZED)
+        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))

@@ -1,0 +1,57 @@
+"""The C++ kernels under the sanitizers of addresses and of undefined behaviour.
+
+A wrong address that hits memory of the process gives right numbers on most days.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TESTS = ("test_attention.py", "test_tiers.py", "test_few_rows.py", "test_trellis.py")
+# In float32: each dtype is a build of its own.
+CHOSEN = "(fused or candidates or travel or cpp or float32) and not half and not dtype and not bfloat16 and not any_"
+
+
+def sanitizer(name: str) -> str | None:
+    """The path of gcc's library; None where there is no gcc, or the library is not installed."""
+    try:
+        found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    path = found.stdout.strip()
+    return path if os.path.isabs(path) else None
+
+
+LIBRARIES = [sanitizer("libasan.so"), sanitizer("libubsan.so")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(None in LIBRARIES, reason="gcc has no libasan and libubsan here"),
+]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "LD_PRELOAD": " ".join(filter(None, LIBRARIES)), "OMP_NUM_THREADS": "2",
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
+    }  # fmt: skip
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "sanitized.py", *arguments]
+    return subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_read_behind_a_tensor_ends_the_process() -> None:
+    done = run("--overrun")
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+
+
+def test_the_kernels_read_and_write_what_is_theirs() -> None:
+    done = run(*TESTS, "-k", CHOSEN)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
