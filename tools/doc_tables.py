@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 import tests_path  # noqa: F401
 from families import FAMILIES
-from specache_compile.bench.table import answers_table, steps_table
+from specache_compile.bench.table import answers_table, profile_table, steps_table
 from specache_compile.demo.rows import Row as DemoRow
 from specache_compile.demo.show import draw as draw_demo
 from specache_compile.demo.show import table as demo_table
@@ -205,7 +205,13 @@ def bench(dtype: str) -> str:
     """What `make bench` prints of a dtype."""
     rows = load(f"bench_{dtype}.json")["rows"]
     steps, answers = ([row for row in rows if row["part"] == part] for part in ("step", "answer"))
-    return fenced(f"{steps_table(steps)}\n\n{answers_table(answers)}")
+    return fenced(f"{steps_table(steps)}\n\n{answers_table(answers)}{profiles(steps)}")
+
+
+def profiles(steps: list[dict[str, Any]]) -> str:
+    """Where a step of torch.compile's goes, and one of the default's; nothing where none was profiled."""
+    shown = [row for row in steps if row["method"] in ("compiled", "specache") and row.get("profile")]
+    return f"\n\n{profile_table(shown)}" if shown else ""
 
 
 def cold_start() -> str:
