@@ -34,7 +34,7 @@ def components() -> dict[str, str]:
         "transformers": transformers.__version__,
         "packages": ", ".join(f"{name} {version_of(name)}" for name in PACKAGES),
         "specache": own_sources(),
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {processor()}",
         "threads": str(torch.get_num_threads()),
         "settings": " ".join(settings(name) for name in CONFIGS),
         "precision": f"{torch.get_float32_matmul_precision()} {torch.backends.mkldnn.enabled} {sdp_kernels()}",
@@ -69,6 +69,15 @@ def settled(value: object) -> str:
 def sdp_kernels() -> str:
     names = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
     return " ".join(str(getattr(torch.backends.cuda, f"{name}_enabled")()) for name in names)
+
+
+@functools.cache
+def processor() -> str:
+    """A hash of what the processor can do, where the system tells."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.is_file() else []
+    flags = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    return hashlib.sha256(repr(flags).encode()).hexdigest()[:16]
 
 
 @functools.cache

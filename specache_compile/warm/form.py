@@ -6,7 +6,7 @@ import importlib
 import pickle
 import types
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -38,7 +38,8 @@ class Form:
     modules: of the code that was traced, each with its hash.
     code: what Dynamo runs in the frame's place.
     compiled: the global name by which that calls the compiled graph.
-    imports: its further globals, by module and, but for modules, the name there.
+    modules_by_name: the modules that it has as globals, by import path.
+    imports: its further globals that Dynamo made, by module and name there.
     builtins: the global name of the builtins.
     """
 
@@ -47,6 +48,7 @@ class Form:
     guards: KeptGuards
     code: SerializedCode
     compiled: str
+    modules_by_name: dict[str, str]
     imports: dict[str, tuple[str, str]]
     builtins: str | None
     graph: Recalled
@@ -69,12 +71,12 @@ def form_of(call: str, code: CodeType, dynamo_output: Any) -> tuple[Form, Compil
     if output_graph.torch_function_mode_stack:
         raise NotKeepable("a torch function mode")
     builtins = output_graph.name_of_builtins_dict_key_in_fglobals
-    imports = {name: (module, "") for name, module in output_graph.import_sources.items()}
-    for name in (names & output_graph.installed_globals) - {compiled[0], builtins, *imports}:
-        imports[name] = place_of(name, output_graph.global_scope[name])
+    modules_by_name = dict(output_graph.import_sources)
+    made = (names & output_graph.installed_globals) - {compiled[0], builtins, *modules_by_name}
+    imports = {name: place_of(name, output_graph.global_scope[name]) for name in made}
     form = Form(
-        call, modules, kept_guards(code, output_graph), SerializedCode.from_code_object(bytecode), compiled[0], imports,
-        builtins, recalled(graph.captured),
+        call, modules, kept_guards(code, output_graph), SerializedCode.from_code_object(bytecode), compiled[0],
+        modules_by_name, imports, builtins, recalled(graph.captured),
     )  # fmt: skip
     return form, graph
 
@@ -82,10 +84,19 @@ def form_of(call: str, code: CodeType, dynamo_output: Any) -> tuple[Form, Compil
 def classes_of(local_scope: Mapping[str, Any]) -> set[type]:
     """The classes of a frame's arguments, and of what models and caches among them are made of."""
     found: set[type] = set()
-    for value in [*local_scope.values(), *local_scope.get("kwargs", {}).values()]:
+    for value in arguments_of(local_scope.values()):
         found.add(type(value))
         found.update(map(type, value.modules() if isinstance(value, torch.nn.Module) else getattr(value, "layers", ())))
     return found
+
+
+def arguments_of(values: Iterable[Any]) -> Iterator[Any]:
+    """Arguments, and those that *args and **kwargs hold."""
+    for value in values:
+        if isinstance(value, (tuple, Mapping)):
+            yield from value.values() if isinstance(value, Mapping) else value
+        else:
+            yield value
 
 
 def globals_of(code: CodeType) -> Iterator[str]:
@@ -134,9 +145,10 @@ def in_force(
         raise Unlike(f"it was kept for {form.call}")
     if (name := changed(form.modules)) is not None:
         raise Unlike(f"module {name} has other code")
-    install(form.imports, global_scope)
+    install(form.modules_by_name, global_scope)
     manager, holds = rebuilt(form.guards, code, local_scope, global_scope)
     own: dict[str, Any] = {form.compiled: torch._dynamo.disable(graph_from(form.graph, folder, root))}
+    own |= {name: found(place) for name, place in form.imports.items()}
     if form.builtins is not None:
         own[form.builtins] = get_builtins_dict(global_scope)
     names = {name: f"{name}_{uuid.uuid4().hex}" for name in own}
@@ -159,11 +171,11 @@ def call_name(call: Path) -> str:
     return f"{call.parent.name}/{call.name}"
 
 
-def install(imports: Mapping[str, tuple[str, str]], global_scope: dict[str, Any]) -> None:
-    """The globals that Dynamo would have made."""
-    for name, place in imports.items():
-        value = found(place)
-        if global_scope.setdefault(name, value) is not value:
+def install(modules: Mapping[str, str], global_scope: dict[str, Any]) -> None:
+    """The modules that Dynamo would have put among a frame's globals; it names them by their import path."""
+    for name, path in modules.items():
+        module = importlib.import_module(path)
+        if global_scope.setdefault(name, module) is not module:
             raise Unlike(f"global {name} is taken")
 
 

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specache_compile.compile.backend import warn_left_alone
 from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
+from specache_compile.compile.rewritten import one_lane
 from specache_compile.lowering.kept import NotKeepable, data_of, lowered_from
 from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import Phase
+from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.symbols import SymbolReader, as_traced
@@ -50,6 +53,7 @@ class Recalled:
     is_causal: bool
     names: tuple[str, ...]
     symbols: SymbolReader
+    left_alone: tuple[LeftAlone, ...]
 
     def unpadded(self, arguments: Sequence[Any]) -> bool:
         return not (self.phase.has_past or self.padding is None) and bool(arguments[self.padding].all())
@@ -65,7 +69,7 @@ def recalled(captured: Captured) -> Recalled:
     return Recalled(
         captured.options, captured.mode, captured.phase, captured.layers, as_traced(captured.batch),
         as_traced(captured.tokens), captured.padding, captured.pasts, captured.is_causal, captured.names,
-        captured.symbols,
+        captured.symbols, captured.left_alone,
     )  # fmt: skip
 
 
@@ -88,7 +92,9 @@ class Recall:
             data = store.read(self.folder / variant_name(variant), self.root)
             if data is None:
                 raise NotKept(f"{variant.phase} of {self.name}")
-            self.made[variant] = self.loaded(variant, data)
+            self.made[variant] = form = self.loaded(variant, data)
+            if form.one_lane is not None:
+                store.tell_once(one_lane(form.one_lane))
         return self.made[variant]
 
     def loaded(self, variant: Variant, data: bytes) -> Rewritten:
@@ -129,6 +135,8 @@ def keep_form(folder: Path, form: Rewritten) -> bool:
 
 
 def graph_from(facts: Recalled, folder: Path, root: Path) -> CompiledGraph:
+    """The graph that these facts are of, with the warnings that it was compiled with."""
+    warn_left_alone(facts.left_alone, len(facts.layers))
     return CompiledGraph(facts, Recall(folder, root))  # type: ignore[arg-type]
 
 

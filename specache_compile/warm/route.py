@@ -52,7 +52,7 @@ def route_traces() -> None:
 
     @functools.wraps(convert)
     def convert_or_recall(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, **rest: Any) -> Any:
-        call = call_of(self, frame)
+        call = folder_of(self, frame)
         keep_from_here_on(call is not None)
         if call is not None and (recalled := recall(call, frame, frame_state)) is not None:
             return wrap_guarded_code(recalled)
@@ -73,6 +73,15 @@ def route_traces() -> None:
     convert_frame.ConvertFrameAssert.__call__ = convert_or_recall  # type: ignore[method-assign]
     convert_frame.DynamoOutput.build_guards = build_and_keep  # type: ignore[method-assign]
     observers.append(keep_late)
+
+
+def folder_of(converter: Any, frame: Any) -> Path | None:
+    """`call_of`, where a call cannot be told apart from others too."""
+    try:
+        return call_of(converter, frame)
+    except Exception as error:  # an argument may raise whatever it likes when it is looked at
+        log.info("not kept: %s: %s", type(error).__name__, error, exc_info=True)
+        return None
 
 
 def call_of(converter: Any, frame: Any) -> Path | None:
