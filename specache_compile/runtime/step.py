@@ -191,7 +191,8 @@ class Step:
     def choose(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> None:
         """A pre-decode. What rows had chosen, and guessed, before others joined them stays theirs."""
         session, progress = self.session, self.session.progress
-        rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and progress.guess is not None]
+        whole = progress.guess is not None or not form.guesses  # a guess that is missing is every row's
+        rows = [row for row, is_ready in enumerate(progress.ready) if is_ready and whole]
         chosen = [{name: state[name][rows] for name in CHOSEN} for state in session.state] if rows else []
         guess = progress.guess
         self.launch(graph, form, arguments)
@@ -287,9 +288,7 @@ class Step:
         session.tiers.take_back(session.progress.lengths)
 
 
-def padding_in_front(
-    padding: Tensor, lengths: Sequence[int], columns: int, tokens: int
-) -> tuple[int, ...] | None:  # fmt: skip
+def padding_in_front(padding: Tensor, lengths: Sequence[int], columns: int, tokens: int) -> tuple[int, ...] | None:
     """How many of the new tokens of each row a mask [B, ≥ columns + tokens] says are padding in front of its first one;
     None where it hides others: any behind a row's first, or a cached one. A fake mask hides none.
 

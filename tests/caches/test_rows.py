@@ -26,6 +26,7 @@ SETTINGS = {
     "lossless": LOSSLESS,
     "default": SMALL,
     "paper": {**SMALL, "setting": "paper", "bits": 1},
+    "paper, one lane": {**SMALL, "setting": "paper", "bits": 1, "speculate": False},
     "kivi": {**SMALL, "method": "kivi", "bits": 2},
     "offload": {"lowering": "eager", "method": "offload"},
     "full": {"lowering": "eager", "method": "full"},
@@ -35,7 +36,7 @@ del SETTINGS["kivi"]["top_k"]
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
-SLOW = ("default, fused", "offload", "full")
+SLOW = ("paper, one lane", "default, fused", "offload", "full")
 
 
 @pytest.fixture(
