@@ -70,7 +70,8 @@ class Batch:
         """SpecacheError where this backend has not compiled the model."""
         self.options = required_options(model, "Batch")
         # Rows of their own lengths have positions of their own.
-        self.joins = "position_ids" in inspect.signature(model.forward).parameters
+        wrapped = getattr(model, "_orig_mod", model)
+        self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
         self.budget = Budget(device_memory, host_memory)
         self.layers: list[LayerShape] = []  # known when a first prompt has been read
@@ -132,8 +133,8 @@ class Batch:
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
         """Admit who fits, read a chunk of the oldest prompt that is being read, and have each row say a token: what
-        was said, in no order. A request whose prompt fails is over, with its `error`; where the step of all rows fails,
-        it raises, and can be taken again."""
+        was said, in no order. A request whose prompt, or processor, fails is over, with its `error`; where the model
+        fails over all rows, it raises, and can be taken again."""
         self.admit()
         said = self.say()
         if self.reading:
@@ -227,9 +228,13 @@ class Batch:
         tokens = torch.tensor([[request.said[-1]] for request in group.requests], device=device)
         positions = torch.tensor([[len(request.prompt) + len(request.said) - 1] for request in group.requests])
         group.cache, logits = self.ask(tokens, positions.to(device), group.cache)
-        return self.heard(
-            group, [(request, drawn(request, logits[row : row + 1])) for row, request in enumerate(group.requests)]
-        )
+        said = []
+        for row, request in enumerate(group.requests):
+            try:
+                said.append((request, drawn(request, logits[row : row + 1])))
+            except Exception as error:  # of a processor: the row's alone
+                request.is_over(End.FAILED, error)
+        return self.heard(group, said)
 
     def heard(self, group: Rows, said: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Requests of a group have said these tokens; the rows of those that are over leave."""

@@ -26,7 +26,7 @@ class End(Enum):
     STOP = "said a token that ends a text"
     LENGTH = "said as many tokens as it may"
     REMOVED = "was removed"
-    FAILED = "its prompt could not be read"
+    FAILED = "its prompt, or one of its processors, failed"
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Request:
     prompt: token ids, int64 [n].
     said: token ids so far; a token that ends the text is the last.
     end: why it is over; None until then.
-    error: what its prompt failed with.
+    error: what it failed with.
     config: Hugging Face's, with the model's defaults filled in.
     processors: that make of its logits what its tokens are drawn from.
     generator: its own, where it samples.

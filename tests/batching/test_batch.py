@@ -89,18 +89,26 @@ def test_a_request_that_is_taken_goes_on_where_it_was(model: Any) -> None:
 
 
 class Failing(LogitsProcessor):
+    """Behind so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        raise RuntimeError("no token is good enough")
+        if input_ids.shape[1] >= self.tokens:
+            raise RuntimeError("no token is good enough")
+        return scores
 
 
-def test_a_prompt_that_fails_ends_its_own_request_alone(model: Any) -> None:
+@pytest.mark.parametrize("tokens", [30, 32], ids=["behind its prompt", "later"])
+def test_a_request_that_fails_ends_alone(model: Any, tokens: int) -> None:
     batch = sc.Batch(model, chunk=CHUNK)
     good = batch.add(prompt(40), max_new_tokens=6)
-    bad = batch.add(prompt(30), max_new_tokens=6, logits_processor=LogitsProcessorList([Failing()]))
+    bad = batch.add(prompt(30), max_new_tokens=6, logits_processor=LogitsProcessorList([Failing(tokens)]))
     batch.run()
-    assert bad.end is End.FAILED
+    assert (bad.end, len(bad.said)) == (End.FAILED, tokens - 30)
     assert str(bad.error) == "no token is good enough"
-    assert (good.end, len(good.said)) == (End.LENGTH, 6)
+    assert good.said == greedy(model, prompt(40), 6)[0, 40:].tolist()
 
 
 def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> None:
