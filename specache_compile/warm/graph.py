@@ -119,15 +119,20 @@ def data_of_form(folder: Path, form: Rewritten) -> bytes:
         raise NotKeepable("a form that holds for some sizes only")
     if form.capture:
         raise NotKeepable("a step that is to be recorded into a CUDA graph")
-    facts = (form.variant, form.inputs, dict(form.held_outputs), form.guesses, form.lanes, form.one_lane)
+    facts = (
+        form.variant, form.inputs, dict(form.held_outputs), form.guesses, form.lanes, form.one_lane,
+        form.counts_positions,
+    )  # fmt: skip
     return pickle.dumps((folder.name, facts, data_of(form.run)))
 
 
 def rewritten_from(data: bytes) -> tuple[str, Rewritten]:
     """A form, and the name of the folder that it was kept in. It has no graph, and no trace of the passes."""
-    name, (variant, inputs, held_outputs, guesses, lanes, one_lane), lowered = pickle.loads(data)
+    name, (variant, inputs, held_outputs, guesses, lanes, one_lane, counts), lowered = pickle.loads(data)
     run = lowered_from(lowered)
-    return name, Rewritten(variant, run, None, inputs, held_outputs, guesses, lanes, False, None, one_lane)  # type: ignore[arg-type]
+    return name, Rewritten(
+        variant, run, None, inputs, held_outputs, guesses, lanes, False, None, one_lane, counts,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def keep_form(folder: Path, form: Rewritten) -> bool:
