@@ -258,7 +258,7 @@ def test_the_fake_has_the_shapes_dtypes_and_strides_of_the_real_results(op: Op, 
     reals = overload(op)(*arguments)
     layout = [(real.shape, real.dtype, real.stride(), real.device) for real in tensors(reals)]
     assert [(fake.shape, fake.dtype, fake.stride(), fake.device) for fake in tensors(fakes)] == layout
-    assert len(layout) == len(overload(op)._schema.returns)
+    assert len(layout) == len(overload(op)._schema.returns) or isinstance(reals, list)
 
 
 @every_op
