@@ -16,6 +16,7 @@ from specache_compile.kernels.few_rows.definition import DTYPES, MOST_ROWS, libr
 from specache_compile.passes.reading.nodes import value_of, weight_layer
 
 AT = torch.ops.aten
+VIEWS = (AT.view.default, AT.alias.default)
 FEW_ROWS, FEW_ROWS_EACH = torch.ops.specache.few_rows.default, torch.ops.specache.few_rows_each.default
 
 
@@ -73,8 +74,7 @@ def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
     for node in products:
         x, *given = node.args
         if all(other is None or other.op == "placeholder" for other in given):
-            same = (x.args[0], str(x.args[1:])) if x.target is AT.view.default else x
-            groups.setdefault((same, weight_layer(given[0])), []).append(node)
+            groups.setdefault((made_of(x), weight_layer(given[0])), []).append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
             x, weights, biases = ([node.args[place] for node in nodes] for place in range(3))
@@ -83,6 +83,11 @@ def together(graph_module: GraphModule, products: Sequence[Any]) -> None:
                 each.meta["example_value"] = [value_of(node) for node in nodes]
             for place, node in enumerate(nodes):
                 node.target, node.args = operator.getitem, (each, place)
+
+
+def made_of(x: Node) -> Any:
+    """The node that x is a view of, and how: tracing makes a view anew for each product."""
+    return (x.target, made_of(x.args[0]), str(x.args[1:])) if x.target in VIEWS else x  # type: ignore[arg-type]
 
 
 def product_of(node: Node) -> tuple[Node, Node, Node | None] | None:
