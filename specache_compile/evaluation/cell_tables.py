@@ -220,5 +220,6 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """Everything; each row carries the provenance of the run that measured it."""
-    path.write_text(json.dumps({"provenance": sources(rows), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    """Everything, a row a line; each carries the provenance of the run that measured it."""
+    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+    path.write_text(f'{{"provenance": {json.dumps(sources(rows))},\n"rows": [\n{lines}\n]}}\n')
