@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -27,6 +28,8 @@ MOST_BYTES = 4 << 30
 # Forms of one call: more than one where a process needed a phase that the form at hand had not been rewritten for.
 MOST_FORMS = 8
 FORM = "form"
+# A form's folder, below that of its environment and its call.
+NAMES = re.compile("[0-9a-f]{16}/[0-9a-f]{24}/[0-9a-f]{32}")
 # What a writer that was killed leaves behind begins with it.
 PART = ".part-"
 
@@ -119,8 +122,10 @@ def trim(root: Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 def entries(root: Path) -> Iterator[tuple[Path, int, float]]:
-    """Each form's folder, its bytes, and when it was used last."""
+    """Each form's folder, its bytes, and when it was used last; of what else the folder holds, nothing."""
     for form in root.glob("*/*/*"):
+        if not NAMES.fullmatch(str(form.relative_to(root))):
+            continue
         with contextlib.suppress(OSError):
             sizes = [file.stat().st_size for file in form.iterdir()]
             yield form, sum(sizes), form.stat().st_mtime

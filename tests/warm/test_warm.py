@@ -387,7 +387,7 @@ def test_a_folder_that_takes_no_file_is_nothing_but_slower(
 
 def test_what_a_killed_writer_left_is_no_form(kept: Traces, folder: Path) -> None:
     for call in folder.glob("*/*"):
-        half = call / "0" * 32
+        half = call / ("0" * 32)
         half.mkdir()
         (half / f"{store.PART}abc").write_bytes(b"half")
     assert run(llama(), kept) == 0
@@ -406,8 +406,11 @@ def test_the_oldest_go_first(kept: Traces, folder: Path) -> None:
     newest, size, _ = found[-1]
     store.trim(folder, most_bytes=size)
     assert [form for form, _, _ in store.entries(folder)] == [newest]
+    mine = folder / "a" / "folder" / "of mine"
+    mine.mkdir(parents=True)
     assert store.clear(folder) == size
     assert list(store.entries(folder)) == []
+    assert mine.is_dir()
 
 
 CALLS = """
