@@ -205,13 +205,14 @@ def bench(dtype: str) -> str:
     """What `make bench` prints of a dtype."""
     rows = load(f"bench_{dtype}.json")["rows"]
     steps, answers = ([row for row in rows if row["part"] == part] for part in ("step", "answer"))
-    return fenced(f"{steps_table(steps)}\n\n{answers_table(answers)}{profiles(steps)}")
+    parts = (steps_table(steps), answers_table(answers) if answers else "", profiles(steps))
+    return fenced("\n\n".join(part for part in parts if part))
 
 
 def profiles(steps: list[dict[str, Any]]) -> str:
     """Where a step of torch.compile's goes, and one of the default's; nothing where none was profiled."""
     shown = [row for row in steps if row["method"] in ("compiled", "specache") and row.get("profile")]
-    return f"\n\n{profile_table(shown)}" if shown else ""
+    return profile_table(shown) if shown else ""
 
 
 def cold_start() -> str:
