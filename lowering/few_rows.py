@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,8 @@ def few_rows(graph_module: GraphModule) -> int:
 
 def as_rows(linear: Node, rows_of: dict[Node, Node]) -> Node:
     """A linear layer as `few_rows` of its x in rows, which are made once."""
-    graph, (x, weight, *bias) = linear.graph, linear.args
+    graph = linear.graph
+    x, weight, *bias = cast("tuple[Node, ...]", linear.args)
     with graph.inserting_before(linear):
         if x not in rows_of:
             rows_of[x] = graph.call_function(torch.flatten, (x, 0, -2))

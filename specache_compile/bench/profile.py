@@ -7,6 +7,7 @@ generated Python that calls them takes the gaps.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ ORDER = (*LINES, KERNELS, OTHERS, GAPS, PYTHON)
 KERNEL = re.compile(r"graph_\d+_|cpp_|kernel_cpp_")
 
 Row = dict[str, Any]
+Spent = defaultdict[str, defaultdict[int, float]]  # microseconds by line and part
 
 
 def profiled(step: Callable[[], None]) -> list[Row]:
@@ -47,7 +49,7 @@ def profiled(step: Callable[[], None]) -> list[Row]:
         for _ in range(PROFILED):
             with record_function(STEP):
                 step()
-    spent: dict[str, Counter[int]] = defaultdict(Counter)
+    spent: Spent = defaultdict(functools.partial(defaultdict, float))
     calls: Counter[str] = Counter()
     parts = 0
     for event in found.events():
@@ -56,14 +58,14 @@ def profiled(step: Callable[[], None]) -> list[Row]:
     return [row_of(line, spent[line], calls[line], parts) for line in ORDER if line in spent]
 
 
-def row_of(line: str, spent: Counter[int], calls: int, parts: int) -> Row:
+def row_of(line: str, spent: dict[int, float], calls: int, parts: int) -> Row:
     by_part = [spent[part] / PROFILED / 1e3 for part in range(parts)]
     return {
         "line": line, "calls": calls / PROFILED, "ms": sum(spent.values()) / PROFILED / 1e3, "ms_by_part": by_part,
     }  # fmt: skip
 
 
-def count(step: Any, spent: dict[str, Counter[int]], calls: Counter[str]) -> int:
+def count(step: Any, spent: Spent, calls: Counter[str]) -> int:
     """Add one step's microseconds by line and part, and its calls. Part -1 is what runs outside of all parts. Returns
     how many parts there are."""
     parts = 0
