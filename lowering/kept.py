@@ -39,8 +39,12 @@ def keep_from_here_on(wanted: bool) -> None:
 
 
 def kept_by_inductor() -> AbstractContextManager[Any]:
-    """Within it, what Inductor compiles can become data, if that was asked for."""
-    return torch._functorch.config.patch(bundled_autograd_cache=True) if _to_be_kept else nullcontext()
+    """Within it, what Inductor compiles can become data, if that was asked for.
+
+    A graph that calls functions of ours has no key among AOTAutograd's own files, and needs none here.
+    """
+    settings = {"bundled_autograd_cache": True, "bypass_autograd_cache_key": True}
+    return torch._functorch.config.patch(settings) if _to_be_kept else nullcontext()
 
 
 def data_of(lowered: Lowered) -> tuple[Any, ...]:
@@ -121,7 +125,7 @@ class NodesPickler(pickle.Pickler):
 class NodesUnpickler(pickle.Unpickler):
     def persistent_load(self, found: tuple[str, Any]) -> Any:
         kind, what = found
-        return {"node": Place, "op": op_named, "function": function_named}[kind](what)
+        return Place(what) if kind == "node" else op_named(what) if kind == "op" else function_named(what)
 
 
 def op_named(name: str) -> Any:

@@ -8,6 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Rewrites:
     made: the forms.
     guarded: the number of statements about the graph's sizes that Dynamo checks; None while Dynamo compiles.
     told_one_lane: a person has been told why a decode runs one lane.
+    kept: the folder in which later processes find the forms; None: they do not.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -48,6 +50,7 @@ class Rewrites:
         self.made: dict[Variant, Rewritten] = {}
         self.guarded: int | None = None
         self.told_one_lane = False
+        self.kept: Path | None = None
 
     def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
         """The graph rewritten for `variant`; SpecacheError where the sizes of this call are not what it assumes."""

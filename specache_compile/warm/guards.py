@@ -129,7 +129,7 @@ def text_of(kind: str, value: Any, create: Any) -> str | None:
     if kind in KEYS:
         return f"{told(type(value))} {told(tuple(value))}" if told(tuple(value)) is not None else None
     if kind == "HASATTR":
-        name = create.keywords.get("attr") or (create.args or (None,))[0]
+        name = str(create.keywords.get("attr") or create.args[0])
         return f"{name} {hasattr(value, name)}"
     return None
 

@@ -162,7 +162,7 @@ def keep(call: Path, code: Any, dynamo_output: Any) -> None:
 
 def keep_late(rewrites: Rewrites, variant: Variant) -> None:
     """Keep a form that a running generation has needed, beside those of its graph."""
-    folder = getattr(rewrites, "kept", None)
+    folder = rewrites.kept
     if folder is None:
         return
     try:
