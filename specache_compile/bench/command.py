@@ -36,7 +36,10 @@ examples:
 
 baselines, where their libraries are installed:
 """ + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
-EPILOG = f"{EXAMPLES}\nother methods are spelled as `specache eval` takes them; docs/bench.md says what each column is"
+EPILOG = f"""{EXAMPLES}
+other methods are spelled as `specache eval` takes them; docs/bench.md says what each column is, and of --rounds and
+--lowering
+"""
 
 
 def add_bench(command: argparse.ArgumentParser) -> None:
@@ -55,8 +58,8 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     command.add_argument("--device", default=device, help="default: %(default)s")
     command.add_argument("--layers", type=int, help="of so many layers alone, with random weights")
-    command.add_argument("--rounds", type=int, default=8, help="turns of four timed steps a method (default: 8)")
-    command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help="of ours (default: inductor)")
+    command.add_argument("--rounds", type=int, default=8, help=argparse.SUPPRESS)
+    command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help=argparse.SUPPRESS)
     command.add_argument(
         "--extend", type=int, default=0, metavar="N", help="time a call of N tokens behind the context too"
     )
