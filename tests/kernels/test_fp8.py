@@ -32,7 +32,7 @@ def test_a_pair_is_kept_as_its_nearest_codes_behind_those_before_it() -> None:
     k[0, 0, 0, :9] = torch.tensor([*ties, 448.0, 464.1, -1e30])
     v[1, 2, 4, 0] = math.inf
     cache = torch.zeros(2, 3, 12, 2, 16, dtype=torch.uint8)
-    torch.ops.specache.keep_fp8(k, v, None, torch.tensor([4, 0, 0, 0]), cache)
+    torch.ops.specache.keep_fp8(k, v, None, torch.tensor([[4, 0, 0, 0]] * 2), cache)
     found = decoded(cache, torch.float32, cache.shape[-1])
     for part, given in enumerate((k, v)):
         expected = torch.tensor([nearest(x) for x in given.flatten().tolist()]).view(given.shape)
@@ -44,5 +44,5 @@ def test_a_pair_is_kept_as_its_nearest_codes_behind_those_before_it() -> None:
 def test_what_is_no_number_stays_none() -> None:
     k = torch.full((1, 1, 1, 8), math.nan)
     cache = torch.zeros(1, 1, 1, 2, 8, dtype=torch.uint8)
-    torch.ops.specache.keep_fp8(k, k, None, torch.zeros(4, dtype=torch.int64), cache)
+    torch.ops.specache.keep_fp8(k, k, None, torch.zeros(1, 4, dtype=torch.int64), cache)
     assert decoded(cache, torch.bfloat16, cache.shape[-1]).isnan().all()
