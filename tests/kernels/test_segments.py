@@ -82,7 +82,9 @@ def test_a_fetch_brings_the_pairs_of_the_tokens(pairs: Tensor, refill: object) -
     index, moved = torch.full_like(wanted, -1), torch.zeros(1, dtype=torch.int64)
     slots = torch.zeros(ROWS, HEADS, 6, 2, CHANNELS)
     if refill == "C++":
-        cpp_tiers.prefetch_fused(wanted, torch.zeros(4, dtype=torch.int64), in_segments(pairs), slots, index, moved)
+        cpp_tiers.prefetch_fused(
+            wanted, torch.zeros(ROWS, 4, dtype=torch.int64), in_segments(pairs), slots, index, moved
+        )
     else:
         tiers.refill(wanted, in_segments(pairs), slots, index, moved)
     assert torch.equal(index.sort(-1).values, wanted.sort(-1).values)
