@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, cast
@@ -41,7 +42,7 @@ def few_rows(graph_module: GraphModule) -> int:
             found.append(node)
     rows_of: dict[Node, Node] = {}
     for node in linears(graph_module):
-        if is_few(value_of(node).shape[:-1].numel()):
+        if is_few(math.prod(value_of(node).shape[:-1])):
             found.append(as_rows(node, rows_of))
     together(graph_module, found)
     graph_module.recompile()

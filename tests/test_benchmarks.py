@@ -473,7 +473,7 @@ def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     advance, kept = Session.advance, set()
-    monkeypatch.setattr(Session, "advance", lambda self, tokens: (kept.add(self), advance(self, tokens)))
+    monkeypatch.setattr(Session, "advance", lambda self, *given: (kept.add(self), advance(self, *given)))
 
 
 @pytest.mark.slow
