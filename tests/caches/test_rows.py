@@ -36,12 +36,12 @@ del SETTINGS["kivi"]["top_k"]
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
-SLOW = ("paper, one lane", "default, fused", "offload", "full")
+MARKS = dict.fromkeys(("paper, one lane", "offload", "full"), [pytest.mark.slow]) | {
+    "default, fused": [pytest.mark.whole]
+}
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS]
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, [])) for name in SETTINGS])
 def model(request: pytest.FixtureRequest) -> Any:
     made = tiny_llama()
     made.compile(backend="specache", options=SETTINGS[request.param])

@@ -439,10 +439,11 @@ def calls_of(model: Any, chosen: random.Random, count: int) -> None:
         kind = chosen.choice(["step", "step", "several", "crop", "new"]) if length else "new"
         if kind == "new":
             rows, length, pairs = chosen.choice([1, 2, 3]), 0, (DynamicCache(), DynamicCache())
-        elif kind == "crop":
-            length = chosen.randrange(length // 2, length) + 1
+        elif kind == "crop" and length > 1:
+            gone = chosen.randrange(1, length // 2 + 1)
+            length -= gone
             for cache in pairs:
-                cache.crop(length)
+                cache.crop(-gone)
         size = 1 if kind == "step" else chosen.choice([2, 5, 40, 90])
         ids = torch.tensor([[chosen.randrange(SIZES["vocab_size"]) for _ in range(size)] for _ in range(rows)])
         places = torch.arange(length, length + size).expand(rows, -1)
