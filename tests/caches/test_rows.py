@@ -36,12 +36,12 @@ del SETTINGS["kivi"]["top_k"]
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
-MARKS = dict.fromkeys(("paper, one lane", "offload", "full"), [pytest.mark.slow]) | {
-    "default, fused": [pytest.mark.whole]
-}
+MARKS = {
+    **{name: pytest.mark.slow for name in ("paper, one lane", "offload", "full")}, "default, fused": pytest.mark.whole,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, [])) for name in SETTINGS])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in SETTINGS])
 def model(request: pytest.FixtureRequest) -> Any:
     made = tiny_llama()
     made.compile(backend="specache", options=SETTINGS[request.param])
