@@ -15,13 +15,13 @@ demo: .venv/ready          ## keys found, bytes and times of a real model, in on
 # One thread a worker; a worker takes a file whole, whose tests share models and graphs, in the order of tests/conftest.py.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: .venv/ready          ## the test suite: eight minutes on two cores; or a part: TESTS=tests/passes
+test: .venv/ready          ## the test suite: a quarter of an hour on two cores; or a part: TESTS=tests/passes
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(TESTS)
 
 test-slow: .venv/weights   ## what `make test` leaves to CI: more instances, benchmarks, examples, checkpoints, weights
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m slow $(TESTS)
 
-test-all: .venv/weights    ## everything, whole grids too: twenty minutes on two cores
+test-all: .venv/weights    ## everything, whole grids too; by hand
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m '' $(TESTS)
 
 test-ranks: .venv/ready    ## five families over two and four ranks on the CPU, against one process (ten minutes on two cores)
