@@ -78,6 +78,7 @@ class Batch:
         self.waiting: list[Request] = []
         self.reading: list[Request] = []
         self.groups: list[Rows] = []
+        self.told: list[tuple[Request, int]] = []  # said in a step that has not returned
 
     @property
     def saying(self) -> list[Request]:
@@ -133,13 +134,16 @@ class Batch:
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
         """Admit who fits, read a chunk of the oldest prompt that is being read, and have each row say a token: what
-        was said, in no order. A request whose prompt, or processor, fails is over, with its `error`; where the model
-        fails over all rows, it raises, and can be taken again."""
+        was said, in no order but a request's own. A request whose prompt, or processor, fails is over, with its
+        `error`. Where the model fails over rows, the step raises, and can be taken again: what others have said by then
+        is among what the next one returns."""
         self.admit()
-        said = self.say()
+        for group in list(self.groups):
+            self.told += self.say_together(group)
         if self.reading:
-            said += self.read(self.reading[0])
-        return said
+            self.told += self.read(self.reading[0])
+        told, self.told = self.told, []
+        return told
 
     def run(self) -> None:
         """Step until every request is over."""
@@ -219,11 +223,8 @@ class Batch:
         self.groups.append(Rows(cache, []))
         return self.groups[-1]
 
-    def say(self) -> list[tuple[Request, int]]:
-        """One token of each row."""
-        return [said for group in list(self.groups) for said in self.say_together(group)]
-
     def say_together(self, group: Rows) -> list[tuple[Request, int]]:
+        """One token of each row of a group."""
         device = self.model.device
         tokens = torch.tensor([[request.said[-1]] for request in group.requests], device=device)
         positions = torch.tensor([[len(request.prompt) + len(request.said) - 1] for request in group.requests])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import LogitsProcessorList
 from transformers.cli.serving.utils import InferenceThread
 
 from specache_compile.compile.compiled_options import required_options
@@ -22,7 +21,7 @@ from .conversation import Conversation, can_crop
 from .conversations import Conversations
 from .metrics import Metrics
 from .model import ServedModel
-from .questions import Penalties
+from .questions import processors_of
 from .rows import RowsOfAnswers
 
 # The most tokens of an answer where a request does not say.
@@ -140,11 +139,10 @@ class Generation:
             torch.seed()
         else:
             torch.manual_seed(question.seed)
-        own = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
         try:
             self.model.generate(
                 **question.inputs, past_key_values=conversation.cache, generation_config=question.config,
-                logits_processor=LogitsProcessorList(own), streamer=answer,
+                logits_processor=processors_of(question), streamer=answer,
             )  # fmt: skip
         except Stopped:
             self.keep(conversation, answer)

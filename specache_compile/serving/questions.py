@@ -11,7 +11,7 @@ import torch
 from fastapi import HTTPException
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cli.serving.utils import build_response_parser
 
 from .answer import Question
@@ -94,6 +94,12 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     if body.logit_bias:
         config.sequence_bias = {(token,): value for token, value in body.logit_bias.items()}
     return config
+
+
+def processors_of(question: Question) -> LogitsProcessorList:
+    """What a question asks for that `generate` has no setting for."""
+    own = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
+    return LogitsProcessorList(own)
 
 
 class Penalties(LogitsProcessor):

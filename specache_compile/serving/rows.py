@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache
 
 from specache_compile.batching.batch import Batch
 from specache_compile.batching.request import Request, Stage
@@ -16,7 +16,7 @@ from specache_compile.runtime.session import session_of
 
 from .answer import Answer, ClientLeft, Stopped
 from .conversation import Conversation
-from .questions import Penalties
+from .questions import processors_of
 
 # An answer's conversation, and the answer.
 Row = tuple[Answer, Conversation]
@@ -51,7 +51,8 @@ class RowsOfAnswers:
         while self.arrived and len(self.running) < self.most:
             self.start(self.arrived.popleft())
         for request, token in self.stepped():
-            self.deliver(request, token)
+            if request in self.running:  # its answer may have stopped at the token before
+                self.deliver(request, token)
         for request in [request for request in self.running if request.stage is Stage.OVER]:
             self.end(request, request.cache, request.error)
 
@@ -61,14 +62,14 @@ class RowsOfAnswers:
             return
         try:
             conversation, question = self.begin(answer), answer.question
-            own = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
             ids = question.inputs["input_ids"]
             answer.put(ids)
             request = self.batch.add(
                 ids, cache=conversation.cache if len(conversation.ids) else None, keep=True, seed=question.seed,
-                generation_config=question.config, logits_processor=LogitsProcessorList(own),
+                generation_config=question.config, logits_processor=processors_of(question),
             )  # fmt: skip
-        except ClientLeft:
+        except ClientLeft:  # nothing was read: the conversation is whole
+            self.keep(conversation, answer)
             self.ended(answer)
         except Exception as error:
             answer.fail(error)
@@ -77,7 +78,8 @@ class RowsOfAnswers:
             self.running[request] = (answer, conversation)
 
     def stepped(self) -> list[tuple[Request, int]]:
-        """What a step of the batch said. One that fails is taken once more; then all rows end with its error."""
+        """What a step of the batch said. One that fails is taken once more: a copy between host and device may fail for
+        want of memory that is there the next time. Then all rows end with its error."""
         try:
             return self.batch.step()
         except Exception:
@@ -89,7 +91,7 @@ class RowsOfAnswers:
                         self.batch.remove(request)
                         answer.fail(error)
                         self.forget(request)
-                return []
+                return self.batch.step()  # no row is left; what was said before the failure is
 
     def deliver(self, request: Request, token: int) -> None:
         answer, _ = self.running[request]

@@ -189,6 +189,32 @@ def test_rows_that_do_not_join_say_their_tokens_all_the_same() -> None:
         assert request.said == greedy(dropping, prompt(length, seed=length), 5)[0, length:].tolist()
 
 
+def test_a_step_that_fails_behind_some_rows_loses_none_of_what_they_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropping = tiny_llama()
+    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
+    batch = sc.Batch(dropping)
+    requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
+    told: list[tuple[Any, int]] = []
+    while len(batch.groups) < 2:
+        told += batch.step()
+    ask, group = batch.ask, batch.groups[1]
+
+    def fail(tokens: Tensor, positions: Tensor, cache: Any) -> Any:
+        if cache is group.cache:
+            raise RuntimeError("planted")
+        return ask(tokens, positions, cache)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "ask", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            batch.step()
+    while batch.open:
+        told += batch.step()
+    for request in requests:
+        assert request.end is End.LENGTH
+        assert [token for whose, token in told if whose is request] == request.said
+
+
 def test_a_request_that_keeps_its_cache_has_it_when_it_is_over(model: Any) -> None:
     batch = sc.Batch(model, chunk=CHUNK)
     batch.add(prompt(30), max_new_tokens=20)
