@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +49,24 @@ def parser() -> argparse.ArgumentParser:
             "explain", help="what is rewritten, and where every byte lives; needs no weights and no GPU"
         )
     )
-    serve = commands.add_parser("serve", help="a compiled checkpoint behind OpenAI's interface")
-    serve.add_argument("model", metavar="CHECKPOINT", help=MODEL)
-    add_serve(serve)
-    add_device(serve)
-    add_options(serve)
+    add_compiling(commands.add_parser("serve", help="a compiled checkpoint behind OpenAI's interface"), add_serve)
     add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))
     add_diagnose(
         commands.add_parser("diagnose", help="attention, policies and guesses as the papers' figures show them")
     )
-    compile_ahead = commands.add_parser("compile", help="trace a checkpoint now, so that later processes need not")
-    compile_ahead.add_argument("model", metavar="CHECKPOINT", help=MODEL)
-    add_compile(compile_ahead)
-    add_device(compile_ahead)
-    add_options(compile_ahead)
+    add_compiling(
+        commands.add_parser("compile", help="trace a checkpoint now, so that later processes need not"), add_compile
+    )
     add_cache(commands.add_parser("cache", help="what compiled models have left for later processes: list, clear"))
     return top
+
+
+def add_compiling(command: argparse.ArgumentParser, own: Callable[[argparse.ArgumentParser], None]) -> None:
+    """The arguments of a command that compiles a checkpoint, with the command's own behind the first."""
+    command.add_argument("model", metavar="CHECKPOINT", help=MODEL)
+    own(command)
+    add_device(command)
+    add_options(command)
 
 
 def add_generate(command: argparse.ArgumentParser) -> None:

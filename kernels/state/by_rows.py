@@ -37,8 +37,7 @@ def by_rows(*returns: int) -> Callable[[F], F]:
                 return run(*arguments)
             parts = []
             for rows, _ in runs_of(cursor.tolist()):
-                of_rows = (rows_of(name, value, rows) for name, value in zip(names, arguments, strict=False))
-                parts.append(run(*of_rows))
+                parts.append(run(*map(functools.partial(rows_of, rows=rows), names, arguments)))
             if not returns:
                 return None
             if len(returns) == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .code import PLAIN, code_hash
+from .code import PLAIN, code_hash, hash_of
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_always_called",
@@ -20,7 +19,7 @@ HOOKS = (
 def call_key(code: CodeType, local_scope: Mapping[str, Any], how: Any) -> str:
     """A folder's name for calls of this code with arguments of these kinds. how: what the backend was asked for."""
     arguments = [(name, kind_of(value)) for name, value in sorted(local_scope.items())]
-    return hashlib.sha256(repr((code_hash(code), arguments, how)).encode()).hexdigest()[:24]
+    return hash_of((code_hash(code), arguments, how), 24)
 
 
 def kind_of(value: Any, depth: int = 0) -> Any:
@@ -59,7 +58,7 @@ def model_hash(model: torch.nn.Module) -> str:
     """Its modules' classes and its weights' shapes."""
     parts = [(name, type(module).__qualname__) for name, module in model.named_modules()]
     weights = [(name, tuple(p.shape), str(p.dtype), p.device.type) for name, p in model.named_parameters()]
-    return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()[:16]
+    return hash_of((parts, weights))
 
 
 def has_hooks(model: torch.nn.Module) -> bool:

@@ -22,16 +22,19 @@ import torch
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
 
+def hash_of(value: Any, digits: int = 16) -> str:
+    """The first hex digits of a hash of a value's text."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:digits]
+
+
 def code_hash(code: CodeType) -> str:
     """64 hex digits of what a code object does, and of those within it; not of where it stands."""
-    digest = hashlib.sha256()
     constants = [code_hash(value) if isinstance(value, CodeType) else constant(value) for value in code.co_consts]
     told = (
         code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags,
         code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_exceptiontable,
     )  # fmt: skip
-    digest.update(repr(told).encode())
-    return digest.hexdigest()
+    return hash_of(told, 64)
 
 
 def constant(value: Any) -> str:
@@ -81,7 +84,7 @@ def function_hash(function: FunctionType) -> str:
             value = None
         cells.append(repr(value) if isinstance(value, PLAIN) else type(value).__qualname__)
     defaults = [plain_text(value) for value in (function.__defaults__ or (), *(function.__kwdefaults__ or {}).items())]
-    return hashlib.sha256(repr((code_hash(function.__code__), cells, defaults)).encode()).hexdigest()
+    return hash_of((code_hash(function.__code__), cells, defaults), 64)
 
 
 def plain_text(value: Any) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from .code import hash_of
+
 PACKAGES = ("triton", "peft", "accelerate")
 CONFIGS = (
     "torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.compiler.config",
@@ -42,7 +44,7 @@ def components() -> dict[str, str]:
 
 
 def environment() -> str:
-    return hashlib.sha256(repr(sorted(components().items())).encode()).hexdigest()[:16]
+    return hash_of(sorted(components().items()))
 
 
 def version_of(package: str) -> str:
@@ -56,7 +58,7 @@ def settings(name: str) -> str:
     """A hash of one of torch's modules of settings."""
     found = sorted(import_module(name).save_config_portable().items())
     told = [f"{key} {settled(value)}" for key, value in found if key not in UNTOLD]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return hash_of(told)
 
 
 def settled(value: object) -> str:
@@ -77,7 +79,7 @@ def processor() -> str:
     told = Path("/proc/cpuinfo")
     lines = told.read_text().splitlines() if told.is_file() else []
     flags = sorted({line for line in lines if line.startswith(("flags", "Features"))})
-    return hashlib.sha256(repr(flags).encode()).hexdigest()[:16]
+    return hash_of(flags)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from specache_compile.runtime.symbols import SymbolReader, as_traced
 from specache_compile.runtime.variant import Variant
 
 from . import store
-from .told import hash_of
+from .code import hash_of
 
 
 class NotKept(Exception):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .code import PLAIN, behind, code_hash, function_hash
+from .code import PLAIN, behind, code_hash, function_hash, hash_of
 
 NAMED = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 SAID = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -64,10 +64,4 @@ def named(value: Any) -> str:
 def class_hash(value: type) -> str:
     """What a class's own methods say; its bases have their own."""
     found = [(place, function_hash(f)) for name, member in vars(value).items() for place, f in behind(name, member)]
-    return str(hash_of(sorted(found)))
-
-
-def hash_of(value: Any) -> str:
-    import hashlib
-
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+    return hash_of(sorted(found))
