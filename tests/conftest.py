@@ -44,12 +44,16 @@ NEEDLE_LLAMA = Path(__file__).parent.parent / "examples" / "needle-llama"
 
 # Of the tests' modules those of half a minute and more, the longest first; of `make test-slow` too.
 LONGEST = (
-    "runtime/test_families.py", "kernels/test_triton.py", "tests/test_checkpoints.py", "weights/test_quantised.py",
-    "weights/test_packed.py", "runtime/test_sessions.py", "generate/test_verify.py", "tests/test_benchmarks.py",
-    "lowering/test_fold_layers.py", "runtime/test_mixed_calls.py", "passes/test_masks.py", "compile/test_backend.py",
-    "lowering/test_compiled_graph.py", "evaluation/test_eval.py", "demo/test_demo.py", "evaluation/test_examples.py",
-    "runtime/test_methods.py", "explaining/test_explain.py", "kernels/test_ops.py", "tests/test_cli.py",
-    "explaining/test_bisect.py", "explaining/test_step_time.py", "runtime/test_uncompiled.py",
+    "runtime/test_families.py", "caches/test_rows.py", "generate/test_verify.py", "runtime/test_sessions.py",
+    "compile/test_backend.py", "weights/test_packed.py", "kernels/test_sanitized.py", "caches/test_saving.py",
+    "tests/test_checkpoints.py", "generate/test_generate.py", "kernels/test_triton.py", "runtime/test_methods.py",
+    "warm/test_warm.py", "lowering/test_compiled_graph.py", "runtime/test_ranks.py", "tests/test_benchmarks.py",
+    "lowering/test_fold_layers.py", "generate/test_look_up.py", "runtime/test_no_host_tier.py",
+    "runtime/test_sink_tokens.py", "runtime/test_mixed_calls.py", "explaining/test_explain.py", "passes/test_masks.py",
+    "runtime/test_uncompiled.py", "compile/test_graph_breaks.py", "weights/test_quantised.py", "weights/test_peft.py",
+    "runtime/test_pictures.py", "explaining/test_step_time.py", "evaluation/test_eval.py",
+    "explaining/test_roofline.py", "caches/test_hold.py", "tests/test_cli.py", "demo/test_demo.py",
+    "explaining/test_bisect.py",
     "device/test_device_faults.py", "device/test_device_schedules.py", "device/test_device_methods.py",
     "device/test_device_ways.py",
 )  # fmt: skip
@@ -123,12 +127,12 @@ def place_of(path: Path) -> int:
 
 
 def mark_the_rest_slow(cases: list[Any]) -> None:
-    """Of one test's cases those that `quick_for` leaves out are slow, and those that `pairwise` does whole, unless the
-    marker says otherwise."""
+    """Of one test's cases those that `quick_for` or `pairwise` leaves out are whole, unless the marker says other."""
     grid, named = (cases[0].get_closest_marker(name) for name in ("pairwise", "quick_for"))
     if named is not None:
         known = {case.callspec.id for case in cases}
-        assert known >= set(named.args), f"{cases[0].nodeid}: quick_for names {set(named.args) - known}"
+        told = {*named.args, *named.kwargs.get("slow", ())}
+        assert known >= told, f"{cases[0].nodeid}: quick_for names {told - known}"
         kept = {place for place, case in enumerate(cases) if case.callspec.id in named.args}
     elif grid is not None and len(cases) > 1:
         kept = set(pairwise.chosen([case.callspec.params for case in cases], *grid.args))
@@ -136,7 +140,9 @@ def mark_the_rest_slow(cases: list[Any]) -> None:
         return
     for place, case in enumerate(cases):
         if place not in kept:
-            case.add_marker((named or grid).kwargs.get("rest", "slow" if named else "whole"))
+            asked = (named or grid).kwargs
+            in_ci = named is not None and case.callspec.id in asked.get("slow", ())
+            case.add_marker("slow" if in_ci else asked.get("rest", "whole"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

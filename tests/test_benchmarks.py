@@ -141,7 +141,7 @@ def test_the_server_benchmark_tells_a_second_turns_share(tmp_path: Path) -> None
     assert str(report["share"]) in printed
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:
     run("gpu_prefill", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -268,7 +268,7 @@ def test_computed_steps_are_those_that_are_kept(tmp_path: Path) -> None:
     assert [row["ms"] for row in found["rows"]] == pytest.approx([row["ms"] for row in theirs], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_checkpoints_tokens_are_compared_up_to_ties(tmp_path: Path) -> None:
     run("gpu_checkpoint", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -509,7 +509,7 @@ def verified(text: Path, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Path) -> None:
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path, word in zip(texts, ("one two three ", "four five six "), strict=True):

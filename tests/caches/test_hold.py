@@ -87,7 +87,7 @@ def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: 
             assert torch.equal(ours[field], theirs[field]), field
 
 
-@pytest.mark.quick_for("best", "fp8", rest="whole")
+@pytest.mark.quick_for("best", "fp8")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name: str, llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])

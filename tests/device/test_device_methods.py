@@ -78,7 +78,7 @@ def check(model: Any, options: dict[str, Any], rows: int, atol: float = 2e-3) ->
     assert torch.equal(ours.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.quick_for(*QUICK, rest="whole")
+@pytest.mark.quick_for(*QUICK)
 @pytest.mark.parametrize("rows", [1, 3], ids=["a row", "padded rows"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_method_is_on_cuda_what_it_is_on_the_cpu(name: str, rows: int) -> None:

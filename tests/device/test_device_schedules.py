@@ -82,7 +82,7 @@ QUICK = (
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *(f"random:{seed}" for seed in range(2, 12))])
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.quick_for(*QUICK, rest="whole")
+@pytest.mark.quick_for(*QUICK)
 def test_a_run_is_the_same_under_every_schedule(name: str, schedule: str) -> None:
     """Logits and all tiers, bit for bit."""
     settings = RUNS[name]

@@ -72,7 +72,7 @@ def test_coverage_sorts_each_querys_keys() -> None:
     assert curve(points, "all layers")[100] == pytest.approx(1)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_each_querys_own_top_k_covers_most_and_a_whole_budget_everything() -> None:
     run = inspected()
     best = hits.own_top_k(run, 12)

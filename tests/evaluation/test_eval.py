@@ -55,7 +55,7 @@ def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
         assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_longbench_and_ruler_files_run_under_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of the datasets' form around pass keys, which the shipped model can answer."""
     filler = "def nothing():\n    return None\n" * 12
@@ -153,7 +153,7 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
     assert tables[0] == tables[1] == ["uncompiled"] * 2 + ["kivi:bits=1"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_shared_prefills_find_the_same_keys(tmp_path: Path) -> None:
     scores = []
     for name, more in (("own", ()), ("shared", ("--share-prefills",))):

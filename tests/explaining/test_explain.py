@@ -185,7 +185,7 @@ def test_compiled_graphs_are_dumped_with_their_explanation(
     assert (tmp_path / f"{graph.rewrites.name}.decode" / f"{PASS_NAMES.index('overlap') + 1:02d}_overlap.py").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None:
     """In a process of its own: torch reads TORCH_TRACE when it is imported."""
     code = "from conftest import *\ngreedy(compile_copy(tiny_llama()), prompt(70), 3)"
@@ -197,7 +197,7 @@ def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None
             assert re.search(rf'"artifact": {{"name": "specache_graph\d+_{phase}_{number:02d}_{name}"', logs), name
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_gallery_shows_a_table_and_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,7 +188,7 @@ def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
     assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
 
 
-@pytest.mark.quick_for("torch.compile", "model.compile", "forward", "fullgraph", rest="whole")
+@pytest.mark.quick_for("torch.compile", "model.compile", "forward", "fullgraph")
 @pytest.mark.parametrize("way", ["torch.compile", "model.compile", "forward", "fullgraph", "dynamic", "mode"])
 def test_ways_to_switch_it_on(llama: LlamaForCausalLM, way: str) -> None:
     twin = copy.deepcopy(llama)

@@ -111,10 +111,8 @@ CASES = [
     *(Case(bits=bits, param_bits=8, zero_point=z) for bits, z in ((1, "midpoint"), (2, "middles"), (4, "minimum"))),
     Case(param_bits=8, head_dim=80, rotate=True, value_bits=1, dtype=torch.float16),
     Case(param_bits=8, head_dim=96, bits=4, mask="bool"),
-    *(Case(value_bits=1, value_code="trellis", head_dim=d, heads=1, length=100) for d in (8, 16, 64, 72)),
-    Case(
-        value_bits=1, value_code="trellis", head_dim=80, param_bits=8, rotate=True, sink_tokens=4, heads=1, length=100
-    ),
+    *(Case(value_bits=1, value_code="trellis", head_dim=d, heads=1, length=70) for d in (8, 16, 64, 72)),
+    Case(value_bits=1, value_code="trellis", head_dim=80, param_bits=8, rotate=True, sink_tokens=4, heads=1, length=70),
     Case(
         value_bits=1,
         value_code="trellis",
@@ -126,7 +124,7 @@ CASES = [
         heads=1,
     ),
     Case(bits=1, value_code="trellis", head_dim=96, param_bits=8, mask="padding", sinks=True, heads=1),
-    Case(bits=4, value_bits=1, value_code="trellis", head_dim=256, heads=1, lanes=1, length=100),
+    Case(bits=4, value_bits=1, value_code="trellis", head_dim=256, heads=1, lanes=1, length=70),
     *(Case(group=group, length=300) for group in (64, 128)),
     *(Case(head_dim=d) for d in (32, 80, 96, 128, 256)),
     Case(bits=1, head_dim=80),
@@ -138,7 +136,7 @@ CASES = [
     Case(heads=1, queries=1),
     Case(heads=1, queries=12),
     Case(lanes=1),
-    Case(lanes=11, rotate=True, value_bits=1, mask="padding", length=100),
+    Case(lanes=11, rotate=True, value_bits=1, mask="padding", length=70),
     Case(length=20),
     Case(length=65),
     Case(top_k=0),
@@ -164,7 +162,7 @@ CASES = [
     Case(rotate=True, dtype=torch.float16, bits=1, head_dim=128),
     Case(rotate=True, head_dim=256, lanes=1),
     Case(center=True, mask="bool", softcap=5.0),
-    Case(center=True, rotate=True, value_bits=1, head_dim=80, heads=3, length=100),
+    Case(center=True, rotate=True, value_bits=1, head_dim=80, heads=3, length=70),
     *(
         [
             *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),

@@ -314,7 +314,7 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
     yield from steps(cache, 50)  # beyond 256
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @torch.no_grad()
 def test_what_is_captured_answers_bit_for_bit_as_what_is_not(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch

@@ -211,7 +211,7 @@ def test_an_indexers_mask_is_followed_where_each_token_chooses_its_own_pairs() -
     assert len(graph.captured.sites) == 2
 
 
-@pytest.mark.quick_for("kcache", rest="whole")
+@pytest.mark.quick_for("kcache")
 @pytest.mark.parametrize("method", ["kcache", "snapkv", "h2o"])
 def test_what_tells_keys_from_values_stays_exact_with_that_reason(method: str) -> None:
     model = compiled(method=method)

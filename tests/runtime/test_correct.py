@@ -184,7 +184,7 @@ def test_the_logits_of_a_widened_decode_are_the_formulas(llama: LlamaForCausalLM
     assert told.pairs_corrected > 0
 
 
-@pytest.mark.quick_for("eager", rest="whole")
+@pytest.mark.quick_for("eager")
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_the_guess_changes_what_travels_when_and_no_logit(llama: LlamaForCausalLM, lowering: str) -> None:
     ids, made, stats = prompt(170), [], []

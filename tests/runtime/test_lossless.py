@@ -82,7 +82,7 @@ def uncompiled(way: str) -> Tensor:
     return WAYS[way](tiny_llama())
 
 
-@pytest.mark.quick_for(*(f"{name}, {way}" for name, way in GRID if name == DEFAULT or way == "turns"), rest="whole")
+@pytest.mark.quick_for(*(f"{name}, {way}" for name, way in GRID if name == DEFAULT or way == "turns"))
 @pytest.mark.parametrize(("name", "way"), GRID, ids=[f"{name}, {way}" for name, way in GRID])
 def test_what_loses_nothing_says_what_the_uncompiled_model_says(llama: LlamaForCausalLM, name: str, way: str) -> None:
     ours = WAYS[way](compiled_with(llama, {"lowering": "eager", **SETTINGS[name]}))

@@ -142,7 +142,7 @@ def test_a_rate_is_of_the_prompt_and_stays(rate: float) -> None:
     assert all(layer["kept"].shape[2] == math.ceil(rate * 100) for layer in state_of(cache))
 
 
-@pytest.mark.quick_for("specache", "kcache", "roco", rest="whole")
+@pytest.mark.quick_for("specache", "kcache", "roco")
 @every_kind
 def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM, method: str) -> None:
     """Once Dynamo has made lengths dynamic, which takes it two prompts."""
@@ -359,7 +359,7 @@ def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
 # What is said of it
 
 
-@pytest.mark.quick_for("fp8", "specache", "snapkv", rest="whole")
+@pytest.mark.quick_for("fp8", "specache", "snapkv")
 @every_kind
 def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     llama: LlamaForCausalLM, method: str
@@ -372,7 +372,7 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     assert ("With other options" in str(e)) == (method in ("kivi", "specache"))
 
 
-@pytest.mark.quick_for("specache", "kcache", "fp8", rest="whole")
+@pytest.mark.quick_for("specache", "kcache", "fp8")
 @every_kind
 def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
     """By the statistics of a run, and by explain's traffic of a step."""

@@ -196,8 +196,6 @@ MODELS = {
         16,
     ),
 }  # fmt: skip
-QUICK = "llava"
-NAMES = [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow]) for name in MODELS]
 
 
 def assert_same_answers(pictures: Pictures, model: Any, plain: Any) -> None:
@@ -225,7 +223,8 @@ def lanes(compiled: Any, pictures: Pictures) -> set[int]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.quick_for("llava", slow=("qwen3_vl", "gemma4"))
+@pytest.mark.parametrize("name", MODELS)
 def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
     """The text's attention is rewritten in two lanes."""
     pictures = MODELS[name]
@@ -239,7 +238,7 @@ def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
     assert lanes(model, pictures) == {2}
 
 
-@pytest.mark.slow
+@pytest.mark.quick_for(slow=("qwen2_vl",))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
 def test_a_language_model_that_is_compiled_alone_runs_one_lane(name: str) -> None:

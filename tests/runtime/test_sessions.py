@@ -211,7 +211,7 @@ def test_live_device_bytes_equal_the_prediction(llama: LlamaForCausalLM) -> None
         assert sc.stats(twin).device_bytes == live
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_bounded_number_of_compiles_for_a_thousand_tokens() -> None:
     twin = compile_copy(tiny_llama(), top_k=16)
     greedy(twin, prompt(10), 1000)

@@ -77,7 +77,7 @@ def is_held(cache: DynamicCache) -> bool:
 
 
 FORMS = pytest.mark.parametrize(
-    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.slow)]
+    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.whole)]
 )
 
 
@@ -102,7 +102,7 @@ def test_three_threads_generate_with_three_models(plain: LlamaForCausalLM, form:
         assert is_held(cache)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_thread_generates_as_its_own_compiled_module_asks(plain: LlamaForCausalLM) -> None:
     """One wrapped model, compiled twice, and not at all."""
     twin = copy.deepcopy(plain)

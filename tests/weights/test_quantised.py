@@ -87,6 +87,7 @@ def bitsandbytes_8bit(model: nn.Module) -> None:
         setattr(owner, place, new.to("cpu"))
 
 
+@pytest.mark.quick_for("quanto_int8", "hqq_4bit", "torchao_int4")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "quantise",
