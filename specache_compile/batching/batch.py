@@ -92,13 +92,14 @@ class Batch:
 
     def add(
         self, ids: Tensor, *, cache: DynamicCache | None = None, keep: bool = False, seed: int | None = None,
-        **asked: Any,
+        logprobs: int | None = None, **asked: Any,
     ) -> Request:  # fmt: skip
         """A new request: token ids, int64 [n] or [1, n].
 
         cache: of one row, with the first tokens of ids; all but the last at most. The request takes it over.
         keep: when the request is over, its `cache` is that of its row alone.
         seed: of its random numbers; None: another each time.
+        logprobs: tell in `request.logprobs` how likely each token was that it says, and so many of the likeliest.
         asked: what `generate` takes about a text: max_new_tokens, which must be there, or generation_config; do_sample,
             temperature, top_p, eos_token_id, logits_processor.
 
@@ -109,7 +110,7 @@ class Batch:
         if not read < len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
         request = request_for(self.model, prompt, {**asked, "seed": seed}, cache, read)
-        request.keeps = keep
+        request.keeps, request.asks = keep, logprobs
         self.look_at(cache)
         self.check_fits(request)
         self.waiting.append(request)

@@ -29,6 +29,18 @@ class End(Enum):
     FAILED = "its prompt, or one of its processors, failed"
 
 
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of the model's probabilities for one token, before temperature and processors.
+
+    said: the token's that was said.
+    likeliest: the likeliest tokens with theirs, the likeliest first.
+    """
+
+    said: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
 @dataclass(eq=False)
 class Request:
     """What `Batch.add` gives: read its fields; the batch alone changes them.
@@ -44,6 +56,8 @@ class Request:
     read: tokens that are cached.
     overtaken: how many later requests have begun before it.
     keeps: whether its cache is wanted when it is over.
+    asks: of how many of the likeliest tokens `logprobs` tells; None: of none, nor of those that were said.
+    logprobs: of each token that was said, where it asks for them.
     """
 
     prompt: Tensor
@@ -59,6 +73,8 @@ class Request:
     error: Exception | None = None
     overtaken: int = 0
     keeps: bool = False
+    asks: int | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
     def longest(self) -> int:
@@ -113,7 +129,18 @@ def drawn(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]."""
     ids: Any = request.ids.to(logits.device)
     scores: Any = logits.float()
-    scores = request.processors(ids, scores) if request.processors else scores
+    scores = request.processors(ids, scores.clone()) if request.processors else scores
     if request.generator is None:
-        return int(scores.argmax(-1))
-    return int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
+        token = int(scores.argmax(-1))
+    else:
+        token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
+    if request.asks is not None:
+        request.logprobs.append(logprobs_of(logits, token, request.asks))
+    return token
+
+
+def logprobs_of(logits: Tensor, token: int, most: int) -> Logprobs:
+    """Of the next token, from logits [1, V]."""
+    known = logits[0].float().log_softmax(-1)
+    values, tokens = known.topk(most)
+    return Logprobs(float(known[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

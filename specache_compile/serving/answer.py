@@ -13,6 +13,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import GenerationConfig
 
+from specache_compile.batching.request import Logprobs
+
 from .metrics import Metrics
 from .parts import Parts
 from .stops import Stops
@@ -44,6 +46,7 @@ class Question:
     opening: how many tokens at the prompt's end the template puts before an answer; the next turn may lack them.
     penalties: for frequency and presence.
     parser: takes reasoning and tool calls out of an answer; None: nothing does.
+    logprobs: of how many of the likeliest tokens to tell how likely they were; None: of none, nor of the answer's.
     continued: whether the answer goes on with the prompt's text. Of any other text some tokenizers drop the first
     space.
     """
@@ -55,11 +58,22 @@ class Question:
     seed: int | None = None
     penalties: tuple[float, float] = (0.0, 0.0)
     parser: Any = None
+    logprobs: int | None = None
     continued: bool = False
 
     @property
     def tokens(self) -> int:
         return int(self.inputs["input_ids"].shape[1])
+
+
+@dataclass(frozen=True)
+class Likely:
+    """How likely a token of an answer was: its text, the natural logarithm of its probability, and those of the
+    likeliest in its place."""
+
+    text: str
+    logprob: float
+    likeliest: tuple[tuple[str, float], ...]
 
 
 class Answer:
@@ -101,6 +115,15 @@ class Answer:
         if self.ticket.left.is_set():
             raise ClientLeft
 
+    def note(self, token: int, known: Logprobs) -> None:
+        """How likely the token was that `put` gets next. As at OpenAI, the one that ends a text has no place."""
+        if token not in self.ends:
+            likeliest = tuple((self.text_of(other), value) for other, value in known.likeliest)
+            self.send([Likely(self.text_of(token), known.said, likeliest)])
+
+    def text_of(self, token: int) -> str:
+        return str(self.rust.decode([token], skip_special_tokens=False))
+
     def say(self, tokens: list[int]) -> None:
         if not self.said:
             self.metrics.first_token.observe(time.perf_counter() - self.ticket.came)
@@ -135,7 +158,8 @@ class Answer:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, piece)
 
     async def pieces(self) -> AsyncIterator[Any]:
-        """Yield text, `ReasoningText` and `ToolCall` as they come. Raises the generation's exception."""
+        """Yield text, `ReasoningText` and `ToolCall` as they come, before them the `Likely` of their tokens. Raises
+        the generation's exception."""
         while (piece := await self.queue.get()) is not None:
             if isinstance(piece, Exception):
                 raise piece

@@ -70,6 +70,8 @@ class Generation:
         if room < least:
             more = f", and {least:,} would follow" if config.max_new_tokens or config.min_new_tokens else ""
             raise HTTPException(400, f"the prompt has {prompt:,} tokens{more}: the model's context is {self.longest:,}")
+        if question.logprobs is not None and self.rows is None:
+            raise HTTPException(400, "logprobs: not from a server that drafts (--verify, --lookup)")
         if self.stopping:
             raise HTTPException(503, STOPPING)
         if self.queued() >= self.queue:

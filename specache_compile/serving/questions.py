@@ -70,7 +70,15 @@ def question(served: ServedModel, body: Body, inputs: Any, opening: int = 0, par
         body.seed,
         (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
         parser,
+        body.likeliest,
     )
+
+
+def numbered(question: Question, index: int) -> Question:
+    """The question of one of several answers to a request: its random numbers and its parser's state are its own."""
+    seed = None if question.seed is None else question.seed + index
+    config, reader = copy.deepcopy(question.config), copy.deepcopy(question.parser)
+    return replace(question, config=config, parser=reader, seed=seed)
 
 
 def config_of(served: ServedModel, body: Body) -> GenerationConfig:

@@ -1,63 +1,47 @@
-"""An answer in OpenAI's format, whole or as a stream of events."""
+"""Answers in OpenAI's format, whole or as a stream of events."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from .answer import Answer
+from .answer import Answer, Likely
 
 
-class Reply:
-    """A reply to a completion; `ChatReply` adds a chat's. name: the model's."""
+class Choice:
+    """One answer to a completion; `ChatChoice` is a chat's."""
 
-    prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
+    def __init__(self, index: int, answer: Answer) -> None:
+        self.index, self.answer = index, answer
 
-    def __init__(self, name: str, answer: Answer) -> None:
-        self.answer = answer
-        self.common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-        self.calls = 0
+    async def whole(self) -> dict[str, Any]:
+        told = [piece async for piece in self.answer.pieces()]
+        likely = [piece for piece in told if isinstance(piece, Likely)]
+        return self.framed(self.content([piece for piece in told if not isinstance(piece, Likely)]), likely)
 
-    async def whole(self) -> JSONResponse:
-        pieces = [piece async for piece in self.answer.pieces()]
-        choice = {"index": 0, **self.content(pieces), "logprobs": None, "finish_reason": self.finish()}
-        return JSONResponse(self.told(self.whole_object, [choice], usage=self.usage()))
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
+        """As they come, each with the `Likely` that came before it; the last, which is empty, says why it ends."""
+        likely, first = list[Likely](), True
+        async for piece in self.answer.pieces():
+            if isinstance(piece, Likely):
+                likely.append(piece)
+                continue
+            yield self.framed(self.part(piece, first), likely, ends=False)
+            likely, first = [], False
+        yield self.framed(self.part("", first), likely)
 
-    def stream(self, usage: bool) -> StreamingResponse:
-        """usage: whether a last event reports it."""
-        return StreamingResponse(self.events(usage), media_type="text/event-stream")
-
-    async def events(self, usage: bool) -> AsyncIterator[str]:
-        first = True
-        try:
-            async for piece in self.answer.pieces():
-                yield self.event(self.part(piece, first), None)
-                first = False
-        except Exception as error:  # the stream has begun, so the status cannot tell it
-            yield f"data: {json.dumps(told_error(error)[1])}\n\n"
-            return
-        yield self.event(self.part("", first), self.finish())
-        if usage:
-            yield f"data: {json.dumps(self.told(self.part_object, [], usage=self.usage()))}\n\n"
-        yield "data: [DONE]\n\n"
-
-    def event(self, part: dict[str, Any], finish: str | None) -> str:
-        choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish}
-        return f"data: {json.dumps(self.told(self.part_object, [choice]))}\n\n"
-
-    def told(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {**self.common, "object": kind, "choices": choices, **more}
-
-    def usage(self) -> dict[str, int]:
-        prompt, said = self.answer.prompt, self.answer.said
-        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    def framed(self, content: dict[str, Any], likely: list[Likely], ends: bool = True) -> dict[str, Any]:
+        told = None if self.answer.question.logprobs is None else self.logprobs(likely)
+        finish = self.finish() if ends else None
+        return {"index": self.index, **content, "logprobs": told, "finish_reason": finish}
 
     def finish(self) -> str:
         return self.answer.finish
@@ -68,9 +52,18 @@ class Reply:
     def part(self, piece: Any, first: bool) -> dict[str, Any]:
         return {"text": piece}
 
+    def logprobs(self, likely: list[Likely]) -> dict[str, Any]:
+        return {
+            "tokens": [one.text for one in likely],
+            "token_logprobs": [one.logprob for one in likely],
+            "top_logprobs": [dict(one.likeliest) for one in likely],
+        }
 
-class ChatReply(Reply):
-    prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+class ChatChoice(Choice):
+    """calls: tool calls so far."""
+
+    calls = 0
 
     def finish(self) -> str:
         return "tool_calls" if self.calls else self.answer.finish
@@ -98,6 +91,76 @@ class ChatReply(Reply):
         self.calls += 1
         function = {"name": piece.name, "arguments": piece.arguments}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+    def logprobs(self, likely: list[Likely]) -> dict[str, Any]:
+        def place(text: str, logprob: float) -> dict[str, Any]:
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = [
+            {**place(one.text, one.logprob), "top_logprobs": [place(*other) for other in one.likeliest]}
+            for one in likely
+        ]
+        return {"content": content, "refusal": None}
+
+
+class Reply:
+    """A reply to a completion; `ChatReply` is a chat's. name: the model's."""
+
+    prefix, whole_object, part_object, choice = "cmpl", "text_completion", "text_completion", Choice
+
+    def __init__(self, name: str, answers: Sequence[Answer]) -> None:
+        self.choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
+        self.common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+
+    async def whole(self) -> JSONResponse:
+        choices = await asyncio.gather(*(choice.whole() for choice in self.choices))
+        return JSONResponse(self.told(self.whole_object, choices, usage=self.usage()))
+
+    def stream(self, usage: bool) -> StreamingResponse:
+        """usage: whether a last event reports it."""
+        return StreamingResponse(self.events(usage), media_type="text/event-stream")
+
+    async def events(self, usage: bool) -> AsyncIterator[str]:
+        try:
+            async for part in together([choice.parts() for choice in self.choices]):
+                yield f"data: {json.dumps(self.told(self.part_object, [part]))}\n\n"
+        except Exception as error:  # the stream has begun, so the status cannot tell it
+            yield f"data: {json.dumps(told_error(error)[1])}\n\n"
+            return
+        if usage:
+            yield f"data: {json.dumps(self.told(self.part_object, [], usage=self.usage()))}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def told(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self.common, "object": kind, "choices": choices, **more}
+
+    def usage(self) -> dict[str, int]:
+        """The prompt's tokens count once."""
+        answers = [choice.answer for choice in self.choices]
+        prompt, said = answers[0].prompt, sum(answer.said for answer in answers)
+        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+
+class ChatReply(Reply):
+    prefix, whole_object, part_object, choice = "chatcmpl", "chat.completion", "chat.completion.chunk", ChatChoice
+
+
+async def together(sources: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
+    """What several iterators yield, as it comes. Raises the first exception of one."""
+    nexts = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while nexts:
+            done, _ = await asyncio.wait(nexts, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = nexts.pop(task)
+                try:
+                    yield task.result()
+                except StopAsyncIteration:
+                    continue
+                nexts[asyncio.ensure_future(anext(source))] = source
+    finally:
+        for task in nexts:
+            task.cancel()
 
 
 def told_error(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -19,6 +19,8 @@ RESERVED = {
 }
 # Below this temperature the likeliest token has all of the probability; far below it logits overflow.
 COLDEST = 1e-5
+# Answers to one request.
+MOST_CHOICES = 16
 
 
 def warm_enough(temperature: float) -> float:
@@ -65,12 +67,17 @@ class Body(BaseModel):
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)] | None = None
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    n: One | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
     user: str | None = None  # who asks; it changes no answer
 
     @property
     def longest(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """Of how many tokens to tell how likely they were in each place; None: of none, nor of those that were said."""
+        raise NotImplementedError
 
     @model_validator(mode="before")
     @classmethod
@@ -95,8 +102,12 @@ class CompletionBody(Body):
     prompt: str
     best_of: One | None = None
     echo: Literal[False] | None = None
-    logprobs: None = None
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=5)] | None = None
     suffix: None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
 
 class TextPart(BaseModel):
@@ -156,14 +167,14 @@ class ChatBody(Body):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: Flag | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Who asks, and what for: they change no answer. A prompt's beginning is found without a key.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    top_logprobs: None = None
     functions: None = None
     function_call: None = None
     reasoning_effort: None = None
@@ -179,6 +190,10 @@ class ChatBody(Body):
     def longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def are_the_templates(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -188,7 +203,9 @@ class ChatBody(Body):
         return given
 
     @model_validator(mode="after")
-    def has_one_length(self) -> ChatBody:
+    def asks_for_one_thing(self) -> ChatBody:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: another number than max_completion_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
         return self

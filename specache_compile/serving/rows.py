@@ -66,7 +66,7 @@ class RowsOfAnswers:
             answer.put(ids)
             request = self.batch.add(
                 ids, cache=conversation.cache if len(conversation.ids) else None, keep=True, seed=question.seed,
-                generation_config=question.config, logits_processor=processors_of(question),
+                generation_config=question.config, logits_processor=processors_of(question), logprobs=question.logprobs,
             )  # fmt: skip
         except ClientLeft:  # nothing was read: the conversation is whole
             self.keep(conversation, answer)
@@ -96,6 +96,8 @@ class RowsOfAnswers:
     def deliver(self, request: Request, token: int) -> None:
         answer, _ = self.running[request]
         try:
+            if request.logprobs:
+                answer.note(token, request.logprobs[answer.said])
             answer.put(torch.tensor([token]))
         except (Stopped, ClientLeft):
             self.end(request, self.batch.take(request))

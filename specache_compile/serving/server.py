@@ -25,7 +25,7 @@ from .answer import Question, Ticket
 from .generation import Generation
 from .metrics import Metrics
 from .model import ServedModel
-from .questions import chat, completion
+from .questions import chat, completion, numbered
 from .replies import ChatReply, Reply, told_error
 from .requests import Body, ChatBody, CompletionBody
 
@@ -67,7 +67,8 @@ def application(
             raise HTTPException(404, f"no model {asked!r} here: this server has {name!r}")
 
     async def replied(request: Request, body: Body, question: Question, kind: type[Reply]) -> Any:
-        reply = kind(name, generation.begin(request.state.ticket, question))
+        ticket, answers = request.state.ticket, body.n or 1
+        reply = kind(name, [generation.begin(ticket, numbered(question, index)) for index in range(answers)])
         if body.stream:
             return reply.stream(bool(body.stream_options and body.stream_options.include_usage))
         return await while_waited_for(request, reply.whole())

@@ -41,6 +41,21 @@ ASKED: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+def test_how_likely_what_is_said_was_is_told_where_asked(model: Any) -> None:
+    """As the full cache finds it, where nothing is lost."""
+    batch = sc.Batch(model)
+    told, silent = (batch.add(prompt(20, seed=1), max_new_tokens=4, logprobs=n) for n in (3, None))
+    batch.run()
+    assert not silent.logprobs
+    with torch.no_grad():
+        known = tiny_llama()(told.ids).logits[0].log_softmax(-1)[19:-1]
+    for place, token, one in zip(known, told.said, told.logprobs, strict=True):
+        assert one.said == pytest.approx(float(place[token]), abs=1e-5)
+        assert dict(one.likeliest) == pytest.approx(
+            {i: float(place[i]) for i in place.topk(3).indices.tolist()}, abs=1e-5
+        )
+
+
 def test_each_request_says_what_it_says_alone(model: Any) -> None:
     """In the default setting, which is lossy: beside others that come, end and are removed at any time."""
     alone = []

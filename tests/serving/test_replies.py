@@ -45,8 +45,8 @@ def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once:
             pass
         answer.close()
         if not streamed:
-            return json.loads((await kind("tiny", answer).whole()).body)
-        return [event.removeprefix("data: ").strip() async for event in kind("tiny", answer).events(True)]
+            return json.loads((await kind("tiny", [answer]).whole()).body)
+        return [event.removeprefix("data: ").strip() async for event in kind("tiny", [answer]).events(True)]
 
     return asyncio.run(said())
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from conftest import NEEDLE_LLAMA
@@ -98,6 +99,51 @@ def test_a_short_question_does_not_take_the_session_of_another_one(served: Serve
         seen, before = len(prompt_of(messages[:2])) + 39, figures(served)
         say(served, [*messages, {"role": "user", "content": "Why?"}])
         assert grown(served, before, "specache_prompt_tokens_total reused") == seen
+
+
+def test_how_likely_tokens_are_is_what_the_uncompiled_model_finds(served: Served, uncompiled: LlamaForCausalLM) -> None:
+    """Before temperature and penalties; whole and streamed."""
+    prompt = "Once upon a time there was a lane. " * 3
+    ask: dict[str, Any] = {
+        "model": served.name, "prompt": prompt, "max_tokens": 6, "temperature": 0.5, "seed": 1, "presence_penalty": 1,
+    }  # fmt: skip
+    choice = served.client.completions.create(**ask, logprobs=2).choices[0]
+    ids = torch.tensor([list((prompt + choice.text).encode())])
+    with torch.no_grad():
+        known = uncompiled(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text
+    torch.testing.assert_close(torch.tensor(told.token_logprobs), known.gather(1, ids[0, len(prompt) :, None])[:, 0])
+    for place, likeliest in zip(known, told.top_logprobs, strict=True):
+        assert likeliest == pytest.approx({chr(i): float(place[i]) for i in place.topk(2).indices.tolist()}, abs=1e-5)
+
+    talk: dict[str, Any] = {
+        "model": served.name, "messages": [{"role": "user", "content": "Why? " * 9}], "max_tokens": 6,
+        "temperature": 0, "logprobs": True, "top_logprobs": 1,
+    }  # fmt: skip
+    whole = served.client.chat.completions.create(**talk).choices[0].logprobs.content
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in whole)
+    events = [chunk.choices[0].logprobs.content for chunk in served.client.chat.completions.create(**talk, stream=True)]
+    assert [len(tokens) for tokens in events] == [1, 1, 1, 1, 1, 1, 0]
+    streamed = [token for tokens in events for token in tokens]
+    assert [token.token for token in streamed] == [token.token for token in whole]
+    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in whole], abs=1e-4)
+
+
+def test_several_answers_are_each_its_seeds(served: Served) -> None:
+    """Whole, and streamed one beside the other."""
+    prompt = "Once upon a time there was a guess. " * 3
+    ask: dict[str, Any] = {"model": served.name, "prompt": prompt, "max_tokens": 7, "temperature": 1.5}
+    alone = [served.client.completions.create(**ask, seed=seed).choices[0].text for seed in (4, 5, 6)]
+    assert len(set(alone)) == 3
+    whole = served.client.completions.create(**ask, seed=4, n=3)
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(alone))
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 21)
+    streamed, ends = [""] * 3, 0
+    for event in served.client.completions.create(**ask, seed=4, n=3, stream=True):
+        streamed[event.choices[0].index] += event.choices[0].text
+        ends += event.choices[0].finish_reason is not None
+    assert (streamed, ends) == (alone, 3)
 
 
 def test_completions_stream_too(served: Served, uncompiled: LlamaForCausalLM) -> None:
