@@ -16,6 +16,7 @@ import openai
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM
+from transformers.cli.serving.utils import build_response_parser
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conftest import LOSSLESS, byte_tokenizer, tiny_llama
@@ -57,6 +58,13 @@ def write_checkpoint(folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def parser_of(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
+    """Of a model's answer to this prompt."""
+    model: Any = tiny_llama()
+    model.config.model_type = "qwen3"
+    return build_response_parser(byte_tokenizer(), model, list(prompt.encode()))
 
 
 def prompt_of(messages: list[dict[str, str]]) -> str:

@@ -19,9 +19,9 @@ from specache_compile.runtime.stats import stats
 from .answer import Answer, ClientLeft, Question, Stopped, Ticket
 from .conversation import Conversation, can_crop
 from .conversations import Conversations
+from .interface.questions import processors_of
 from .metrics import Metrics
 from .model import ServedModel
-from .questions import processors_of
 from .rows import RowsOfAnswers
 
 # The most tokens of an answer where a request does not say.
@@ -111,6 +111,7 @@ class Generation:
         self.waiting.remove(answer.ticket)
         question = answer.question
         conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
+        answer.reused = len(conversation.ids)
         self.metrics.prompt_tokens.labels("reused").inc(len(conversation.ids))
         self.metrics.prompt_tokens.labels("computed").inc(question.tokens - len(conversation.ids))
         return conversation

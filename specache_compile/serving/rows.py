@@ -16,7 +16,7 @@ from specache_compile.runtime.session import session_of
 
 from .answer import Answer, ClientLeft, Stopped
 from .conversation import Conversation
-from .questions import processors_of
+from .interface.questions import processors_of
 
 # An answer's conversation, and the answer.
 Row = tuple[Answer, Conversation]

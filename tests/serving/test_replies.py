@@ -13,12 +13,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import build_response_parser
 
-from conftest import byte_tokenizer, tiny_llama
+from conftest import byte_tokenizer
+from served import parser_of
 from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
+from specache_compile.serving.interface.replies import ChatReply, Reply
 from specache_compile.serving.metrics import Metrics
-from specache_compile.serving.replies import ChatReply, Reply
 from specache_compile.serving.stops import Stops
 
 pytestmark = pytest.mark.one_process
@@ -110,19 +110,12 @@ def test_an_answer_of_nothing_has_a_role_too() -> None:
     assert ChatCompletionChunk.model_validate_json(events[0]).choices[0].delta.role == "assistant"
 
 
-def parser(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
-    """Of a model's answer to this prompt."""
-    model: Any = tiny_llama()
-    model.config.model_type = "qwen3"
-    return build_response_parser(TOKENIZER, model, list(prompt.encode()))
-
-
 def test_reasoning_and_calls_of_tools_are_no_text() -> None:
-    choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=parser())).choices[0]
+    choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=parser_of())).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
     assert [call.function.arguments for call in choice.message.tool_calls] == ['{"x": 1}']
-    *events, _, _ = reply(CALLING, ChatReply, streamed=True, parser=parser())
+    *events, _, _ = reply(CALLING, ChatReply, streamed=True, parser=parser_of())
     deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
     assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
@@ -134,9 +127,9 @@ def test_a_call_that_cannot_be_read_is_text(call: str) -> None:
     """What the model has written, and no error: the client may ask again, or read it another way."""
     end = "" if call.endswith("lo") else "</tool_call> So."
     text = f"I look.\n<tool_call>{call}{end}"
-    choice = reply(text, ChatReply, parser=parser("<|im_start|>assistant\n"))["choices"][0]
+    choice = reply(text, ChatReply, parser=parser_of("<|im_start|>assistant\n"))["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-    *events, _, _ = reply(text, ChatReply, streamed=True, parser=parser("<|im_start|>assistant\n"))
+    *events, _, _ = reply(text, ChatReply, streamed=True, parser=parser_of("<|im_start|>assistant\n"))
     deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
     assert "".join(delta.content or "" for delta in deltas) == text
 

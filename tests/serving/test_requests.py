@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 
 from conftest import byte_tokenizer, tiny_llama
 from served import TEMPLATE, Served, posted, serving, write_checkpoint
-from specache_compile.serving.questions import Penalties, chat, config_of
-from specache_compile.serving.requests import ChatBody, CompletionBody
+from specache_compile.serving.interface.questions import Penalties, chat, config_of
+from specache_compile.serving.interface.requests import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.one_process
 

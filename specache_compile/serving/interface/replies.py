@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from .answer import Answer, Likely
+from specache_compile.serving.answer import Answer, Likely
 
 
 class Choice:
@@ -134,11 +134,15 @@ class Reply:
     def told(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self.common, "object": kind, "choices": choices, **more}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The prompt's tokens count once."""
         answers = [choice.answer for choice in self.choices]
         prompt, said = answers[0].prompt, sum(answer.said for answer in answers)
-        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+        cached = {"cached_tokens": answers[0].reused}
+        return {
+            "prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said,
+            "prompt_tokens_details": cached,
+        }  # fmt: skip
 
 
 class ChatReply(Reply):

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cli.serving.utils import build_response_parser
 
-from .answer import Question
-from .model import ServedModel
+from specache_compile.serving.answer import Question
+from specache_compile.serving.model import ServedModel
+
 from .requests import Body, ChatBody, CompletionBody, Message
 
 
