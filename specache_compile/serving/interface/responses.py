@@ -15,10 +15,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from specache_compile.serving.answer import Answer, Likely
+from specache_compile.serving.answer import Answer
 
 from .replies import told_error
 from .requests import Body, ChatBody, Count, Flag, ResponseFormat
+
+Kind = Literal["message", "reasoning"]
 
 
 class Part(BaseModel):
@@ -100,9 +102,9 @@ class ResponseBody(Body):
 
     def as_chat(self) -> ChatBody:
         """The same question in a chat's words."""
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        system: list[Any] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         said = [Said(role="user", content=self.input)] if isinstance(self.input, str) else messages_of(self.input)
-        messages = [{"role": one.role, "content": one.text} for one in said]
+        messages: list[Any] = [{"role": one.role, "content": one.text} for one in said]
         shared = self.model_dump(include=set(Body.model_fields) - {"n", "max_tokens", "stream", "stream_options"})
         return ChatBody(messages=[*system, *messages], max_tokens=self.max_output_tokens, **shared)
 
@@ -115,7 +117,7 @@ def messages_of(given: Sequence[Said | Thought]) -> list[Said]:
 class Item:
     """One item of the output as it grows: a message, or reasoning before it."""
 
-    kind: Literal["message", "reasoning"]
+    kind: Kind
     text: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -125,7 +127,7 @@ class Item:
         return "reasoning_text" if self.kind == "reasoning" else "output_text"
 
     def part(self) -> dict[str, Any]:
-        more = {} if self.kind == "reasoning" else {"annotations": [], "logprobs": []}
+        more: dict[str, Any] = {} if self.kind == "reasoning" else {"annotations": [], "logprobs": []}
         return {"type": self.name, "text": self.text, **more}
 
     def whole(self, status: str) -> dict[str, Any]:
@@ -163,13 +165,11 @@ class ResponseReply:
 
     async def told(self) -> AsyncIterator[dict[str, Any]]:
         """The events of the answer as its pieces come."""
-        for kind in ("created", "in_progress"):
-            yield {"type": f"response.{kind}", "response": self.response("in_progress")}
+        for begun in ("created", "in_progress"):
+            yield {"type": f"response.{begun}", "response": self.response("in_progress")}
         item: Item | None = None
         async for piece in self.answer.pieces():
-            if isinstance(piece, Likely):
-                continue
-            kind: Literal["message", "reasoning"] = "reasoning" if isinstance(piece, ReasoningText) else "message"
+            kind: Kind = "reasoning" if isinstance(piece, ReasoningText) else "message"
             if item is None or item.kind != kind:
                 for event in self.closed(item):
                     yield event
@@ -185,7 +185,7 @@ class ResponseReply:
         yield {"type": f"response.{status}", "response": self.response(status)}
 
     def place(self, item: Item) -> dict[str, Any]:
-        more = {} if item.kind == "reasoning" else {"logprobs": []}
+        more: dict[str, Any] = {} if item.kind == "reasoning" else {"logprobs": []}
         return {"item_id": item.id, "output_index": len(self.output), "content_index": 0, **more}
 
     def opened(self, item: Item) -> list[dict[str, Any]]:
