@@ -81,6 +81,12 @@ struct Attention {
     return x;
   }
 
+  // Latent attention's: a token's row is its key and its value, and lies where others have a pair.
+  bool one_row() const { return !s.value_bits; }
+  int64_t value_bits() const { return one_row() ? s.key_bits : s.value_bits; }
+  int64_t pair_size() const { return one_row() ? s.d : 2 * s.d; }
+  Pair pair_at(const T* at, int64_t token) const { return {at, one_row() ? at : at + s.d, token, 0}; }
+
   // Calls what(i, token) for each sink i of a head that is one of the tokens first..stop.
   template <typename Do>
   void each_sink(int64_t head, int64_t first, int64_t stop, Do&& what) const {
@@ -92,31 +98,26 @@ struct Attention {
   // Pairs in the window, of the new tokens, and of the sinks in the low-bit tier.
   std::vector<Pair> recent_pairs(int64_t head) const {
     std::vector<Pair> found;
-    const T* ring = static_cast<const T*>(s.recent) + head * s.window * 2 * s.d;
-    for (int64_t t = low_bit(head); t < length(head); ++t) {
-      const T* pair = ring + t % s.window * 2 * s.d;
-      found.push_back({pair, pair + s.d, t, 0});
-    }
+    const T* ring = static_cast<const T*>(s.recent) + head * s.window * pair_size();
+    for (int64_t t = low_bit(head); t < length(head); ++t) found.push_back(pair_at(ring + t % s.window * pair_size(), t));
     const T *k = static_cast<const T*>(s.k), *v = static_cast<const T*>(s.v);
     for (int64_t l = 0; l < s.lanes; ++l) {
       const int64_t at = (head * s.lanes + l) * s.d;
       found.push_back({k + at, v ? v + at : nullptr, length(head), l});
     }
-    const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * 2 * s.d;
-    each_sink(head, 0, low_bit(head), [&](int64_t i, int64_t token) {
-      found.push_back({sinks + i * 2 * s.d, sinks + i * 2 * s.d + s.d, token, 0});
-    });
+    const T* sinks = static_cast<const T*>(s.sink_pairs) + head * s.sink_tokens * pair_size();
+    each_sink(head, 0, low_bit(head),
+              [&](int64_t i, int64_t token) { found.push_back(pair_at(sinks + i * pair_size(), token)); });
     return found;
   }
 
   // The slots that hold a pair of the low-bit tier.
   std::vector<Pair> slot_pairs(int64_t head) const {
     std::vector<Pair> found;
-    const T* slots = static_cast<const T*>(s.slots) + head * s.top_k * 2 * s.d;
+    const T* slots = static_cast<const T*>(s.slots) + head * s.top_k * pair_size();
     const int32_t* index = s.slot_index + head * s.top_k;
     for (int64_t i = 0; i < s.top_k; ++i)
-      if (index[i] >= 0 && index[i] < low_bit(head))
-        found.push_back({slots + i * 2 * s.d, slots + i * 2 * s.d + s.d, index[i], 0});
+      if (index[i] >= 0 && index[i] < low_bit(head)) found.push_back(pair_at(slots + i * pair_size(), index[i]));
     return found;
   }
 
@@ -152,6 +153,11 @@ struct Attention {
     return copy.data();
   }
 
+  // Scales and zero points of the group of keys that a token is of.
+  Params key_params(int64_t head, int64_t token) const {
+    return {s.key_params, (head * (s.capacity / s.group) + token / s.group) * 2 * s.d, s.param_bits == 8};
+  }
+
   // Logits of one chunk of a head's low-bit tier, into s.logits; none of the sinks.
   template <int bits>
   void chunk_logits(int64_t head, int64_t start) const {
@@ -168,8 +174,7 @@ struct Attention {
     for (int64_t t = start; t < stop; t += kAtOnce * kLanes) {
       if constexpr (bits < 16) {
         if (t % s.group == 0) {
-          const Params params{s.key_params, (head * (s.capacity / s.group) + t / s.group) * 2 * d, s.param_bits == 8};
-          params.read(d, scales.data(), zeros.data());
+          key_params(head, t).read(d, scales.data(), zeros.data());
           for (int64_t m = 0; m < rows; ++m) {
             float offset = 0.0f;
             for (int64_t c = 0; c < d; ++c) {
@@ -220,6 +225,16 @@ struct Attention {
     }
   }
 
+  // As `tile_values`, of rows: their scales are those of their group of tokens.
+  template <int bits>
+  void tile_rows(const uint8_t* codes, int64_t width, const float* scales, const float* zeros, float* values) const {
+    for (int i = 0; i < kLanes; ++i) {
+      float* value = values + i * s.d;
+      unpack<bits>(codes + i * s.row_width, width, value);
+      for (int64_t c = 0; c < s.d; ++c) value[c] = value[c] * scales[c] + zeros[c];
+    }
+  }
+
   // Values [16][d] of a tile of tokens, the first of them number `row` of all heads', from codes a token apart.
   template <int bits>
   void tile_values(const uint8_t* codes, int64_t row, int64_t width, uint8_t* levels, float* values) const {
@@ -252,7 +267,7 @@ struct Attention {
   void chunk_mix(int64_t head, int64_t start, Part part) const {
     const int64_t d = s.d, count = std::min(low_bit(head), start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
     if (count <= 0) return;  // of a shorter row
-    std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes);
+    std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes), scales(d), zeros(d);
     std::vector<uint8_t> hidden(kChunk), copy, levels(kLanes * 2 * width + kLanes);
     const int32_t* index = s.slot_index + head * s.top_k;
     for (int64_t i = 0; i < s.top_k; ++i)
@@ -273,7 +288,12 @@ struct Attention {
       if constexpr (bits < 16) {
         // A token's values lie behind its keys.
         const uint8_t* codes = codes_at(head, start + t, copy) + s.row_width - width;
-        tile_values<bits>(codes, head * s.capacity + start + t, width, levels.data(), values.data());
+        if (one_row()) {
+          if ((start + t) % s.group == 0) key_params(head, start + t).read(d, scales.data(), zeros.data());
+          tile_rows<bits>(codes, width, scales.data(), zeros.data(), values.data());
+        } else {
+          tile_values<bits>(codes, head * s.capacity + start + t, width, levels.data(), values.data());
+        }
       } else {
         for (int i = 0; i < kLanes; ++i) {
           const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + start + t + i + 1) * s.row_width - width;

@@ -33,14 +33,14 @@ def shaped(
 ) -> Step:  # fmt: skip
     """The kernels' argument without a tensor, to be copied: most of its cost is the same in every step."""
     batch, query_heads, lanes, d = q
-    heads, capacity, how = codes[1], codes[2], Layout(*layout)
+    heads, capacity, how = codes[1], codes[2], Layout(*layout) if recent[-1] == d else Layout(*layout).of_rows
     return Step(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
         capacity=capacity, row_width=codes[3], window=recent[2],
         group=capacity // key_params[2] if how.is_quantised else 0,
         channels=d // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
-        circle=circle_of(d) if value_params[3] == 1 else 0,
+        circle=circle_of(d) if value_params[3] == 1 and not how.has_rows else 0,
         rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
 
@@ -84,13 +84,11 @@ def step_of(
 
 
 def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
-    """Whether the kernels read such tiers, query and pairs, all of one dtype and head size; else the definitions take
-    over."""
-    dtype, d = q.dtype, q.shape[-1]
+    """Whether the kernels read such tiers, query and pairs, all of one dtype; else the definitions take over."""
     for x in pairs:
-        if x.dtype != dtype or x.shape[-1] != d:
+        if x.dtype != q.dtype:
             return False
-    return dtype in DTYPES and codes.is_contiguous()
+    return q.dtype in DTYPES and codes.is_contiguous()
 
 
 def has_exact_rows(q: Tensor, tiers: StoredTiers, layout: Layout) -> bool:
@@ -109,10 +107,10 @@ def decode_attention_fused(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
     held = StoredTiers(*tiers)
+    if has_exact_rows(q, held, Layout(*layout)) and not slots.shape[2] and softcap is None:
+        none = q.new_full(held.codes.shape[:3], -1.0, dtype=torch.float32)
+        return attend_exact_rows(q, k, v, mask, sinks, cursor, held, scale), none
     if not fits(held.codes, q, k, v, held.recent, slots):
-        if has_exact_rows(q, held, Layout(*layout)) and not slots.shape[2] and softcap is None:
-            none = q.new_full(held.codes.shape[:3], -1.0, dtype=torch.float32)
-            return attend_exact_rows(q, k, v, mask, sinks, cursor, held, scale), none
         return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
     logits, _ = whole_logits(q, held.codes.shape[2])
     out, scores, v = q.new_empty(q.shape), q.new_empty(held.codes.shape[:3], dtype=torch.float32), v.contiguous()

@@ -35,7 +35,8 @@ def op(request: pytest.FixtureRequest) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes of one decode step: `length` cached tokens, the newest R..R+g-1 of them in the recent tier."""
+    """Shapes of one decode step: `length` cached tokens, the newest R..R+g-1 of them in the recent tier. rows: keys are
+    values too, as latent attention has them."""
 
     length: int = 200
     lanes: int = 2
@@ -45,6 +46,7 @@ class Case:
     head_dim: int = 16
     bits: int = 2
     value_bits: int | None = None
+    rows: bool = False
     rotate: bool = False
     trellis: bool = False
     eight: bool = False
@@ -108,6 +110,8 @@ def make_step(case: Case, seed: int = 0) -> Step:
     low_bit = case.low_bit(n)
     cursor = torch.tensor([[n, low_bit, case.low_bit(n + 1), 0]]).repeat(case.batch, 1)
     truth = normal(*rows, n, 2, d)
+    if case.rows:
+        truth[..., 1, :] = truth[..., 0, :]
     keys, values = truth.double().unbind(3)
 
     capacity = 256 * (n // 256 + 1)
@@ -163,6 +167,8 @@ def make_step(case: Case, seed: int = 0) -> Step:
                 sink_pairs[b, :, place] = truth[b, :, token]
                 stored_keys[b, :, token], stored_values[b, :, token] = keys[b, :, token], values[b, :, token]
 
+    if case.rows:
+        codes, stored_values = codes[..., : codes.shape[-1] // 2].contiguous(), stored_keys.clone()
     unfetched_keys = torch.cat([stored_keys, keys[:, :, low_bit:]], 2)
     slots = torch.full((*rows, case.top_k, 2, d), math.nan, dtype=case.dtype)
     slot_index = torch.full((*rows, case.top_k), -1, dtype=torch.int32)
@@ -176,11 +182,17 @@ def make_step(case: Case, seed: int = 0) -> Step:
             stored_keys[b, h, fetched], stored_values[b, h, fetched] = keys[b, h, fetched], values[b, h, fetched]
     keys[:, :, :low_bit], values[:, :, :low_bit] = stored_keys, stored_values
 
+    if case.rows:
+        recent, slots, sink_pairs = (
+            pairs[..., 0, :].unflatten(-1, (2, -1)).contiguous() for pairs in (recent, slots, sink_pairs)
+        )
+        value_params = value_params[:, :, :0]
+    q, k, v = (normal(case.batch, heads, case.lanes, d) for heads in (case.heads * case.ratio, case.heads, case.heads))
     return Step(
         case,
-        q=normal(case.batch, case.heads * case.ratio, case.lanes, d),
-        k=normal(*rows, case.lanes, d),
-        v=normal(*rows, case.lanes, d),
+        q=q,
+        k=k,
+        v=k if case.rows else v,
         mask=make_mask(case.mask, case.batch, case.heads * case.ratio, case.lanes, n, 1, generator),
         sinks=normal(case.heads * case.ratio) if case.sinks else None,
         cursor=cursor,
@@ -374,6 +386,13 @@ def test_values_in_a_trellis_and_params_of_eight_bits(
 ) -> None:
     check(op, Case(head_dim=head_dim, bits=bits, value_bits=value_bits, trellis=trellis, eight=eight, rotate=True,
                    length=350))  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "eight"), [(1, True), (2, True), (2, False), (4, True), (8, False), (16, False)])
+@pytest.mark.parametrize("width", [16, 72, 96, 576])
+def test_rows_that_are_keys_and_values_at_once(op: str, width: int, bits: int, eight: bool) -> None:
+    check(op, Case(head_dim=width, bits=bits, rows=True, eight=eight, rotate=bits < 16, heads=1, ratio=3, sink_tokens=5,
+                   mask="padding", length=350))  # fmt: skip
 
 
 @pytest.mark.parametrize("rotate", [False, True])
