@@ -218,6 +218,21 @@ def test_a_step_that_no_call_of_this_model_would_have_rewritten_makes_the_cache_
     assert "no compiled graph" not in messages[0]
 
 
+def test_a_second_turn_of_minimax_that_hugging_face_itself_cannot_mask_is_refused() -> None:
+    """Its mask has a column for each new token alone, where the first layer has no attention."""
+    ids, turn = prompt(20, 3), prompt(7, 3, seed=1)
+    mask = padded()["attention_mask"][:, 70:]
+    model, plain = MINIMAX.model(), MINIMAX.model()
+    model.compile(backend="specache", options=LOSSLESS)
+    with torch.no_grad():
+        for each in (plain, model):
+            cache = each(ids, attention_mask=mask, use_cache=True).past_key_values
+            with pytest.raises(RuntimeError, match=r"must match the size of tensor b \(7\)"):
+                each(turn, attention_mask=torch.cat([mask, mask[:, -7:]], 1), past_key_values=cache)
+        with pytest.warns(sc.SpecacheWarning), pytest.raises(sc.SpecacheError, match="could not be rewritten"):
+            model(turn, past_key_values=model(ids, use_cache=True).past_key_values)
+
+
 @pytest.mark.one_process
 class TestOneGraph:
     """Of caches that one compiled prefill has made, and no compiled step."""
