@@ -86,6 +86,11 @@ DECLARED = (
         fused=few_rows.few_rows_each_fused, library=few_rows.library_of, is_work=True,
     ),
     Op(
+        "few_rows_by_heads(Tensor x, Tensor weight) -> Tensor",
+        few_rows.few_rows_by_heads, few_rows.fake_few_rows_by_heads,
+        fused=few_rows.few_rows_by_heads_fused, library=few_rows.library_of, is_work=True,
+    ),
+    Op(
         f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}) -> (Tensor, Tensor)",
         attention.decode_attention, fake_decode_attention, ".attention.triton_decode:decode_attention",
         fused=cpp_decode.decode_attention_fused, library=cpp_decode.library_of, cost=costs.decode_attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_bool, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,10 @@ def decode_library(dtype: torch.dtype) -> CDLL:
 @functools.cache
 def rows_library(dtype: torch.dtype) -> CDLL:
     """cpp_rows.cpp, for float32 or bfloat16."""
-    return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3]}, dtype)
+    return compiled(("few_rows/cpp_rows.cpp",), {
+        "few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3],
+        "few_rows_by_heads": [c_void_p, c_void_p, *[c_int64] * 5, c_bool, c_void_p],
+    }, dtype)  # fmt: skip
 
 
 @functools.cache

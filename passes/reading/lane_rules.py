@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -236,11 +236,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(*flat).view(*batch, a.shape[-2], b.shape[-1])
 
 
-def heads_times(x: Tensor, weight: Tensor) -> Tensor:
+def heads_times(x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.bmm) -> Tensor:
     """x [B, H, T, n] · weight [H, n, m], which is read once for all rows; → [B, H, T, m]."""
     batch, heads, tokens, channels = x.shape
     rows = x.transpose(0, 1).reshape(heads, batch * tokens, channels)
-    return torch.bmm(rows, weight).view(heads, batch, tokens, weight.shape[2]).transpose(0, 1)
+    return product(rows, weight).view(heads, batch, tokens, weight.shape[2]).transpose(0, 1)
 
 
 def heads_times_lanes(x: Tensor, weight: Tensor) -> Tensor:

@@ -160,6 +160,7 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "few_rows_each": lambda i: (
         i.q[0, 0], [i.new_k[0, 0], i.new_k[-1, -1]], [None if i.case.mask else i.new_k[0, 0, 0, :1].clone(), None]
     ),
+    "few_rows_by_heads": lambda i: (i.q[0, :, :1], i.new_k[0, :1].expand(i.q.shape[1], 1, -1).mT.contiguous()),
     "decode_attention": decode_inputs,
     "score_low_bit": score_inputs,
     "correct": lambda i: (i.lane_scores, i.cursor, i.host, i.slots, i.slot_index, i.corrected),
