@@ -215,6 +215,17 @@ def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if arguments["on_host"] else 0)
 
 
+def extend_latents(arguments: Arguments, load: Workload, site: int) -> Cost:
+    """Over the rows: every one, and each head's product with both halves of the weight."""
+    q, weight, row = arguments["q"], arguments["weight"], size_of(arguments["k"].shape[-1])
+    seen = load.length + size_of(q.shape[2]) / 2
+    tokens = elements(q) / size_of(q.shape[-1])  # of all heads
+    past = rows(load, site) * load.length * row * arguments["host"].dtype.itemsize
+    products = elements(weight) / size_of(q.shape[1])
+    flops = tokens * (4 * row * seen + 2 * products)
+    return Cost(flops, past + bytes_of(q) + bytes_of(weight), to_device=past if arguments["on_host"] else 0)
+
+
 def append(arguments: Arguments, load: Workload, site: int) -> Cost:
     """A group is quantised once in g steps: an even share of that falls on each token."""
     pair, tokens = pair_bytes(load.options, load.layers[site]), size_of(arguments["k"].shape[2])

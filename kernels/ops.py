@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from . import costs
-from .attention import cpp_decode, flash
+from .attention import cpp_decode, flash, latents
 from .attention import definition as attention
 from .attention.kept_logits import based_logits, whole_logits
 from .attention.measure import measure
@@ -119,6 +119,12 @@ DECLARED = (
         attention.extend_attention, fake_of_query, ".attention.triton_extend:extend_attention",
         fused=flash.extend_attention_fused, cost=costs.extend_attention, is_work=True, reads_host=True,
         capturable=False,
+    ),
+    Op(
+        "extend_latents(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
+        "Tensor weight, float scale, float? softcap) -> Tensor",
+        latents.extend_latents, latents.fake_extend_latents,
+        fused=latents.extend_latents_fused, cost=costs.extend_latents, is_work=True, reads_host=True, capturable=False,
     ),
     Op(
         "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
+from .phase import EXTEND
 from .plan import PassReport, Plan, replace_attention
 from .reading.lane_rules import heads_times
 from .reading.latents import Latents
@@ -29,13 +30,14 @@ def absorb(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRepo
 
     q·(W_k·c) = (q·W_k)·c, and Σ p·(W_v·c) = W_v·Σ p·c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): no key and no
     value of the past is made again. In a prefill, whose keys are all new, the attention stays as it is: there the
-    product with the weight is the cheaper one. In every phase the new row, of latent and RoPE part, is what is kept.
+    product with the weight is the cheaper one. In an extend that depends on the number of tokens, which its op is told
+    (`rewrite_attention`). In every phase the new row, of latent and RoPE part, is what is kept.
     """
     absorbed = 0
     for site in plan.sites:
         if site.latents is not None:
             with graph_module.graph.inserting_before(site.attention):
-                if plan.phase.has_past:
+                if plan.phase.has_past and plan.phase is not EXTEND:
                     attend_rows(graph_module, site, site.latents)
                     absorbed += 1
                 else:

@@ -7,6 +7,7 @@ import operator
 from torch.fx import GraphModule
 
 from .clean_up import drop_dead
+from .phase import EXTEND
 from .plan import (
     PassReport,
     Plan,
@@ -22,6 +23,10 @@ from .plan import (
 from .reading.find_attention import turns_neighbours
 from .reading.sites import Site
 from .recipe import Call
+
+# An attention of several tokens to latents, by the op that a recipe names for pairs. It chooses by their number whether
+# the projection is absorbed.
+LATENTS = {"extend_attention": "extend_latents"}
 
 
 def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
@@ -50,14 +55,17 @@ def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) 
     state = {field: state_input(graph_module, plan, site.number, field) for field in call.state}
     pairs = {"q": site.q, "k": site.k, "v": site.v, "mask": site.mask, "sinks": site.sinks, "cursor": cursor}
     last = {"scale": site.scale, "softcap": site.softcap}
+    op, weights = call.op, ()
+    if plan.phase is EXTEND and site.latents is not None:
+        op, weights = LATENTS[call.op], (site.latents.weight,)
     named = with_tiers(call.op, state, call.settings)
     with graph.inserting_before(site.attention):
         if named is None:
             turned = frequencies_input(graph_module, plan, site, call)
             if turned and turns_neighbours(site.k):
                 turned = (None,)
-            given = (*pairs.values(), *state.values(), *call.settings, *last.values(), *turned)
-            new = call_op(graph_module, site, call.op, given)
+            given = (*pairs.values(), *state.values(), *weights, *call.settings, *last.values(), *turned)
+            new = call_op(graph_module, site, op, given)
         else:
             new = call_by_name(graph_module, site, call.op, {**pairs, **named, **last})
         if call.scores:

@@ -17,7 +17,7 @@ from .stored_tiers import StoredTiers
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Operands that have no batch.
-WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies"))
+WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies", "weight"))
 
 
 def by_rows(*returns: int) -> Callable[[F], F]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.definition import BLOCK
+from specache_compile.kernels.attention.latents import BLOCK as LATENT_BLOCK
+from specache_compile.kernels.attention.latents import makes_keys
 from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
@@ -683,6 +685,35 @@ def test_extend_rows_that_see_nothing_give_zero() -> None:
     """Left padding makes such rows: padded queries of a chunk see no key."""
     check_extend(100, 4, "nothing is seen")
     check_extend(0, 4, "nothing is seen")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("length", [0, 100, LATENT_BLOCK + 5])
+@pytest.mark.parametrize("mask", ["none", "padding", "padding each lane"])
+def test_extend_over_latents_is_over_the_keys_and_values_that_they_make(mask: str, length: int, tokens: int) -> None:
+    """With 5 new tokens over rows, with 40 over keys and values: the projection has 12 · 24 numbers a head."""
+    heads, nope, rope, outputs, rank, generator = 3, 4, 8, 8, 24, torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    new, past, weight = normal(2, 1, tokens, rank + rope), normal(2, 1, length, rank + rope), normal(36, rank) / 5
+    q, n = normal(2, heads, tokens, nope + rope), length + tokens
+    host = torch.full((2, 1, 256 * (length // 256 + 1), 2, 16), math.nan)
+    host[:, :, :length] = past.unflatten(-1, (2, -1))
+    causal = torch.ones(tokens, n, dtype=torch.bool).tril(length)
+    given = make_mask(mask, 2, heads, tokens, length, tokens, generator)
+    given = given if given is None or given.shape[2] == 1 else given & causal
+    cursor = torch.tensor([[length, 0, 0, 0]]).repeat(2, 1)
+    rows = torch.cat([past, new], 2).double()
+    both = (rows[..., :rank] @ weight.double().T).view(2, n, heads, nope + outputs).transpose(1, 2)
+    keys = torch.cat([both[..., :nope], rows[..., rank:].expand(-1, heads, -1, -1)], -1)
+    expected, _ = reference(q, keys, both[..., nope:], given, causal, None, None)
+    assert makes_keys(q, new, weight) == (tokens == 40)
+    for op in (torch.ops.specache.extend_latents, torch.ops.specache.extend_latents_fused):
+        out = op(q, new, new, given, None, cursor, host, weight, 12**-0.5, None)
+        assert out.is_contiguous(), "as its fake is"
+        torch.testing.assert_close(out.double(), expected, **CLOSE)
 
 
 # Measure: the hit rate against the true attention
