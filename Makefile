@@ -24,7 +24,7 @@ test-slow: .venv/weights   ## what `make test` leaves to CI: more instances, ben
 test-all: .venv/weights    ## everything, whole grids too; by hand
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m '' $(TESTS)
 
-test-ranks: .venv/ready    ## five families over two and four ranks on the CPU, against one process (ten minutes on two cores)
+test-ranks: .venv/ready    ## six families over two and four ranks on the CPU, against one process (ten minutes on two cores)
 	for ranks in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --nproc-per-node $$ranks tools/ranks.py || exit 1; done
 
 test-oldest: export TORCHINDUCTOR_CACHE_DIR = $(CURDIR)/build/inductor-oldest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import FAMILIES
 from graphs import BATCH, PAST, GraphBuilder, found, plan_for, text
+from specache_compile.methods import every_method
 from specache_compile.passes.absorb import absorb
 from specache_compile.passes.own_cache import own_cache
 from specache_compile.passes.phase import DECODE, PREFILL
@@ -212,12 +214,51 @@ def test_an_indexers_mask_is_followed_where_each_token_chooses_its_own_pairs() -
 
 
 @pytest.mark.quick_for("kcache")
-@pytest.mark.parametrize("method", ["kcache", "snapkv", "h2o"])
+@pytest.mark.parametrize("method", [name for name, method in every_method().items() if not method.takes_latents])
 def test_what_tells_keys_from_values_stays_exact_with_that_reason(method: str) -> None:
     model = compiled(method=method)
     with pytest.warns(sc.SpecacheWarning, match="a latent is both"):
         out = greedy(model, prompt(40), 4)
     assert torch.equal(out, greedy(MODEL.model(), prompt(40), 4))
+
+
+def test_fp8_keeps_rows_too() -> None:
+    """A step's logits are off by no more than e4m3's three bits of mantissa make of them, and not by nothing."""
+    ids, cache, model = prompt(120), DynamicCache(), compiled(method="fp8")
+    with torch.no_grad():
+        expected = MODEL.model()(ids).logits[:, -1]
+        model(ids[:, :-9], past_key_values=cache, use_cache=True)
+        model(ids[:, -9:-1], past_key_values=cache, use_cache=True)
+        logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+    assert isinstance(cache.layers[0].keys, HeldTensor)
+    assert 1e-3 < float((logits - expected).norm() / expected.norm()) < 0.3
+
+
+def of_width(rank: int, rope: int, **options: Any) -> tuple[Any, Any]:
+    """A model whose rows have rank + rope channels, rotated and with every pair fetched; and the uncompiled one."""
+    family = replace(MODEL, settings={**MODEL.settings, "kv_lora_rank": rank, "qk_rope_head_dim": rope})
+    model = family.model()
+    given = {"rotate": True, "top_k": 256, "host_bits": 16, "group_size": 32, "residual_length": 32, **options}
+    model.compile(backend="specache", options={"lowering": "eager", **given})
+    return model, family.model()
+
+
+def test_rows_of_34_channels_are_rotated_in_blocks_of_two() -> None:
+    ids, (model, plain) = prompt(90), of_width(30, 4, bits=4)
+    assert torch.equal(greedy(model, ids, 6), greedy(plain, ids, 6))
+    assert find_record(model).graphs
+
+
+def test_rows_that_fill_no_whole_bytes_are_refused() -> None:
+    model, _ = of_width(30, 4, bits=1)
+    with pytest.raises(sc.SpecacheError, match="34 fills no whole bytes at 1 bit"):
+        greedy(model, prompt(90), 2)
+
+
+def test_rows_that_have_no_halves_stay_exact_with_that_reason() -> None:
+    ids, (model, plain) = prompt(90), of_width(31, 4)
+    with pytest.warns(sc.SpecacheWarning, match="are not halves of one row"):
+        assert torch.equal(greedy(model, ids, 4), greedy(plain, ids, 4))
 
 
 def test_more_bits_of_a_row_are_nearer_and_with_every_pair_fetched_nothing_is_lost() -> None:
