@@ -18,6 +18,7 @@ from .reading.lane_rules import heads_times
 from .reading.latents import Latents
 from .reading.nodes import value_of
 from .reading.sites import Site
+from .recipe import OVER_LATENTS
 
 
 def absorb(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
@@ -30,14 +31,16 @@ def absorb(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRepo
 
     q·(W_k·c) = (q·W_k)·c, and Σ p·(W_v·c) = W_v·Σ p·c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): no key and no
     value of the past is made again. In a prefill, whose keys are all new, the attention stays as it is: there the
-    product with the weight is the cheaper one. In an extend that depends on the number of tokens, which its op is told
-    (`rewrite_attention`). In every phase the new row, of latent and RoPE part, is what is kept.
+    product with the weight is the cheaper one. In an extend that depends on the number of tokens, and its op is given
+    the weight (`rewrite_attention`). In every phase the new row, of latent and RoPE part, is what is kept.
     """
     absorbed = 0
     for site in plan.sites:
         if site.latents is not None:
+            call = plan.recipe(site.number).attend.get(plan.phase.name)
+            takes_weight = plan.phase is EXTEND and call is not None and call.op in OVER_LATENTS
             with graph_module.graph.inserting_before(site.attention):
-                if plan.phase.has_past and plan.phase is not EXTEND:
+                if plan.phase.has_past and not takes_weight:
                     attend_rows(graph_module, site, site.latents)
                     absorbed += 1
                 else:

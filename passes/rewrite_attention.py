@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from .clean_up import drop_dead
 from .phase import EXTEND
@@ -22,11 +22,7 @@ from .plan import (
 )
 from .reading.find_attention import turns_neighbours
 from .reading.sites import Site
-from .recipe import Call
-
-# An attention of several tokens to latents, by the op that a recipe names for pairs. It chooses by their number whether
-# the projection is absorbed.
-LATENTS = {"extend_attention": "extend_latents"}
+from .recipe import OVER_LATENTS, Call
 
 
 def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
@@ -55,9 +51,9 @@ def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) 
     state = {field: state_input(graph_module, plan, site.number, field) for field in call.state}
     pairs = {"q": site.q, "k": site.k, "v": site.v, "mask": site.mask, "sinks": site.sinks, "cursor": cursor}
     last = {"scale": site.scale, "softcap": site.softcap}
-    op, weights = call.op, ()
-    if plan.phase is EXTEND and site.latents is not None:
-        op, weights = LATENTS[call.op], (site.latents.weight,)
+    op, weights = call.op, list[Node]()
+    if site.latents is not None and plan.phase is EXTEND and call.op in OVER_LATENTS:
+        op, weights = OVER_LATENTS[call.op], [site.latents.weight]
     named = with_tiers(call.op, state, call.settings)
     with graph.inserting_before(site.attention):
         if named is None:

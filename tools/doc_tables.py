@@ -284,6 +284,14 @@ def latents() -> str:
     return fenced(table(load("latents.json")["rows"]))
 
 
+def latent_extends() -> str:
+    """What benchmarks/latent_extends.py prints."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from latent_extends import table
+
+    return fenced(table(load("latent_extends.json")["rows"]))
+
+
 def latent_distances() -> str:
     """What benchmarks/latent_distances.py prints."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -417,8 +425,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             families, every_family, versions, options, methods, summary, demo, cold_start, verification,
-            verify_families, look_ups, gpu, masses, guesses, latents, latent_distances, gains, computed_steps,
-            diagnostics, tasks, devices, passes, ops, fields,
+            verify_families, look_ups, gpu, masses, guesses, latents, latent_extends, latent_distances, gains,
+            computed_steps, diagnostics, tasks, devices, passes, ops, fields,
         )
     },
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},

@@ -23,7 +23,9 @@ KERNELS_SHOW = {"cpp.enable_kernel_profile": True}
 PYTHON, GAPS, OTHERS, KERNELS = "Python", "gaps", "other ops", "Inductor's kernels"
 # The lines of the table, and the ops of each: this package's, without `_fused`, and torch's.
 LINES = {
-    "linear layers": ("few_rows", "linear", "mm", "addmm", "bmm", "_linear_pointwise"),
+    "linear layers": (
+        "few_rows", "few_rows_each", "few_rows_by_heads", "linear", "mm", "addmm", "bmm", "_linear_pointwise",
+    ),
     "low-bit scores": ("score_low_bit",),
     "choice": ("select_topk",),
     "correction": ("correct",),
@@ -32,7 +34,7 @@ LINES = {
     "fetches": ("prefetch", "wait"),
     "appends": ("append",),
     "offloads": ("offload",),
-}
+}  # fmt: skip
 LINE_OF = {op: line for line, ops in LINES.items() for op in ops}
 # In the order of the table.
 ORDER = (*LINES, KERNELS, OTHERS, GAPS, PYTHON)

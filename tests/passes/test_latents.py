@@ -12,6 +12,7 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from transformers import DynamicCache
 
@@ -19,10 +20,11 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import FAMILIES
 from graphs import BATCH, PAST, GraphBuilder, found, plan_for, text
-from specache_compile.methods import every_method
+from specache_compile.compile.captured import misfit
+from specache_compile.methods import every_method, parse_options
 from specache_compile.passes.absorb import absorb
 from specache_compile.passes.own_cache import own_cache
-from specache_compile.passes.phase import DECODE, PREFILL
+from specache_compile.passes.phase import DECODE, EXTEND, PREFILL
 from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.passes.reading.lane_rules import heads_times, heads_times_lanes
 from specache_compile.runtime.held import HeldTensor
@@ -97,6 +99,24 @@ return (heads_times_1, None, None)
         assert site.attention.target is F.scaled_dot_product_attention
         assert site.k is site.v
         assert site.k.args == ([node("latent", graph_module), node("rope", graph_module)], -1)
+
+
+def test_a_gpu_keeps_them_as_hugging_face_does_with_that_reason() -> None:
+    builder, graph_module = latent_graph(PAST)
+    (site,) = plan_for(builder, DECODE, graph_module).sites
+    with FakeTensorMode():
+        site.k.meta["example_value"] = torch.empty(BATCH, 1, 1, RANK, device="cuda")
+    assert "rewritten on a CPU alone" in str(misfit(parse_options({}), site))
+
+
+def test_an_extend_hands_the_projection_to_its_op() -> None:
+    builder, graph_module = latent_graph(PAST)
+    plan = plan_for(builder, EXTEND, graph_module)
+    own_cache(graph_module, plan)
+    absorb(graph_module, plan)
+    (site,) = plan.sites
+    assert site.k is site.v
+    assert site.attention.target is F.scaled_dot_product_attention, "until `rewrite_attention`"
 
 
 def node(name: str, graph_module: GraphModule) -> Node:
