@@ -77,7 +77,7 @@ def few_rows_by_heads(graph_module: GraphModule) -> int:
 def is_of_few_rows(product: Node, rows: Callable[[Tensor], int | torch.SymInt]) -> bool:
     """Whether the operands of a product by heads are of 16 bits, the rows of x, so counted, few, and the other one a
     weight: its sizes are numbers, as a cache's are not."""
-    x, weight = (value_of(node) for node in product.args[:2])
+    x, weight = map(value_of, cast("tuple[Node, Node]", product.args[:2]))
     if not all(isinstance(size, int) for size in weight.shape):
         return False
     return x.dtype == weight.dtype == torch.bfloat16 and is_plain(x) and is_plain(weight) and is_few(rows(x))
