@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/latent_distances.json"), help="goes on where it ends")
     args = parser.parse_args()
     settings = {"tokens": args.tokens, "prompts": args.prompts}
-    results = Results(args.out, "python benchmarks/latent_distances.py", torch.device("cpu"), resume=True, **settings)
+    results = Results(args.out, "benchmarks/latent_distances.py", torch.device("cpu"), resume=True, **settings)
     for kind in tqdm(KINDS, unit="model"):
         for structured in (False, True):
             if not results.has(kind=kind, structured=structured):

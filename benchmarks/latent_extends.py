@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/latent_extends.json"), help="goes on where it ends")
     args = parser.parse_args()
     settings = {"rounds": args.rounds, "threads": torch.get_num_threads()}
-    results = Results(args.out, "python benchmarks/latent_extends.py", torch.device("cpu"), resume=True, **settings)
+    results = Results(args.out, "benchmarks/latent_extends.py", torch.device("cpu"), resume=True, **settings)
     cells = [
         {"shape": shape, "dtype": dtype, "context": context, "tokens": tokens}
         for shape in args.shapes for dtype in args.dtypes for tokens in args.tokens for context in args.contexts

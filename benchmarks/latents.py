@@ -57,7 +57,9 @@ def measure(shape: str, dtype: str, args: argparse.Namespace, results: Results, 
         return
     model = model_of(shape, getattr(torch, dtype))
     rate = results.once("bandwidth", lambda: bandwidth(torch.device("cpu")))
-    plan = Plan(METHODS, args.rounds, False, args.lowering, None, rate)
+    plan = Plan(
+        METHODS, args.rounds, prompts=False, extend=0, profile=False, lowering=args.lowering, gguf=None, rate=rate
+    )
     for context in contexts:
         rows = cell(model, context, 1, plan, bar)
         results.add(*({"shape": shape, "dtype": dtype, **row} for row in rows))
@@ -86,7 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/latents.json"), help="goes on where that file ends")
     args = parser.parse_args()
     settings = {"lowering": args.lowering, "rounds": args.rounds, "threads": torch.get_num_threads()}
-    results = Results(args.out, "python benchmarks/latents.py", torch.device("cpu"), resume=True, **settings)
+    results = Results(args.out, "benchmarks/latents.py", torch.device("cpu"), resume=True, **settings)
     cells = len(args.shapes) * len(args.dtypes) * len(args.contexts)
     with tqdm(total=cells * (len(METHODS) + args.rounds), file=sys.stderr, unit="turn") as bar:
         for shape in args.shapes:
