@@ -17,6 +17,8 @@ import pytest
 os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
     r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\], L\['args'\]\[0\]"
 )
+# Nothing is taken of what processes before have traced, but by tests with a folder of their own.
+os.environ["SPECACHE_CACHE"] = "off"
 # A cache of fake tensors' results costs more than it saves, where sizes are symbols.
 os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 # Dynamo looks for garbage behind each of its thousands of compilations: a twenty-fifth of their time.
@@ -34,6 +36,9 @@ import pairwise
 from one_trace import compile_by_options
 from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
+
+# Fixtures of tests that follow each other as processes.
+pytest_plugins = ["kept_traces"]
 
 # Every pair is fetched: the low-bit tier never decides anything (invariant 2). The small group and window make
 # tokens leave the window early.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints.names import gguf_of, is_installed
+from specache_compile.checkpoints.names import gguf_of, is_installed, resolved
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, MODEL
 from specache_compile.options import LOWERINGS
@@ -176,6 +176,8 @@ def measure_missing(args: argparse.Namespace, methods: list[str], gguf: Path | N
 def measure_answers(methods: list[str], asked: dict[str, Any], results: Results) -> None:
     """First answers, cold, warm and without a trace, of the methods that generate as transformers does, on an empty
     cache of their own."""
+    if not is_random(asked["model"], asked["layers"]):  # a converted file is in the cache folder of this process
+        asked = {**asked, "model": str(resolved(asked["model"]))}
     generating = [name for name in methods if name not in BASELINES or name == COMPILED]
     missing = [name for name in generating if not results.has(part="answer", method=name)]
     with tqdm(

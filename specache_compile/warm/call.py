@@ -16,8 +16,8 @@ HOOKS = (
 )  # fmt: skip
 
 
-def call_key(code: CodeType, local_scope: Mapping[str, Any], how: Any) -> str:
-    """A folder's name for calls of this code with arguments of these kinds. how: what the backend was asked for."""
+def call_key(code: CodeType, local_scope: Mapping[str, Any], how: Mapping[str, str]) -> str:
+    """A folder's name for calls of this code with arguments of these kinds. how: what torch.compile was told."""
     arguments = [(name, kind_of(value)) for name, value in sorted(local_scope.items())]
     return hash_of((code_hash(code), arguments, how), 24)
 

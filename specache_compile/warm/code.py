@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,8 +28,18 @@ def hash_of(value: Any, digits: int = 16) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:digits]
 
 
+# Of code objects that are alive: a module's are asked for again with each form that its functions were traced for.
+_hashes: WeakKeyDictionary[CodeType, str] = WeakKeyDictionary()
+
+
 def code_hash(code: CodeType) -> str:
     """64 hex digits of what a code object does, and of those within it; not of where it stands."""
+    if code not in _hashes:
+        _hashes[code] = hash_of_code(code)
+    return _hashes[code]
+
+
+def hash_of_code(code: CodeType) -> str:
     constants = [code_hash(value) if isinstance(value, CodeType) else constant(value) for value in code.co_consts]
     told = (
         code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from specache_compile.cache_folder import VARIABLE
 from specache_compile.checkpoints.names import placed, resolved, tell_origin
 from specache_compile.errors import SpecacheError
 
@@ -30,11 +31,11 @@ def run_cache(args: argparse.Namespace) -> None:
         print(f"{root}: {store.clear(root) / MIB:.1f} MiB removed")
         return
     print(f"{root}, of at most {store.MOST_BYTES / MIB:,.0f} MiB")
-    print(table(root))
+    print(table(root) or "nothing is kept")
 
 
 def table(root: Path) -> str:
-    """A line for each environment, this process's own first."""
+    """A line for each environment, this process's own first; "" where there is none."""
     found: dict[str, list[tuple[int, float]]] = {}
     for form, size, used in store.entries(root):
         found.setdefault(form.parent.parent.name, []).append((size, used))
@@ -46,13 +47,15 @@ def table(root: Path) -> str:
         )
         for name, forms in sorted(found.items(), key=lambda item: item[0] != here)
     ]  # fmt: skip
+    if not lines:
+        return ""
     return tabulate(lines, ("environment", "forms", "MiB", "last used"), disable_numparse=True)
 
 
 def needed_folder() -> Path:
     root = store.folder()
     if root is None:
-        raise SpecacheError(f"nothing is kept: {store.VARIABLE} names no folder")
+        raise SpecacheError(f"nothing is kept: {VARIABLE} is off")
     return root
 
 

@@ -18,7 +18,9 @@ from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import one_lane
 from specache_compile.lowering.kept import NotKeepable, data_of, lowered_from
+from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
+from specache_compile.methods.specache import SELECTORS
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.reading.sites import LeftAlone
@@ -29,6 +31,7 @@ from specache_compile.runtime.variant import Variant
 
 from . import store
 from .code import hash_of
+from .instructions import found_to_work, trust
 
 
 class NotKept(Exception):
@@ -60,7 +63,9 @@ class Recalled:
 
 
 def recalled(captured: Captured) -> Recalled:
-    """NotKeepable where what runs is not on a CPU alone, or has weights of a class of their own."""
+    """NotKeepable where what runs is not on a CPU alone, has weights of a class of their own, or a method of others."""
+    if not is_own(captured.options):
+        raise NotKeepable(f"method {captured.options.method!r} of another package, whose source is in no key")
     for fake in captured.fakes:
         if isinstance(fake, Tensor) and fake.device.type != "cpu":
             raise NotKeepable(f"an input on {fake.device}")
@@ -71,6 +76,12 @@ def recalled(captured: Captured) -> Recalled:
         as_traced(captured.tokens), captured.padding, captured.pasts, captured.is_causal, captured.names,
         captured.symbols, captured.left_alone,
     )  # fmt: skip
+
+
+def is_own(options: MethodOptions) -> bool:
+    """Whether it is this package that says what a method does, and its selector."""
+    said = [METHODS[options.method].recipe, SELECTORS.get(getattr(options, "selector", ""))]
+    return all(each is None or each.__module__.startswith("specache_compile.") for each in said)
 
 
 def is_plain(fake: Tensor) -> bool:
@@ -123,12 +134,14 @@ def data_of_form(folder: Path, form: Rewritten) -> bytes:
         form.variant, form.inputs, dict(form.held_outputs), form.guesses, form.lanes, form.one_lane,
         form.counts_positions,
     )  # fmt: skip
-    return pickle.dumps((folder.name, facts, data_of(form.run)))
+    return pickle.dumps((folder.name, facts, found_to_work(), data_of(form.run)))
 
 
 def rewritten_from(data: bytes) -> tuple[str, Rewritten]:
     """A form, and the name of the folder that it was kept in. It has no graph, and no trace of the passes."""
-    name, (variant, inputs, held_outputs, guesses, lanes, one_lane, counts), lowered = pickle.loads(data)
+    name, facts, instructions, lowered = pickle.loads(data)
+    variant, inputs, held_outputs, guesses, lanes, one_lane, counts = facts
+    trust(instructions)
     run = lowered_from(lowered)
     return name, Rewritten(
         variant, run, None, inputs, held_outputs, guesses, lanes, False, None, one_lane, counts,  # type: ignore[arg-type]

@@ -62,32 +62,33 @@ class KeptGuards:
 
     state: what torch stores.
     others: the guards that it does not.
-    told: what each of these looks at.
+    told: what each of these looks at, in their order.
     builtins: of those that Dynamo looks up in a dictionary of its own, by their names.
     """
 
     state: bytes
     others: bytes
-    told: dict[str, str]
+    told: list[str]
     builtins: dict[str, str]
 
 
 def kept_guards(code: CodeType, output_graph: Any) -> KeptGuards:
     """The guards of a trace that Dynamo has just ended; NotKeepable, with the reason, where one cannot be told."""
     others: list[Guard] = []
-    texts: dict[str, str] = {}
+    texts: list[str] = []
     builtin_texts: dict[str, str] = {}
 
     def keep(entries: Sequence[Any]) -> list[bool]:
         stored = [is_stored(entry, output_graph.local_scope) for entry in entries]
         others.clear()
+        texts.clear()
         for entry in (entry for entry, is_one in zip(entries, stored, strict=True) if not is_one):
             builtin = builtin_of(entry.orig_guard, output_graph.name_of_builtins_dict_key_in_fglobals)
             if builtin is not None:
                 builtin_texts[builtin] = looked_at(entry)
                 continue
             others.append(bare(entry.orig_guard))
-            texts[f"{entry.guard_type} {entry.orig_guard.name}"] = looked_at(entry)
+            texts.append(looked_at(entry))
         return stored
 
     manager = CheckFunctionManager(code, output_graph, guard_filter_fn=keep, save_guards=True, strict_error=True)
@@ -164,17 +165,13 @@ def rebuilt(
     differs = difference(others, kept.told, {"L": local_scope, "G": global_scope})
     if differs is not None:
         raise Unlike(differs)
-    values = {name: getattr(builtins, name, None) for name in kept.builtins}
-    for name, was in kept.builtins.items():
-        if told(values[name]) != was:
-            raise Unlike(f"builtin {name}: {was}, and now {told(values[name])}")
+    check_builtins(kept.builtins)
     state = GuardsUnpickler(io.BytesIO(kept.state)).load()
     manager = CheckFunctionManager(
         code, OutputGraphCommon(state.output_graph), shape_code_parts=state.shape_code_parts,
         runtime_global_scope=global_scope,
     ).guard_manager  # fmt: skip
-    if not manager.check(local_scope):
-        raise Unlike(str(manager.check_verbose(local_scope)))
+    check(manager, local_scope)
     here = dataclasses.replace(
         state.output_graph, local_scope=local_scope, global_scope=global_scope,
         input_source_to_sizes_strides={}, _guards=GuardsSet(OrderedSet(others)), _aotautograd_guards=[],
@@ -185,29 +182,44 @@ def rebuilt(
         ).guard_manager
     except (AssertionError, KeyError, AttributeError) as error:
         raise Unlike(str(error)) from error
+    check(others_manager, local_scope)  # what `NOTHING` names is not told
+    values = {name: getattr(builtins, name) for name in kept.builtins}
     return manager, lambda scope: are_the_builtins(values) and others_manager.check(scope)
+
+
+def check(manager: Any, local_scope: dict[str, Any]) -> None:
+    """Unlike, with the reason, where guards do not let a call pass."""
+    if not manager.check(local_scope):
+        raise Unlike(str(manager.check_verbose(local_scope)))
+
+
+def check_builtins(texts: Mapping[str, str]) -> None:
+    """Unlike where a builtin is another than the one that was told."""
+    for name, was in texts.items():
+        now = told(getattr(builtins, name, None))
+        if now != was:
+            raise Unlike(f"builtin {name}: {was}, and now {now}")
 
 
 def are_the_builtins(values: Mapping[str, Any]) -> bool:
     return all(vars(builtins).get(name) is value for name, value in values.items())
 
 
-def difference(others: Sequence[Guard], was: Mapping[str, str], scope: dict[str, Any]) -> str | None:
+def difference(others: Sequence[Guard], texts: Sequence[str], scope: dict[str, Any]) -> str | None:
     """A guard that looks now at something else than when it was kept; None where there is none."""
     closure_vars = torch._dynamo.guards._get_closure_vars()
     cache: dict[Any, Any] = {}
-    for guard in others:
+    for guard, was in zip(others, texts, strict=True):
         kind = guard.create_fn_name()
         if kind in NOTHING:
             continue
-        key = f"{kind} {guard.name}"
         try:
             value = guard.originating_source.get_value(scope, closure_vars, cache)
         except (KeyError, AttributeError, IndexError, TypeError) as error:
-            return f"{key}: {error}"
+            return f"{kind} {guard.name}: {error}"
         now = text_of(kind, value, guard.create_fn)
-        if now != was[key]:
-            return f"{key}: {was[key]}, and now {now}"
+        if now != was:
+            return f"{kind} {guard.name}: {was}, and now {now}"
     return None
 
 

@@ -94,8 +94,13 @@ def call_of(converter: Any, frame: Any) -> Path | None:
     modes = torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack()
     if not isinstance(model, torch.nn.Module) or modes or has_hooks(model) or is_split():
         return None
-    how = (sorted(asked.kwargs.items(), key=str), asked.dynamic, converter._one_graph)
-    return root / environment() / call_key(frame.f_code, frame.f_locals, repr(how))
+    return root / environment() / call_key(frame.f_code, frame.f_locals, how(converter, asked))
+
+
+def how(converter: Any, asked: Any) -> dict[str, str]:
+    """What torch.compile was told."""
+    options = sorted(asked.kwargs.items(), key=str)
+    return {"options": repr(options), "dynamic": repr(asked.dynamic), "fullgraph": repr(converter._one_graph)}
 
 
 def is_split() -> bool:
@@ -151,7 +156,7 @@ def keep(call: Path, code: Any, dynamo_output: Any) -> None:
             keep_form(folder, made)
         if store.write(folder / store.FORM, pickle.dumps(form)):
             graph.rewrites.kept = folder
-            store.trim(root_of(call))
+            store.trim(root_of(call), store.MOST_BYTES)
             for old in store.forms_of(call)[store.MOST_FORMS :]:
                 store.drop(old)
     except NotKeepable as reason:

@@ -1,7 +1,7 @@
 """The store: a folder of files that this user alone may write, each written whole or not at all.
 
-    <folder>/<environment>/<call>/<form>/form              what stands in place of one trace of Dynamo's
-    <folder>/<environment>/<call>/<form>/<variant>         a rewritten graph of the form's
+    traces/<environment>/<call>/<form>/form              what stands in place of one trace of Dynamo's
+    traces/<environment>/<call>/<form>/<variant>         a rewritten graph of the form's
 
 A file is unpickled by who reads it, which runs whatever it says. So nothing is read that another user could have
 written: the file that was opened belongs to this user, and nobody else may write to it.
@@ -19,10 +19,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from specache_compile.cache_folder import VARIABLE, cache_folder, is_off
 from specache_compile.errors import SpecacheWarning
 
-VARIABLE = "SPECACHE_CACHE"
-OFF = "off"
+# Below $SPECACHE_CACHE.
+TRACES = "traces"
 # Of all files together; the forms that were used longest ago go first.
 MOST_BYTES = 4 << 30
 # Forms of one call: more than one where a process needed a phase that the form at hand had not been rewritten for.
@@ -38,8 +39,7 @@ _told: set[str] = set()
 
 def folder() -> Path | None:
     """Where forms are kept; None: nowhere."""
-    given = os.environ.get(VARIABLE, OFF)
-    return None if given.lower() in (OFF, "") else Path(given).expanduser()
+    return None if is_off() else cache_folder() / TRACES
 
 
 def forms_of(call: Path) -> list[Path]:
@@ -111,7 +111,7 @@ def drop(form: Path) -> None:
             above.rmdir()
 
 
-def trim(root: Path, most_bytes: int = MOST_BYTES) -> None:
+def trim(root: Path, most_bytes: int) -> None:
     """Remove the forms that were used longest ago, until the rest has `most_bytes` at most."""
     found = sorted(((used, size, form) for form, size, used in entries(root)), reverse=True)
     total = 0

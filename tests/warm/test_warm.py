@@ -4,124 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
-import gc
-import os
-import random
-import shutil
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import convert_frame
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama import modeling_llama
-from transformers.utils import output_capturing
 
 import specache_compile as sc
 from conftest import LOSSLESS
-from specache_compile.warm import environment, route, store
-
-
-class Traces:
-    """How often Dynamo traced since the newest process began. `next_process()` begins one: it has the files alone."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def next_process(self) -> None:
-        torch._dynamo.reset()
-        route._in_force.clear()
-        store._told.clear()
-        gc.collect()  # what Dynamo has put into modules goes with the code that it is for
-        self.count = 0
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where forms are kept."""
-    where = tmp_path / "store"
-    monkeypatch.setenv(store.VARIABLE, str(where))
-    return where
-
-
-@pytest.fixture
-def traces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
-    with counted(monkeypatch) as traces:
-        yield traces
-
-
-@pytest.fixture(autouse=True)
-def one_family() -> Iterator[None]:
-    """Dynamo guards on transformers' registry of the model classes that a process has made."""
-    before = dict(output_capturing._CAN_RECORD_REGISTRY)
-    yield
-    output_capturing._CAN_RECORD_REGISTRY.clear()
-    output_capturing._CAN_RECORD_REGISTRY.update(before)
-
-
-@contextlib.contextmanager
-def counted(patch: pytest.MonkeyPatch) -> Iterator[Traces]:
-    traces = Traces()
-    compile_frame: Callable[..., Any] = convert_frame._compile
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        traces.count += 1
-        return compile_frame(*args, **kwargs)
-
-    patch.setattr(convert_frame, "_compile", counting)
-    traces.next_process()
-    yield traces
-    traces.next_process()
-
-
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 512,
-}  # fmt: skip
-PROMPT, LATER, STEPS = 90, 20, 2
-# The cheapest to trace: what is told apart is no method's.
-FULL = {"method": "full", "lowering": "eager"}
-
-
-def llama(**changes: Any) -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
-
-
-def logits(call: Callable[..., Any], rows: int = 1) -> Tensor:
-    """Of a prefill, decode steps and an extend: one graph each."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, SIZES["vocab_size"], (rows, PROMPT + STEPS + LATER), generator=generator)
-    cache, found, start = DynamicCache(), [], 0
-    for size in (PROMPT, *[1] * STEPS, LATER):
-        ids, places = tokens[:, start : start + size], torch.arange(start, start + size).expand(rows, -1)
-        with torch.no_grad():
-            found.append(call(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits)
-        start += size
-    return torch.cat(found, 1)
-
-
-def run(model: Any, traces: Traces, rows: int = 1, options: Any = FULL) -> int:
-    """Traces of a process that runs a model, whose logits must be the uncompiled model's."""
-    traces.next_process()
-    compiled = torch.compile(model, backend="specache", options=options)
-    torch.testing.assert_close(logits(compiled, rows), logits(model, rows), atol=2e-5, rtol=2e-5)
-    return int(traces.count)
+from kept_traces import ALL, FULL, PROMPT, SIZES, STEPS, TESTS, Traces, attribute, in_new_process, llama, logits, run
+from specache_compile.methods import METHODS
+from specache_compile.passes.recipe import Recipe
 
 
 @pytest.mark.parametrize("options", [LOSSLESS, {**LOSSLESS, "lowering": "inductor"}], ids=["eager", "inductor"])
 @pytest.mark.quick_for("eager")
 def test_the_next_process_traces_nothing_and_says_the_same(traces: Traces, options: dict[str, Any]) -> None:
     model = llama(num_hidden_layers=5)  # enough for Inductor to compile one of them for all
-    assert run(model, traces, options=options) == 3
-    assert run(model, traces, options=options) == 0
+    assert run(model, traces, ALL, options=options) == 3
+    assert run(model, traces, ALL, options=options) == 0
     assert sc.stats(model).decodes == STEPS
 
 
@@ -129,17 +36,7 @@ def test_other_weights_of_the_same_shapes_are_used(kept: Traces) -> None:
     other = llama()
     for weight in other.parameters():
         torch.nn.init.normal_(weight, std=0.05)
-    assert run(other, kept) == 0
-
-
-@contextlib.contextmanager
-def attribute(where: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(where, name)
-    setattr(where, name, value)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)
+    assert run(other, kept, ALL) == 0
 
 
 def doubled_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -216,27 +113,10 @@ CHANGED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the process of a plain model has kept."""
-    where = tmp_path_factory.mktemp("left") / "store"
-    with pytest.MonkeyPatch.context() as patch, counted(patch) as traces:
-        patch.setenv(store.VARIABLE, str(where))
-        assert run(llama(), traces) == 3
-    return where
-
-
-@pytest.fixture
-def kept(left: Path, traces: Traces, folder: Path) -> Traces:
-    """A store of this test's own that has the same."""
-    shutil.copytree(left, folder)
-    return traces
-
-
 @pytest.mark.parametrize("change", CHANGED)
 @pytest.mark.quick_for("a hook", "an adapter")
 def test_another_model_is_traced(kept: Traces, change: str) -> None:
-    assert run(CHANGED[change](), kept) >= 2
+    assert run(CHANGED[change](), kept) == 1
 
 
 @pytest.mark.parametrize(
@@ -252,7 +132,7 @@ def test_another_model_is_traced(kept: Traces, change: str) -> None:
 def test_a_model_whose_code_is_another_is_traced_each_way(kept: Traces, where: Any, name: str, value: Any) -> None:
     """As after an edit of its file: and what it left is not taken for the code as it was."""
     with attribute(where, name, value):
-        assert run(llama(), kept) == 3
+        assert run(llama(), kept) == 1
         assert run(llama(), kept) == 0
     assert run(llama(), kept) == 0
 
@@ -260,14 +140,36 @@ def test_a_model_whose_code_is_another_is_traced_each_way(kept: Traces, where: A
 @pytest.mark.slow
 def test_a_registered_attention_function_is_traced(kept: Traces) -> None:
     with registered():
-        assert run(llama(), kept) == 3
+        assert run(llama(), kept) == 1
     assert run(llama(), kept) == 0
+
+
+def recipe_of_others(options: Any, site: int) -> Recipe:
+    return METHODS["full"].recipe(options, site)
+
+
+def test_a_method_of_another_package_is_not_kept(kept: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells when its source changes."""
+    monkeypatch.setitem(METHODS, "others", replace(METHODS["full"], name="others", recipe=recipe_of_others))
+    for _ in range(2):
+        assert run(llama(), kept, options={**FULL, "method": "others"}) == 1
+
+
+def test_what_no_other_guard_looks_at_is_asked_before_the_first_call(kept: Traces) -> None:
+    """A mapping of the instance's own hides that of its class, at which the guards of what it holds look."""
+    functions = modeling_llama.ALL_ATTENTION_FUNCTIONS
+    before = functions._global_mapping
+    vars(functions)["_global_mapping"] = {**before, "sdpa_before": before["sdpa"], "sdpa": scaled_attention}
+    try:
+        assert run(llama(), kept) == 1
+    finally:
+        del vars(functions)["_global_mapping"]
 
 
 @pytest.mark.slow
 def test_other_options_are_compiled_for(kept: Traces) -> None:
-    assert run(llama(), kept, options=LOSSLESS) == 3
-    assert run(llama(), kept, options={**FULL, "disable_passes": ["causal_prefill"]}) == 3
+    assert run(llama(), kept, options=LOSSLESS) == 1
+    assert run(llama(), kept, options={**FULL, "disable_passes": ["causal_prefill"]}) == 1
 
 
 def test_two_models_of_one_class_with_other_options_in_one_process(kept: Traces) -> None:
@@ -286,8 +188,8 @@ def test_two_models_of_one_class_with_other_options_in_one_process(kept: Traces)
 
 @pytest.mark.slow
 def test_another_batch_size_is_served(kept: Traces) -> None:
-    assert run(llama(), kept, rows=2) <= 3
-    assert run(llama(), kept, rows=3) == 0
+    assert run(llama(), kept, ALL, rows=2) <= 3
+    assert run(llama(), kept, ALL, rows=3) == 0
 
 
 def test_a_change_in_the_process_that_took_it_is_noticed(kept: Traces) -> None:
@@ -303,168 +205,32 @@ def test_a_change_in_the_process_that_took_it_is_noticed(kept: Traces) -> None:
     assert kept.count == 6
 
 
-@pytest.mark.parametrize("name", environment.components())
-@pytest.mark.quick_for("specache")
-def test_each_part_of_the_environment_counts(kept: Traces, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    parts = environment.components()
-    monkeypatch.setattr(environment, "components", lambda: {**parts, name: parts[name] + " "})
-    assert run(llama(), kept) == 3
-
-
-def test_settings_and_threads_are_in_the_environment() -> None:
-    before = environment.environment()
-    assert environment.environment() == before
-    with torch._inductor.config.patch(max_autotune=True):
-        assert environment.environment() != before
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    assert environment.environment() != before
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("medium")
-    assert environment.environment() != before
-    torch.set_float32_matmul_precision("highest")
-    assert environment.environment() == before
-
-
 def test_a_phase_that_was_not_kept_is_traced_and_kept_behind_it(traces: Traces, folder: Path) -> None:
-    assert run(llama(), traces, options=LOSSLESS) == 3
+    sizes = (PROMPT, 1)
+    assert run(llama(), traces, sizes, options=LOSSLESS) == 2
     for file in folder.glob("*/*/*/pre-decode-*"):
         file.unlink()
-    assert run(llama(), traces, options=LOSSLESS) == 1
-    assert run(llama(), traces, options=LOSSLESS) == 0
+    assert run(llama(), traces, sizes, options=LOSSLESS) == 1
+    assert run(llama(), traces, sizes, options=LOSSLESS) == 0
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "half": lambda data: data[: len(data) // 2],
-    "none": lambda data: b"",
-    "other bytes": lambda data: data[::-1],
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.quick_for("half")
-def test_damaged_files_are_ignored_with_one_warning(kept: Traces, folder: Path, damage: str) -> None:
-    for file in folder.glob("*/*/*/*"):
-        file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    with pytest.warns(sc.SpecacheWarning, match="is of no use"):
-        assert run(llama(), kept) == 3
-    assert run(llama(), kept) == 0
-
-
-@pytest.mark.parametrize("what", ["*/*/*/*", "*/*/*", "*/*", "*", "."], ids=["file", "form", "call", "all", "root"])
-@pytest.mark.quick_for("root")
-def test_what_others_may_write_to_is_not_read(kept: Traces, folder: Path, what: str) -> None:
-    for path in folder.glob(what) if what != "." else [folder]:
-        path.chmod(path.stat().st_mode | 0o002)
-    with pytest.warns(sc.SpecacheWarning, match="other users"):
-        assert run(llama(), kept) == 3
-
-
-@pytest.mark.slow
-def test_a_form_in_another_calls_folder_is_not_taken(kept: Traces, folder: Path) -> None:
-    """Whoever has moved it there."""
-    (environment_folder,) = folder.iterdir()
-    forms = [form for call in environment_folder.iterdir() for form in call.iterdir()]
-    places = [form.parent for form in forms]
-    for form, place in zip(forms, places[1:] + places[:1], strict=True):
-        form.rename(place / f"{form.name}0")
-    assert run(llama(), kept) == 3
-
-
-@pytest.mark.slow
-def test_a_folder_that_takes_no_file_is_nothing_but_slower(
-    traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(sc.SpecacheWarning, match="No space left"):
-        assert run(llama(), traces) == 3
-    monkeypatch.undo()
-    assert [file for file in folder.rglob("*") if file.is_file()] == []
-
-
-def test_what_a_killed_writer_left_is_no_form(kept: Traces, folder: Path) -> None:
-    for call in folder.glob("*/*"):
-        half = call / ("0" * 32)
-        half.mkdir()
-        (half / f"{store.PART}abc").write_bytes(b"half")
-    assert run(llama(), kept) == 0
-
-
-@pytest.mark.slow
-def test_off_keeps_nothing(traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(store.VARIABLE, "off")
-    assert run(llama(), traces) == 3
-    assert not folder.exists()
-
-
-def test_the_oldest_go_first(kept: Traces, folder: Path) -> None:
-    found = sorted(store.entries(folder), key=lambda entry: entry[2])
-    assert len(found) == 3
-    newest, size, _ = found[-1]
-    store.trim(folder, most_bytes=size)
-    assert [form for form, _, _ in store.entries(folder)] == [newest]
-    mine = folder / "a" / "folder" / "of mine"
-    mine.mkdir(parents=True)
-    assert store.clear(folder) == size
-    assert list(store.entries(folder)) == []
-    assert mine.is_dir()
-
-
-CALLS = """
-import random, sys, torch
+SIXTY = """
+import sys
 sys.path[:0] = {paths!r}
-from test_warm import calls_of, llama
-from torch._dynamo import convert_frame
-count, traced = 0, convert_frame._compile
-def counting(*args, **kwargs):
-    global count
-    count += 1
-    return traced(*args, **kwargs)
-convert_frame._compile = counting
-calls_of(llama(), random.Random({seed}), 20)
-print("traces", count)
+from torch._dynamo.utils import counters
+from conftest import compile_copy, tiny_llama
+from test_mixed_calls import sixty_calls
+model = tiny_llama()
+limited = sixty_calls(model, compile_copy(model))
+print(counters["stats"]["unique_graphs"], limited)
 """
 
 
-def calls_of(model: Any, chosen: random.Random, count: int) -> None:
-    """Random calls of a compiled model and of its uncompiled self, whose logits must be the same."""
-    options = {**LOSSLESS, "top_k": 512}
-    compiled = torch.compile(model, backend="specache", options=options)
-    rows, pairs = 1, (DynamicCache(), DynamicCache())
-    for _ in range(count):
-        length = pairs[0].get_seq_length()
-        kind = chosen.choice(["step", "step", "several", "crop", "new"]) if length else "new"
-        if kind == "new":
-            rows, length, pairs = chosen.choice([1, 2, 3]), 0, (DynamicCache(), DynamicCache())
-        elif kind == "crop" and length > 1:
-            gone = chosen.randrange(1, length // 2 + 1)
-            length -= gone
-            for cache in pairs:
-                cache.crop(-gone)
-        size = 1 if kind == "step" else chosen.choice([2, 5, 40, 90])
-        ids = torch.tensor([[chosen.randrange(SIZES["vocab_size"]) for _ in range(size)] for _ in range(rows)])
-        places = torch.arange(length, length + size).expand(rows, -1)
-        with torch.no_grad():
-            got, want = (
-                call(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits
-                for call, cache in zip((compiled, model), pairs, strict=True)
-            )
-        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
-
-
 @pytest.mark.slow
-def test_random_calls_over_two_processes(folder: Path) -> None:
-    """The second takes what the first left, and other calls of it; a third of the first's calls traces nothing."""
-    paths = [str(Path(__file__).parent), *sys.path]
-    counts = []
-    for seed in (1, 2, 1):
-        code = CALLS.format(paths=paths, seed=seed)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        counts.append(int(done.stdout.split()[-1]))
-    assert counts[0] >= 4
-    assert counts[1] < counts[0]
-    assert counts[2] == 0
+def test_sixty_random_calls_over_two_processes(folder: Path) -> None:
+    """The second has what the first left: it traces nothing, and says what the uncompiled model says."""
+    code = SIXTY.format(paths=[str(TESTS), str(TESTS / "runtime")])
+    (graphs, limited), (graphs_again, limited_again) = (map(int, in_new_process(code).split()) for _ in range(2))
+    assert 4 <= graphs <= 8
+    assert graphs_again == 0
+    assert limited_again <= limited < 20

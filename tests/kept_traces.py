@@ -1,0 +1,146 @@
+"""Processes that follow each other, within one: each has the files that the ones before have kept, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import convert_frame
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.utils import output_capturing
+
+from specache_compile.cache_folder import VARIABLE
+from specache_compile.warm import route, store
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+PROMPT, LATER, STEPS = 90, 20, 2
+# Calls by their tokens: a graph for each, and for the steps one.
+PREFILL, ALL = (PROMPT,), (PROMPT, *[1] * STEPS, LATER)
+TESTS = Path(__file__).parent
+# The cheapest to trace: what is told apart is no method's.
+FULL = {"method": "full", "lowering": "eager"}
+
+
+class Traces:
+    """How often Dynamo traced since the newest process began. `next_process()` begins one: it has the files alone."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next_process(self) -> None:
+        torch._dynamo.reset()
+        route._in_force.clear()
+        store._told.clear()
+        gc.collect()  # what Dynamo has put into modules goes with the code that it is for
+        self.count = 0
+
+
+@contextlib.contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[Traces]:
+    traces = Traces()
+    compile_frame: Callable[..., Any] = convert_frame._compile
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        traces.count += 1
+        return compile_frame(*args, **kwargs)
+
+    patch.setattr(convert_frame, "_compile", counting)
+    traces.next_process()
+    yield traces
+    traces.next_process()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where forms are kept."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path / store.TRACES
+
+
+@contextlib.contextmanager
+def new_registry() -> Iterator[None]:
+    """Dynamo guards on transformers' registry of the model classes that a process has made."""
+    registry = output_capturing._CAN_RECORD_REGISTRY
+    before = dict(registry)
+    registry.clear()
+    yield
+    registry.clear()
+    registry.update(before)
+
+
+@pytest.fixture
+def traces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
+    with new_registry(), counted(monkeypatch) as traces:
+        yield traces
+
+
+@pytest.fixture(scope="session")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the process of a plain model has kept."""
+    where = tmp_path_factory.mktemp("left")
+    with pytest.MonkeyPatch.context() as patch, new_registry(), counted(patch) as traces:
+        patch.setenv(VARIABLE, str(where))
+        assert run(llama(), traces, ALL) == 3
+    return where / store.TRACES
+
+
+@pytest.fixture
+def kept(left: Path, traces: Traces, folder: Path) -> Traces:
+    """A store of this test's own that has the same."""
+    shutil.copytree(left, folder)
+    return traces
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+
+
+def logits(call: Callable[..., Any], sizes: Sequence[int] = ALL, rows: int = 1) -> Tensor:
+    """Of calls of so many tokens each, on one cache."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, SIZES["vocab_size"], (rows, sum(sizes)), generator=generator)
+    cache, found, start = DynamicCache(), [], 0
+    for size in sizes:
+        ids, places = tokens[:, start : start + size], torch.arange(start, start + size).expand(rows, -1)
+        with torch.no_grad():
+            found.append(call(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits)
+        start += size
+    return torch.cat(found, 1)
+
+
+def run(model: Any, traces: Traces, sizes: Sequence[int] = PREFILL, rows: int = 1, options: Any = FULL) -> int:
+    """Traces of a process that runs a model, whose logits must be the uncompiled model's."""
+    traces.next_process()
+    compiled = torch.compile(model, backend="specache", options=options)
+    torch.testing.assert_close(logits(compiled, sizes, rows), logits(model, sizes, rows), atol=2e-5, rtol=2e-5)
+    return int(traces.count)
+
+
+@contextlib.contextmanager
+def attribute(where: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def in_new_process(code: str) -> str:
+    """What a process that runs this code prints; it has this one's environment, and with it the store."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

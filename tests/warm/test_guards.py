@@ -1,0 +1,59 @@
+"""Which of Dynamo's guards are kept as torch stores them, and which are told in words; none is dropped.
+
+pytest tests/warm/test_guards.py -m '' -s        prints them by family
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tabulate import tabulate
+from transformers import DynamicCache
+
+from conftest import LOSSLESS, prompt
+from families import FAMILIES, Family
+from kept_traces import Traces
+from specache_compile.warm import form, guards
+
+QUICK = ("llama 3", "gemma2")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.quick_for(*QUICK, rest="whole")
+def test_no_guard_is_dropped(traces: Traces, monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
+    """Of a prefill and a decode of each family: a guard is stored by torch, or it is built anew on what is told."""
+    made: list[tuple[Counter[str], guards.KeptGuards]] = []
+    kept_guards = guards.kept_guards
+
+    def keep(code: Any, output_graph: Any) -> guards.KeptGuards:
+        kept = kept_guards(code, output_graph)
+        made.append((named(output_graph.guards), kept))
+        return kept
+
+    monkeypatch.setattr(form, "kept_guards", keep)
+    compiled = torch.compile(family.one_layer.model(), backend="specache", options=LOSSLESS)
+    cache = DynamicCache(config=compiled.config)
+    with torch.no_grad():
+        for length in (60, 1):
+            compiled(prompt(length), past_key_values=cache, use_cache=True)
+    assert len(made) == 2
+    for every, kept in made:
+        stored = named(guards.GuardsUnpickler(io.BytesIO(kept.state)).load().output_graph.guards)
+        others = named(pickle.loads(kept.others))
+        builtins = Counter(guard for guard in every if "__builtins_dict__" in guard)
+        assert stored + others + builtins == every
+        assert len(kept.told) == others.total()
+        assert {guard.rpartition("'")[0].rpartition("'")[2] for guard in builtins} == set(kept.builtins)
+        kinds = Counter(guard.split()[0] for guard in (*others.elements(), *builtins))
+        assert set(kinds) <= guards.VALUE | guards.TYPE | guards.LENGTH | guards.KEYS | guards.NOTHING | {"HASATTR"}
+        print(f"\n{family.name}: {stored.total()} guards stored, {kinds.total()} told")
+        print(tabulate(kinds.most_common()))
+
+
+def named(found: Any) -> Counter[str]:
+    return Counter(f"{guard.create_fn_name()} {guard.name}" for guard in found)
