@@ -31,6 +31,7 @@ from specache_compile.runtime.variant import Variant
 
 from . import store
 from .code import hash_of
+from .collecting import no_collecting
 from .instructions import found_to_work, trust
 
 
@@ -110,7 +111,8 @@ class Recall:
 
     def loaded(self, variant: Variant, data: bytes) -> Rewritten:
         try:
-            folder, form = rewritten_from(data)
+            with no_collecting():
+                folder, form = rewritten_from(data)
         except Exception as error:  # whatever a damaged file raises when it is unpickled
             store.tell_once(f"{self.folder} is of no use ({type(error).__name__}: {error}): the model is traced")
             raise NotKept(f"{variant.phase} of {self.name}") from error

@@ -30,6 +30,7 @@ from specache_compile.runtime.variant import Variant
 
 from . import store
 from .call import call_key, has_hooks
+from .collecting import no_collecting
 from .environment import environment
 from .form import call_name, form_of, in_force
 from .graph import is_wanted, keep_form
@@ -98,9 +99,8 @@ def call_of(converter: Any, frame: Any) -> Path | None:
 
 
 def how(converter: Any, asked: Any) -> dict[str, str]:
-    """What torch.compile was told."""
-    options = sorted(asked.kwargs.items(), key=str)
-    return {"options": repr(options), "dynamic": repr(asked.dynamic), "fullgraph": repr(converter._one_graph)}
+    """What torch.compile was told, but for what it sets while it runs (`dynamic`), which is in the environment."""
+    return {"options": repr(sorted(asked.kwargs.items(), key=str)), "fullgraph": repr(converter._one_graph)}
 
 
 def is_split() -> bool:
@@ -132,7 +132,7 @@ def recall(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
             continue
         compile_id = convert_frame.get_compile_id(frame_state)
         try:
-            with compile_context(CompileContext(compile_id)):
+            with compile_context(CompileContext(compile_id)), no_collecting():
                 code, manager, _in_force[folder] = in_force(
                     data, folder, root_of(call), frame.f_code, frame.f_locals, frame.f_globals
                 )

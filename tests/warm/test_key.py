@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -80,16 +81,9 @@ def told_without(name: str) -> Callable[[Patch], None]:
     return leave_out
 
 
-@contextlib.contextmanager
-def own_builtin() -> Iterator[None]:
-    """A builtin that Python code has replaced by its own."""
-    inner = builtins.callable
-
-    def callable(value: Any) -> bool:
-        return inner(value)
-
-    with attribute(builtins, "callable", callable):
-        yield
+def own_builtin() -> AbstractContextManager[None]:
+    """Another under a builtin's name, of which no module's source or functions tell."""
+    return attribute(builtins, "callable", functools.partial(builtins.callable))
 
 
 @contextlib.contextmanager
@@ -110,7 +104,6 @@ PARTS: dict[str, Parts] = {
     "options": (
         told_without("options"), nullcontext, llama, {"options": {**FULL, "disable_passes": ["causal_prefill"]}},
     ),
-    "dynamic": (told_without("dynamic"), nullcontext, llama, {"options": FULL, "dynamic": False}),
     "fullgraph": (told_without("fullgraph"), nullcontext, llama, {"options": FULL, "fullgraph": True}),
     "code": (
         lambda patch: patch.setattr(form, "changed", lambda modules: None),

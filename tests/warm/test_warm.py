@@ -53,9 +53,14 @@ def biased_linear(self: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, self.weight, self.bias) + 0.01
 
 
-def scaled_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
-    given["scaling"] = 0.3
-    return modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa_before"](module, query, key, value, mask, **given)
+def scaled_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, position_bias: Any = None, cache: Any = None,
+    **given: Any,
+) -> Any:  # fmt: skip
+    """Of the signature of transformers' own: no guard but that of the function itself tells them apart."""
+    before = modeling_llama.ALL_ATTENTION_FUNCTIONS["sdpa_before"]
+    return before(module, query, key, value, attention_mask, dropout, 0.3, is_causal, **given)
 
 
 @contextlib.contextmanager

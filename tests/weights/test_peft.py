@@ -11,16 +11,17 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from kept_traces import Traces
 from specache_compile.runtime.held import HeldTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
-def lora(task: str | None = "CAUSAL_LM") -> Any:
+def lora(task: str | None = "CAUSAL_LM", rank: int = 4) -> Any:
     """A tiny model with two random adapters, "default" active, and "other"."""
     import peft  # here, so that nobody pays for it who does not run these tests
 
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task)
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task)
     model = peft.get_peft_model(tiny_llama(num_hidden_layers=1), config)
     model.add_adapter("other", config)
     return model.eval()
@@ -99,3 +100,24 @@ def test_an_adapter_is_switched_in_the_midst_of_a_cache() -> None:
     turn = torch.cat([text, prompt(5, seed=3)], 1)
     assert torch.equal(said(model, ours, turn), said(plain, theirs, turn))
     assert isinstance(ours.layers[0].keys, HeldTensor)
+
+
+def test_the_next_process_takes_the_traces_of_an_adapted_model(traces: Traces) -> None:
+    """And of no other: the base model, another rank, and what is said with an adapter off are traced."""
+    assert_same(compiled(lora()), lora())
+    first = traces.count
+    assert first >= 2
+    for _ in range(2):
+        traces.next_process()
+        wrapped, plain = lora(), lora()
+        assert_same(compiled(wrapped), plain)
+        assert traces.count == 0
+    with wrapped.disable_adapter(), plain.disable_adapter():
+        assert_same(compiled(wrapped), plain)
+    assert traces.count >= 2
+    for other in (tiny_llama(num_hidden_layers=1), lora(rank=8)):
+        traces.next_process()
+        expected = said(other)
+        other.compile(backend="specache", options=LOSSLESS)
+        assert torch.equal(said(other), expected)
+        assert traces.count >= 2
