@@ -24,7 +24,7 @@ QUICK = ("llama 3", "gemma2")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.quick_for(*QUICK, rest="whole")
+@pytest.mark.quick_for(*QUICK)
 def test_no_guard_is_dropped(traces: Traces, monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
     """Of a prefill and a decode of each family: a guard is stored by torch, or it is built anew on what is told."""
     made: list[tuple[Counter[str], guards.KeptGuards]] = []

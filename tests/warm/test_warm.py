@@ -24,7 +24,7 @@ from specache_compile.passes.recipe import Recipe
 
 
 @pytest.mark.parametrize("options", [LOSSLESS, {**LOSSLESS, "lowering": "inductor"}], ids=["eager", "inductor"])
-@pytest.mark.quick_for("eager")
+@pytest.mark.quick_for("eager", slow=("inductor",))
 def test_the_next_process_traces_nothing_and_says_the_same(traces: Traces, options: dict[str, Any]) -> None:
     model = llama(num_hidden_layers=5)  # enough for Inductor to compile one of them for all
     assert run(model, traces, ALL, options=options) == 3

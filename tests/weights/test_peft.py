@@ -103,21 +103,17 @@ def test_an_adapter_is_switched_in_the_midst_of_a_cache() -> None:
 
 
 def test_the_next_process_takes_the_traces_of_an_adapted_model(traces: Traces) -> None:
-    """And of no other: the base model, another rank, and what is said with an adapter off are traced."""
+    """And of no other: the base model, one of another rank, and one whose adapter is off are traced."""
     assert_same(compiled(lora()), lora())
-    first = traces.count
-    assert first >= 2
-    for _ in range(2):
-        traces.next_process()
-        wrapped, plain = lora(), lora()
-        assert_same(compiled(wrapped), plain)
-        assert traces.count == 0
+    traces.next_process()
+    wrapped, plain = lora(), lora()
+    assert_same(compiled(wrapped), plain)
+    assert traces.count == 0
     with wrapped.disable_adapter(), plain.disable_adapter():
         assert_same(compiled(wrapped), plain)
     assert traces.count >= 2
     for other in (tiny_llama(num_hidden_layers=1), lora(rank=8)):
         traces.next_process()
         expected = said(other)
-        other.compile(backend="specache", options=LOSSLESS)
-        assert torch.equal(said(other), expected)
+        assert torch.equal(said(compiled(other)), expected)
         assert traces.count >= 2
