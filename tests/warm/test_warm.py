@@ -220,11 +220,12 @@ def test_a_phase_that_was_not_kept_is_traced_and_kept_behind_it(traces: Traces, 
 
 
 SIXTY = """
-import sys
+import os, sys
 sys.path[:0] = {paths!r}
 from torch._dynamo.utils import counters
 from conftest import compile_copy, tiny_llama
 from test_mixed_calls import sixty_calls
+os.environ["SPECACHE_CACHE"] = {cache!r}  # which conftest has turned off
 model = tiny_llama()
 limited = sixty_calls(model, compile_copy(model))
 print(counters["stats"]["unique_graphs"], limited)
@@ -234,7 +235,7 @@ print(counters["stats"]["unique_graphs"], limited)
 @pytest.mark.slow
 def test_sixty_random_calls_over_two_processes(folder: Path) -> None:
     """The second has what the first left: it traces nothing, and says what the uncompiled model says."""
-    code = SIXTY.format(paths=[str(TESTS), str(TESTS / "runtime")])
+    code = SIXTY.format(paths=[str(TESTS), str(TESTS / "runtime")], cache=str(folder.parent))
     (graphs, limited), (graphs_again, limited_again) = (map(int, in_new_process(code).split()) for _ in range(2))
     assert 4 <= graphs <= 8
     assert graphs_again == 0
