@@ -33,6 +33,7 @@ import specache_compile as sc
 from specache_compile.bench.results import provenance
 from specache_compile.checkpoints.names import resolved
 from specache_compile.evaluation.command import load
+from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
 
@@ -45,7 +46,8 @@ def digest(cache: Any) -> str:
     for layer, state in zip(session.layers, session.state, strict=True):
         for field in (field for field in fields_of(session.options, layer) if field.tier != MEASURE):
             tensor = state[field.name]
-            held = tensor[:, :, : session.length] if field.on_host else tensor
+            # Of the host tier's last segment, what no token has written is whatever the memory held.
+            held = tokens_of(tensor, 0, session.length) if field.has_all_pairs else tensor
             hasher.update(held.contiguous().view(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()[:16]
 
