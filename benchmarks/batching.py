@@ -60,9 +60,9 @@ def answered(model: Any, given: list[torch.Tensor], rows: int, args: argparse.Na
 
 def fitting(batch: sc.Batch, context: int) -> dict[str, Any]:
     """Rows of `context` tokens in the device bytes of one row in 16 bits, of a large batch; and the host's share."""
-    tiers = predicted_bytes(batch.options, batch.layers, 1, context)
+    tiers = predicted_bytes(batch.options, batch.memory.layers, 1, context)
     device = device_total(tiers)
-    full = full_cache_bytes(batch.layers, 1, context)
+    full = full_cache_bytes(batch.memory.layers, 1, context)
     return {"context": context, "rows_in_one": full / device, "host_bytes_per_device_byte": tiers["host"] / device}
 
 

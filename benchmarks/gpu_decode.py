@@ -244,8 +244,8 @@ def forced_gather(gather: Callable[..., None], reuse: float, corrected: float) -
     """
     turns: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
 
-    def forced(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: int) -> None:
-        corrects = bool(grid)  # a grid of its own is a correction's
+    def forced(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, **grid: Any) -> None:
+        corrects = "programs" in grid  # a grid of its own is a correction's
         key = slots.data_ptr(), corrects
         if key not in turns:  # in the first step, which is not captured
             turns[key] = two_turns(host, slot_index, corrects, 1 - corrected if corrects else reuse)

@@ -18,6 +18,7 @@ from .few_rows import definition as few_rows
 from .movement import cpp_tiers
 from .movement import definition as tiers
 from .op import Op, fake_nothing, fake_of_query, register
+from .state.pages import shape_of_scores
 from .state.stored_tiers import StoredTiers
 
 
@@ -25,15 +26,16 @@ def fake_decode_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Any, cursor: Tensor, slots: Tensor, slot_index: Tensor,
     tiers: Sequence[Tensor], *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), q.new_empty(StoredTiers(*tiers).codes.shape[:3], dtype=torch.float32)
+    scores = shape_of_scores(StoredTiers(*tiers).codes, cursor)
+    return q.new_empty(q.shape), q.new_empty(scores, dtype=torch.float32)
 
 
 def fake_score_low_bit(
     q: Tensor, k: Tensor, mask: Any, sinks: Any, cursor: Tensor, tiers: Sequence[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, capacity = StoredTiers(*tiers).codes.shape[:3]
+    scores = shape_of_scores(StoredTiers(*tiers).codes, cursor)
     room = whole_logits if q.device.type == "cpu" else based_logits
-    return *room(q, capacity), q.new_empty((q.shape[2], batch, heads, capacity), dtype=torch.float32)
+    return *room(q, scores[2]), q.new_empty((q.shape[2], *scores), dtype=torch.float32)
 
 
 def fake_correct(

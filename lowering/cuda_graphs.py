@@ -152,10 +152,10 @@ def own_copy(value: Tensor) -> Tensor:
 
 
 class RecordedSteps:
-    """The recorded steps of one session, by lowered graph. Clear them whenever its state moves."""
+    """The recorded steps of one session, by lowered graph and number of rows. Clear them whenever its state moves."""
 
     def __init__(self) -> None:
-        self.steps: dict[Lowered, RecordedStep | None] = {}
+        self.steps: dict[tuple[Lowered, int], RecordedStep | None] = {}
         # Captures in a row that were lost to one moving input.
         self.recaptures = 0
         self.replays = 0
@@ -168,6 +168,7 @@ class RecordedSteps:
         device: torch.device,
         give_up: Callable[[int], object],
         deferred: Deferred,
+        rows: int = 1,
     ) -> list[Any]:
         """Run a step: the first as it is, to warm up every kernel; the second is captured; later ones are replayed.
 
@@ -175,20 +176,21 @@ class RecordedSteps:
             see to it that no further step of `lowered` comes here.
         deferred: the fetches that a replay leaves to the next one.
         """
-        if lowered not in self.steps:
+        key = lowered, rows
+        if key not in self.steps:
             deferred.make()
-            self.steps[lowered] = None
+            self.steps[key] = None
             return list(lowered(*inputs))
-        step = self.steps[lowered]
+        step = self.steps[key]
         moved = step.moved(inputs) if step is not None else None
         self.recaptures = 0 if moved is None else self.recaptures + 1
         if moved is not None and self.recaptures > RECAPTURES:
-            del self.steps[lowered]
+            del self.steps[key]
             deferred.make()
             give_up(moved)
             return list(lowered(*inputs))
         if step is None or moved is not None:
-            step = self.steps[lowered] = capture(lowered, inputs, stays, device, deferred.fetches())
+            step = self.steps[key] = capture(lowered, inputs, stays, device, deferred.fetches())
         self.replays += 1
         deferred.owed = True
         return step(inputs)

@@ -90,6 +90,7 @@ def build(
     """Compile one kernel with these constants, for all targets or for the next; other arguments have types by name."""
     if ONLY not in label:
         return
+    constants = {"PAGED": False, **constants} if "PAGED" in kernel.arg_names else constants
     known = {**POINTERS, **dict.fromkeys(MODEL, f"*{dtype}"), **dict.fromkeys(FLOATS, "fp32"), **(types or {})}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -291,6 +292,7 @@ def main() -> None:
         build_attention(label, "bf16", 2, 2, 128, 64, MASK=kind)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
     build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True)
+    build_attention("in pages", "bf16", 2, 2, 128, 64, PAGED=True)
     for bits, d, group in [(2, 128, 64), (16, 128, decode.PLAIN_BLOCK), (1, 16, 32)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": d, "group": group, "stored": 2}
         unused = {"slot_index": "*i64"}  # the cursor stands for what is not read
@@ -332,7 +334,9 @@ def main() -> None:
     for bits, stored in ((16, {"width": 128, "ROUNDED": False}), (8, {"width": rounded_width(128), "ROUNDED": True})):
         types, label = {"host": "*i8"} if bits == 8 else {}, f"d 128, {bits} bits on the host"
         sizes = {"WANTED": 64, "CHUNK": copy.CHUNK, "COLUMNS": 256}
-        build(copy.fetch_missing, f"k 64, {label}", warps=8, types=types, d=128, **stored, **sizes)
+        for paged in (False, True):
+            told = f"k 64, {label}{', in pages' if paged else ''}"
+            build(copy.fetch_missing, told, warps=8, types=types, d=128, **stored, **sizes, PAGED=paged)
         build(copy.write_host, label, types=types, d=128, **stored, BLOCK=16, CHANNELS=128)
     for dtype, d in (("bf16", 128), ("bf16", 256), ("bf16", 512), ("fp32", 128), ("fp32", 256)):
         channels, tile = extend.tile_of(d, torch.float32 if dtype == "fp32" else torch.bfloat16)

@@ -11,7 +11,7 @@ namespace {
 
 // An additive mask hides a token with its dtype's minimum, of which float16 has the smallest (`attention.SEEN`).
 constexpr float kSeen = -65504.0f / 2;
-// Tokens of the low-bit tier that one job takes; a multiple of every group size.
+// Tokens of the low-bit tier that one job takes; a multiple of every group size, and those of a page (`pages.py`).
 constexpr int64_t kChunk = 256;
 // Multiply-adds below which a second thread costs more than it brings.
 constexpr int64_t kWorthThreads = 1 << 17;
@@ -54,14 +54,19 @@ struct Attention {
   }
 
   // Lengths are a batch row's own, here by the head; what is no token yet (`cursor.py`) counts as none.
-  const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * 4; }
+  const int64_t* cursor(int64_t head) const { return s.cursor + head / s.heads * (4 + s.pages); }
   int64_t length(int64_t head) const { return std::max<int64_t>(cursor(head)[0], 0); }
   int64_t low_bit(int64_t head) const { return cursor(head)[1]; }
   int64_t candidates(int64_t head) const { return std::min(cursor(head)[2], length(head)); }
   static int64_t fullest(const Step& s) {
     int64_t found = 0;
-    for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * 4 + 1]);
+    for (int64_t row = 0; row < s.batch; ++row) found = std::max(found, s.cursor[row * (4 + s.pages) + 1]);
     return found;
+  }
+  // Where a head's token lies in the low-bit tier, of all heads' tokens; those of one chunk lie side by side.
+  int64_t place(int64_t head, int64_t token) const {
+    if (!s.pages) return head * s.capacity + token;
+    return (cursor(head)[4 + token / kChunk] * s.heads + head % s.heads) * kChunk + token % kChunk;
   }
 
   int64_t jobs() const { return pairs * (chunks + 1); }
@@ -143,9 +148,10 @@ struct Attention {
     return logits;
   }
 
-  // The codes of sixteen tokens, so that a vector may be read from any byte of them: the last ones are copied.
-  const uint8_t* codes_at(int64_t head, int64_t t, std::vector<uint8_t>& copy) const {
-    const int64_t row = head * s.capacity + t, behind = pairs * s.capacity - row - kLanes;
+  // The codes of sixteen tokens, the first of them number `row` of all heads', so that a vector may be read from any byte
+  // of them: the last ones are copied.
+  const uint8_t* codes_at(int64_t row, std::vector<uint8_t>& copy) const {
+    const int64_t behind = s.places - row - kLanes;
     const uint8_t* codes = static_cast<const uint8_t*>(s.codes) + row * s.row_width;
     if (behind * s.row_width >= kLanes) return codes;
     copy.assign(codes, codes + kLanes * s.row_width);
@@ -153,15 +159,15 @@ struct Attention {
     return copy.data();
   }
 
-  // Scales and zero points of the group of keys that a token is of.
-  Params key_params(int64_t head, int64_t token) const {
-    return {s.key_params, (head * (s.capacity / s.group) + token / s.group) * 2 * s.d, s.param_bits == 8};
-  }
+  // Scales and zero points of the group of keys that a token is of, number `row` of all heads'.
+  Params key_params(int64_t row) const { return {s.key_params, row / s.group * 2 * s.d, s.param_bits == 8}; }
 
   // Logits of one chunk of a head's low-bit tier, into s.logits; none of the sinks.
   template <int bits>
   void chunk_logits(int64_t head, int64_t start) const {
     const int64_t d = s.d, stop = std::min(low_bit(head), start + kChunk), width = bits < 16 ? d * bits / 8 : d;
+    if (start >= stop) return;  // of a shorter row
+    const int64_t first_place = place(head, start) - start;
     std::vector<float> tile_memory(kAtOnce * d * kLanes), score_memory(kAtOnce * rows * kLanes);
     std::vector<float> scaled(rows * d), base(rows), scales(d), zeros(d);
     std::vector<uint8_t> copy;
@@ -174,7 +180,7 @@ struct Attention {
     for (int64_t t = start; t < stop; t += kAtOnce * kLanes) {
       if constexpr (bits < 16) {
         if (t % s.group == 0) {
-          key_params(head, t).read(d, scales.data(), zeros.data());
+          key_params(first_place + t).read(d, scales.data(), zeros.data());
           for (int64_t m = 0; m < rows; ++m) {
             float offset = 0.0f;
             for (int64_t c = 0; c < d; ++c) {
@@ -185,10 +191,10 @@ struct Attention {
           }
         }
         for (int u = 0; u < kAtOnce; ++u)
-          decode_tile<bits>(codes_at(head, t + u * kLanes, copy), s.row_width, width, tile + u * d);
+          decode_tile<bits>(codes_at(first_place + t + u * kLanes, copy), s.row_width, width, tile + u * d);
       } else {
         for (int i = 0; i < kAtOnce * kLanes; ++i) {
-          const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + t + i) * s.row_width;
+          const T* token = static_cast<const T*>(s.codes) + (first_place + t + i) * s.row_width;
           for (int64_t c = 0; c < d; ++c) tile[i / kLanes * d + c][i % kLanes] = token[c];
         }
       }
@@ -267,6 +273,7 @@ struct Attention {
   void chunk_mix(int64_t head, int64_t start, Part part) const {
     const int64_t d = s.d, count = std::min(low_bit(head), start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
     if (count <= 0) return;  // of a shorter row
+    const int64_t first_place = place(head, start);
     std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes), scales(d), zeros(d);
     std::vector<uint8_t> hidden(kChunk), copy, levels(kLanes * 2 * width + kLanes);
     const int32_t* index = s.slot_index + head * s.top_k;
@@ -287,16 +294,16 @@ struct Attention {
     for (int64_t t = 0; t < count; t += kLanes) {
       if constexpr (bits < 16) {
         // A token's values lie behind its keys.
-        const uint8_t* codes = codes_at(head, start + t, copy) + s.row_width - width;
+        const uint8_t* codes = codes_at(first_place + t, copy) + s.row_width - width;
         if (one_row()) {
-          if ((start + t) % s.group == 0) key_params(head, start + t).read(d, scales.data(), zeros.data());
+          if ((start + t) % s.group == 0) key_params(first_place + t).read(d, scales.data(), zeros.data());
           tile_rows<bits>(codes, width, scales.data(), zeros.data(), values.data());
         } else {
-          tile_values<bits>(codes, head * s.capacity + start + t, width, levels.data(), values.data());
+          tile_values<bits>(codes, first_place + t, width, levels.data(), values.data());
         }
       } else {
         for (int i = 0; i < kLanes; ++i) {
-          const T* token = static_cast<const T*>(s.codes) + (head * s.capacity + start + t + i + 1) * s.row_width - width;
+          const T* token = static_cast<const T*>(s.codes) + (first_place + t + i + 1) * s.row_width - width;
           for (int64_t c = 0; c < d; ++c) values[i * d + c] = token[c];
         }
       }

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import circle_of
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.pages import PAGE, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
@@ -29,15 +30,18 @@ from .kept_logits import whole_logits
 @functools.lru_cache(1024)
 def shaped(
     q: torch.Size, codes: torch.Size, key_params: torch.Size, value_params: torch.Size, recent: torch.Size,
-    sink_tokens: int, param_bits: int, top_k: int, layout: Sequence[int], scale: float, softcap: float | None,
+    columns: int, sink_tokens: int, param_bits: int, top_k: int, layout: Sequence[int], scale: float,
+    softcap: float | None,
 ) -> Step:  # fmt: skip
-    """The kernels' argument without a tensor, to be copied: most of its cost is the same in every step."""
+    """The kernels' argument without a tensor, to be copied: most of its cost is the same in every step. columns: of the
+    cursor."""
     batch, query_heads, lanes, d = q
-    heads, capacity, how = codes[1], codes[2], Layout(*layout) if recent[-1] == d else Layout(*layout).of_rows
+    heads, pages = codes[1], columns - CURSOR_SIZE
+    how = Layout(*layout) if recent[-1] == d else Layout(*layout).of_rows
     return Step(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
-        capacity=capacity, row_width=codes[3], window=recent[2],
-        group=capacity // key_params[2] if how.is_quantised else 0,
+        capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
+        places=codes[0] * heads * codes[2], group=codes[2] // key_params[2] if how.is_quantised else 0,
         channels=d // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
         circle=circle_of(d) if value_params[3] == 1 and not how.has_rows else 0,
@@ -53,8 +57,8 @@ def step_of(
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
     step = Step.from_buffer_copy(
         shaped(
-            q.shape, codes.shape, key_params.shape, value_params.shape, recent.shape, sink_index.shape[2],
-            8 * key_params.dtype.itemsize, top_k, tuple(layout), scale, softcap,
+            q.shape, codes.shape, key_params.shape, value_params.shape, recent.shape, cursor.shape[1],
+            sink_index.shape[2], 8 * key_params.dtype.itemsize, top_k, tuple(layout), scale, softcap,
         )
     )  # fmt: skip
     q, k = q.contiguous(), k.contiguous()
@@ -108,12 +112,13 @@ def decode_attention_fused(
     """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
     held = StoredTiers(*tiers)
     if has_exact_rows(q, held, Layout(*layout)) and not slots.shape[2] and softcap is None:
-        none = q.new_full(held.codes.shape[:3], -1.0, dtype=torch.float32)
+        none = q.new_full(shape_of_scores(held.codes, cursor), -1.0, dtype=torch.float32)
         return attend_exact_rows(q, k, v, mask, sinks, cursor, held, scale), none
     if not fits(held.codes, q, k, v, held.recent, slots):
         return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
-    logits, _ = whole_logits(q, held.codes.shape[2])
-    out, scores, v = q.new_empty(q.shape), q.new_empty(held.codes.shape[:3], dtype=torch.float32), v.contiguous()
+    shape = shape_of_scores(held.codes, cursor)
+    logits, _ = whole_logits(q, shape[2])
+    out, scores, v = q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32), v.contiguous()
     step = step_of(
         q, k, mask, sinks, cursor, held, layout, scale, softcap, slots.shape[2],
         v=v, slots=slots, slot_index=slot_index, logits=logits, scores=scores, out=out,
@@ -130,8 +135,9 @@ def score_low_bit_fused(
     held = StoredTiers(*tiers)
     if not fits(held.codes, q, k, held.recent):
         return score_low_bit(q, k, mask, sinks, cursor, tiers, layout, scale, softcap)
-    logits, base = whole_logits(q, held.codes.shape[2])
-    scores = q.new_empty((q.shape[2], *held.codes.shape[:3]), dtype=torch.float32)
+    shape = shape_of_scores(held.codes, cursor)
+    logits, base = whole_logits(q, shape[2])
+    scores = q.new_empty((q.shape[2], *shape), dtype=torch.float32)
     step = step_of(
         q, k, mask, sinks, cursor, held, layout, scale, softcap, 0, logits=logits, scores=scores
     )  # fmt: skip

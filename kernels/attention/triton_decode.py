@@ -29,9 +29,10 @@ from torch import Tensor
 from specache_compile.kernels.codes.trellis import circle_of, is_trellis
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
 from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.pages import has_table, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 from specache_compile.kernels.state.triton_center import share_of_center
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, CURSOR_ROW
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from specache_compile.kernels.state.triton_rotate import hadamard, rotated
 from specache_compile.kernels.state.triton_sinks import sinks_among
 
@@ -155,7 +156,7 @@ def attend_exact(
     return peak, total
 
 
-@triton.jit(do_not_specialize=[*MASK_STRIDES, "exact", "splits", "first"])
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "columns", "exact", "splits", "first"])
 def attend_tiers(
     # q [B, Hq, lanes, d]; turned, q rotated and contiguous, anything where it is not; k and v [B, H, lanes, d], the new
     # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [B, 4].
@@ -178,13 +179,14 @@ def attend_tiers(
     # [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_row, m_token,
     scale, softcap,
-    # H, C in tokens; E, shares of the exact tiers, and S, of the low-bit tier; of all the first one of this launch.
-    heads, capacity, exact, splits, first,
+    # H, C in tokens, columns of the cursor; E, shares of the exact tiers, and S, of the low-bit tier; of all the first
+    # one of this launch.
+    heads, capacity, columns, exact, splits, first,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr,
     stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over a share of its tiers.
 
@@ -200,7 +202,7 @@ def attend_tiers(
     """
     bh, split = tl.program_id(0).to(tl.int64), first + tl.program_id(1)
     batch, head = bh // heads, bh % heads
-    cursor += batch * CURSOR_ROW
+    cursor += batch * columns
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
     row = tl.arange(0, ROWS)
     real = row < queries * lanes
@@ -221,12 +223,12 @@ def attend_tiers(
         shares_row = shares + ((batch * heads * queries + query_head) * lanes + lane) * capacity
         peak, total = attend_low_bit(
             q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
-            bh=bh, low_bit=low_bit, split=split - exact, splits=splits,
+            bh=bh, heads=heads, table=cursor, low_bit=low_bit, split=split - exact, splits=splits,
             codes=codes, key_params=key_params, value_params=value_params, slot_index=slot_index, sink_row=sink_row,
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
             sink_tokens=sink_tokens, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED,
-            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION, CIRCLE=CIRCLE,
+            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION, CIRCLE=CIRCLE, PAGED=PAGED,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -292,7 +294,7 @@ def merge_splits(
         tl.store(lse + number // lanes * stored + keeps, tl.where(total > 0, base + tl.log(total), float("inf")))
 
 
-@triton.jit(do_not_specialize=list(MASK_STRIDES))
+@triton.jit(do_not_specialize=[*MASK_STRIDES, "columns"])
 def score_tokens(
     # logits [B, Hq, stored, C] and base [B, Hq, stored, C/16] as attend_tiers left them, lse [B, Hq, stored] float32;
     # mask [B, Hq, lanes, > n]; cursor int64 [B, 4]; sink_index [B, 1, s] int32.
@@ -301,8 +303,8 @@ def score_tokens(
     scores,
     # m_batch, m_head, m_row, m_token: strides of the mask [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     m_batch, m_head, m_row, m_token,
-    # H, C in tokens.
-    heads, capacity,
+    # H, C in tokens, columns of the cursor.
+    heads, capacity, columns,
     lanes: tl.constexpr, queries: tl.constexpr, stored: tl.constexpr, sink_tokens: tl.constexpr, MASK: tl.constexpr,
     BASE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -313,7 +315,7 @@ def score_tokens(
     exponential.
     """
     bh, keeps = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    cursor += (bh // heads) * CURSOR_ROW
+    cursor += (bh // heads) * columns
     based = tl.program_id(1).to(tl.int64) * (BLOCK // TOKENS) + tl.arange(0, BLOCK // TOKENS)[:, None]
     tokens = based * TOKENS + tl.arange(0, TOKENS)[None, :]
     candidates = tl.minimum(tl.load(cursor + AT_NEXT_LOW_BIT), tl.load(cursor + AT_LENGTH))
@@ -374,7 +376,7 @@ def decode_attention(
     # the center, of thousands, is the same in all of them.
     exact = q.dtype == torch.float32 or held.center.shape[2] > 0
     logits = torch.empty(
-        (batch, query_heads, 1 if slots.shape[2] else 0, held.codes.shape[2]),
+        (batch, query_heads, 1 if slots.shape[2] else 0, shape_of_scores(held.codes, cursor)[2]),
         dtype=torch.float32 if exact else torch.half, device=q.device,
     )  # fmt: skip
     sums = attend(
@@ -383,7 +385,7 @@ def decode_attention(
     )  # fmt: skip
     out, lse = merged(sums, q, k.shape[1], sinks, logits.shape[2], how)
     if not slots.shape[2]:
-        return out, torch.full(held.codes.shape[:3], -1.0, device=q.device)
+        return out, torch.full(shape_of_scores(held.codes, cursor), -1.0, device=q.device)
     return out, scores_of((logits, None), lse, form, cursor, held, lanes)[0]
 
 
@@ -406,7 +408,7 @@ def attend(
     codes, key_params, value_params, center, sink_pairs, sink_index, recent = tiers
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, query_heads, lanes, d = q.shape
-    heads, capacity = k.shape[1], codes.shape[2]
+    _, heads, capacity = shape_of_scores(codes, cursor)
     queries = query_heads // heads
     rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))
     top_k, window, sink_tokens = slots.shape[2] if values else 0, recent.shape[2], sink_index.shape[2]
@@ -437,7 +439,8 @@ def attend(
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2),
         k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
-        scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity, exact=exact, splits=splits,
+        scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity,
+        columns=cursor.stride(0), PAGED=has_table(cursor), exact=exact, splits=splits,
         d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
         window=window, top_k=top_k, sink_tokens=sink_tokens, lanes=lanes, queries=queries,
         stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered,
@@ -483,7 +486,8 @@ def scores_of(kept: Kept, lse: Tensor, form: MaskForm, cursor: Tensor, tiers: St
     scores = torch.empty((stored, batch, heads, capacity), dtype=torch.float32, device=logits.device)
     score_tokens[batch * heads, triton.cdiv(capacity, SCORE_BLOCK), stored](
         logits, lse if base is None else base, lse, lse if mask is None else mask, cursor, sink_index, scores,
-        **mask_strides, heads=heads, capacity=capacity, lanes=lanes, queries=query_heads // heads, stored=stored,
+        **mask_strides, heads=heads, capacity=capacity, columns=cursor.stride(0), lanes=lanes,
+        queries=query_heads // heads, stored=stored,
         sink_tokens=sink_index.shape[2], MASK=kind,
         BASE=base is not None, TOKENS=LOGIT_BLOCK, BLOCK=SCORE_BLOCK, num_warps=4,
     )  # fmt: skip

@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import lengths_of, runs_of
-from specache_compile.kernels.state.segments import of_rows
+from specache_compile.kernels.state.cursor import lengths_of
+from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.segments import of_rows, runs_of_pairs
 from specache_compile.kernels.state.stored_pairs import decoded
 
 from .triton_decode import MASK_STRIDES, mask_form
@@ -109,21 +110,22 @@ def extend_attention(
 ) -> Tensor:  # fmt: skip
     """As `attention.extend_attention`, one run of rows of one length after the other. Takes the lengths from what the
     host knows of the cursor: an extend is no part of a captured step."""
-    lengths, settings = runs_of(lengths_of(cursor)), (scale, softcap)
+    pairs = pairs_of(host, cursor)
+    lengths, settings = runs_of_pairs(lengths_of(cursor), pairs), (scale, softcap)
     if len(lengths) == 1 and lengths[0][1] >= 0:
-        return extend_rows(q, k, v, mask, sinks, lengths[0][1], host, *settings)
+        return extend_rows(q, k, v, mask, sinks, lengths[0][1], pairs, *settings)
     out = torch.zeros_like(q)  # and stays so where there is no token
     for rows, length in lengths:
         begin, (queries, keys, values) = max(0, -length), (x[rows, :, max(0, -length) :] for x in (q, k, v))
         if queries.shape[2]:
             there = mask[rows] if mask is not None and mask.shape[0] > 1 else mask
-            given = (queries, keys, values, there, sinks, max(0, length), of_rows(host, rows))
+            given = (queries, keys, values, there, sinks, max(0, length), of_rows(pairs, rows))
             out[rows, :, begin:] = extend_rows(*given, *settings)
     return out
 
 
 def extend_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, length: int, host: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, length: int, host: Tensor | Pages,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """`extend_attention` of rows with `length` cached tokens each."""

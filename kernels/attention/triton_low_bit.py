@@ -57,6 +57,7 @@ import triton.language as tl
 
 from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
 from specache_compile.kernels.codes.triton_trellis import load_expanded, load_expanded_words
+from specache_compile.kernels.state.triton_cursor import place_in_page
 
 from .triton_softmax import biased, capped, finite, grown, shown
 
@@ -249,14 +250,16 @@ def attend_low_bit(
     # Of triton_decode.attend_tiers' rows [ROWS]: where q (rotated, where keys are), the mask's row, the logits, their
     # base, what the center adds to them and the sums of each lie; which are rows at all, and which keep their logits.
     q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
-    # The KV head's number in [B, H], the tokens in the low-bit tier, and the share: number `split` of `splits`.
-    bh, low_bit, split, splits,
+    # The KV head's number in [B, H], and H; its row of the cursor; the tokens in the low-bit tier, and the share:
+    # number `split` of `splits`.
+    bh, heads, table, low_bit, split, splits,
     # As attend_tiers has them.
     codes, key_params, value_params, slot_index, sink_row, mask, m_token, scale, softcap, capacity,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, sink_tokens: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
     SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots, and the sinks, whose logits are -inf: stores
     its sums, returns peak and total.
@@ -326,6 +329,9 @@ def attend_low_bit(
     for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
         # The tile's own offset is 64 bits wide, what lies inside it 32.
         first = bh * capacity + tile * group
+        if PAGED:
+            token = tl.zeros([], tl.int64) + tile * group
+            first = place_in_page(table, bh % heads, token, heads, token >= 0)
         tile_codes = codes + first * stride
         tokens = tile * group + within
         if KEYS:
@@ -333,7 +339,7 @@ def attend_low_bit(
             if plain:
                 logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
             else:
-                params = key_params + (bh * (capacity // group) + tile) * (2 * d)
+                params = key_params + first // group * (2 * d)
                 if KEYS_AS_THEY_LIE:
                     key_scale, key_zero = load_key_params(params, d=d, planes=key_planes, halves=halves, kind=kind)
                 else:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specache_compile.kernels.state.layout import Layout
+from specache_compile.kernels.state.pages import shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import based_logits
@@ -38,7 +39,7 @@ def score_low_bit(
     held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)
-    kept = based_logits(q, held.codes.shape[2])
+    kept = based_logits(q, shape_of_scores(held.codes, cursor)[2])
     sums = attend(
         q, k, k, form, cursor, held.recent, cursor, held, kept, how, scale, softcap,
         group=group_of(held.codes, held.key_params, how), values=False,

@@ -29,7 +29,8 @@ FLAGS = (
 DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
-# cursor: [B, 4].
+# cursor: [B, 4 + pages]; pages: of a row's table, 0 where the low-bit tier lies in one piece.
+# places: tokens that the low-bit tier has places for, of all heads.
 # shares: `center.share_of_center` of the fullest row's low-bit tier.
 # scores: of all lanes, or the last one's.
 # row_width: elements of a token's codes.
@@ -45,7 +46,7 @@ POINTERS = {
 RESULTS = {"logits": "float", "scores": "float", "out": "T"}
 SIZES = (
     "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
-    "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "circle", "rotation",
+    "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "circle", "rotation", "pages", "places",
 )  # fmt: skip
 STRIDES = 5
 
@@ -112,10 +113,10 @@ def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
     pointer, number = c_void_p, c_int64
     return compiled(("movement/cpp_tiers.cpp",), {
         "select_topk": [pointer, *[number] * 4, pointer],
-        "refill": [*[pointer] * 4, *[number] * 5, pointer],
-        "correct": [*[pointer] * 5, *[number] * 7, pointer, pointer],
-        "write_pairs": [*[pointer] * 4, *[number] * 6],
-        "round_pairs": [*[pointer] * 4, *[number] * 6],
+        "refill": [*[pointer] * 5, *[number] * 7, pointer],
+        "correct": [*[pointer] * 5, *[number] * 8, pointer, pointer],
+        "write_pairs": [*[pointer] * 4, *[number] * 8],
+        "round_pairs": [*[pointer] * 4, *[number] * 7],
     }, dtype)  # fmt: skip
 
 

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from specache_compile.kernels.attention import measure as hit_rate
 from specache_compile.kernels.memory.host_memory import makes_fakes
-from specache_compile.kernels.state.cursor import lengths_of, runs_of
-from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, span_of, tokens_of
+from specache_compile.kernels.state.cursor import lengths_of
+from specache_compile.kernels.state.pages import Pages, pairs_of
+from specache_compile.kernels.state.segments import aligned, of_rows, put, runs, runs_of_pairs, span_of, tokens_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED, stored
 
 from . import deferred
@@ -99,12 +100,12 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
     if deferred.is_made_first(slots):
         return
     if not host.is_pinned():  # the GPU cannot read it: the host copies, and everything waits
-        tiers.refill(wanted, host, slots, slot_index, fetched)
+        tiers.refill(wanted, pairs_of(host, cursor), slots, slot_index, fetched)
         return
     copy = stream_of(slots.device)
     copy.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(copy):
-        gather(wanted, host, slots, slot_index, fetched)
+        gather(wanted, host, slots, slot_index, fetched, cursor=cursor)
     if not torch.cuda.is_current_stream_capturing():
         _fetches[slots.data_ptr()] = copy.record_event()
 
@@ -131,12 +132,13 @@ def correct(
     select_topk(scores[0], chosen, cursor)
     if not host.is_pinned():
         join(slots.device)
-        tiers.refill(chosen, host, slots, slot_index, corrected)
+        tiers.refill(chosen, pairs_of(host, cursor), slots, slot_index, corrected)
         return chosen
     corrections = correction_stream_of(slots.device)
     corrections.wait_stream(torch.cuda.current_stream(slots.device))
     with torch.cuda.stream(corrections):
-        gather(chosen, host, slots, slot_index, corrected, programs=slot_index.shape[0] * slot_index.shape[1])
+        programs = slot_index.shape[0] * slot_index.shape[1]
+        gather(chosen, host, slots, slot_index, corrected, programs=programs, cursor=cursor)
     _corrections[slots.data_ptr()] = corrections.record_event()
     return chosen
 
@@ -174,7 +176,7 @@ class Staging:
         self.copied: list[torch.cuda.Event | None] = [None, None]
         self.next = 0
 
-    def send(self, k: Tensor, v: Tensor, start: int, host: Tensor) -> None:
+    def send(self, k: Tensor, v: Tensor, start: int, host: Tensor | Pages) -> None:
         """Copy the new pairs k, v [B, H, T, d] to the host tier's tokens from `start` on, staged as they will lie in
         its segments."""
         main, copy = torch.cuda.current_stream(self.device), stream_of(self.device)
@@ -182,7 +184,7 @@ class Staging:
         copied = self.copied[number]
         if copied is not None:
             main.wait_event(copied)
-        size = 2 * k[..., 0].numel() * host.shape[-1] * host.itemsize
+        size = 2 * k[..., 0].numel() * host.shape[-1] * host.dtype.itemsize
         staged = stage(k, v, start, host, self.buffer(number, size).view(host.dtype))
         copy.wait_stream(main)
         with torch.cuda.stream(copy):
@@ -197,7 +199,7 @@ class Staging:
         return self.buffers[number][:size]
 
 
-def stage(k: Tensor, v: Tensor, start: int, host: Tensor, buffer: Tensor) -> list[Tensor]:
+def stage(k: Tensor, v: Tensor, start: int, host: Tensor | Pages, buffer: Tensor) -> list[Tensor]:
     """Put the new pairs k, v [B, H, T, d] into `buffer`, as the host tier stores them; returns the pieces
     [B, H, n, 2, d or w].
 
@@ -238,15 +240,16 @@ def offload(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, host: 
     if pinned and k.shape[2] <= WRITE_THROUGH:
         write_through(k, v, cursor, host)
         return
-    for rows, length in runs_of(lengths_of(cursor)):
+    every = pairs_of(host, cursor)
+    for rows, length in runs_of_pairs(lengths_of(cursor), every):
         start, (keys, values) = max(0, length), (x[rows, :, max(0, -length) :] for x in (k, v))
         if pinned:
-            staging_of(k.device).send(keys, values, start, of_rows(host, rows))
+            staging_of(k.device).send(keys, values, start, of_rows(every, rows))
         else:
-            put(of_rows(host, rows), start, stored(torch.stack([keys, values], dim=3).to(host.device), host))
+            put(of_rows(every, rows), start, stored(torch.stack([keys, values], dim=3).to(host.device), host))
 
 
-def host_blocks(host: Tensor, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def host_blocks(host: Tensor | Pages, length: int, size: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """The host tier's first `length` pairs [B, H, ≤ size, 2, d] on `device`, with each block's first token.
 
     From pinned memory the next block travels while the caller attends to this one.

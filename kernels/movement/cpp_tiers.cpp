@@ -49,13 +49,20 @@ void choose(const float* scores, int64_t n, int64_t k, int32_t* wanted) {
   std::fill(wanted + chosen + left, wanted + k, -1);
 }
 
+// The columns of a cursor before a row's table, and the tokens of a page: `pages.py`.
+constexpr int64_t kTable = 4, kPage = 256;
+
 // A tier in runs of `span` contiguous tokens of each of `heads`: `segments.py`. pair: its bytes; channels: d where it is
-// rounded, else 0.
+// rounded, else 0. Where a cursor [rows, columns] has a table, the tier is in pages, and row_heads those of a row.
 struct Tier {
   char* pairs;
   int64_t heads, span, pair, channels = 0;
+  const int64_t* cursor = nullptr;
+  int64_t columns = kTable, row_heads = 1;
   char* at(int64_t head, int64_t token) const {
-    return pairs + ((token / span * heads + head) * span + token % span) * pair;
+    if (columns == kTable) return pairs + ((token / span * heads + head) * span + token % span) * pair;
+    const int64_t page = cursor[head / row_heads * columns + kTable + token / kPage];
+    return pairs + ((page * row_heads + head % row_heads) * kPage + token % kPage) * pair;
   }
 };
 
@@ -140,31 +147,35 @@ extern "C" void select_topk(const float* scores, int64_t heads, int64_t stride, 
   for (int64_t head = 0; head < heads; ++head) choose(scores + head * stride, n, k, wanted + head * k);
 }
 
-// wanted and slot_index [heads, k], slots [heads, k] of pairs, host a tier of pairs; fetched: bytes, added to.
-extern "C" void refill(const int32_t* wanted, char* host, char* slots, int32_t* slot_index, int64_t heads, int64_t span,
-                       int64_t k, int64_t pair, int64_t channels, int64_t* fetched) {
-  *fetched += refill_heads(wanted, {host, heads, span, pair, channels}, 0, heads, slots, slot_index, k);
+// wanted and slot_index [rows * heads, k], slots [rows * heads, k] of pairs, cursor [rows, columns], host a tier of
+// pairs; fetched: bytes, added to.
+extern "C" void refill(const int32_t* wanted, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
+                       int64_t columns, int64_t rows, int64_t heads, int64_t span, int64_t k, int64_t pair,
+                       int64_t channels, int64_t* fetched) {
+  const Tier tier = {host, rows * heads, span, pair, channels, cursor, columns, heads};
+  *fetched += refill_heads(wanted, tier, 0, tier.heads, slots, slot_index, k);
 }
 
-// Lane 0's own choice in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, 4] → chosen
-// [rows * heads, k], what the slots hold then.
+// Lane 0's own choice in each batch row's low-bit tier: scores [lanes, rows * heads, stride], cursor [rows, columns] →
+// chosen [rows * heads, k], what the slots hold then.
 extern "C" void correct(const float* scores, const int64_t* cursor, char* host, char* slots, int32_t* slot_index,
-                        int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t k, int64_t pair,
-                        int64_t channels, int32_t* chosen, int64_t* corrected) {
+                        int64_t columns, int64_t rows, int64_t heads, int64_t stride, int64_t span, int64_t k,
+                        int64_t pair, int64_t channels, int32_t* chosen, int64_t* corrected) {
   for (int64_t row = 0; row < rows; ++row)
-    select_topk(scores + row * heads * stride, heads, stride, cursor[row * 4 + 1], k, chosen + row * heads * k);
-  heads *= rows;
-  *corrected += refill_heads(chosen, {host, heads, span, pair, channels}, 0, heads, slots, slot_index, k);
+    select_topk(scores + row * heads * stride, heads, stride, cursor[row * columns + 1], k, chosen + row * heads * k);
+  refill(chosen, cursor, host, slots, slot_index, columns, rows, heads, span, k, pair, channels, corrected);
 }
 
 // The pairs of `count` new tokens, keys and values [rows * heads, count] of `half` bytes each, become the pairs from its
-// row's length on, cursor [rows, 4], of target, a tier of `places` tokens a head; token t lies at t mod places.
-extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t rows,
-                            int64_t heads, int64_t count, int64_t places, int64_t span, int64_t half) {
-  const Tier tier = {target, rows * heads, span, 2 * half};
+// row's length on, cursor [rows, columns], of target, a tier of `places` tokens a head; token t lies at t mod places.
+// paged: the target is in pages where the cursor has a table.
+extern "C" void write_pairs(const char* keys, const char* values, const int64_t* cursor, char* target, int64_t columns,
+                            int64_t rows, int64_t heads, int64_t count, int64_t places, int64_t span, int64_t half,
+                            int64_t paged) {
+  const Tier tier = {target, rows * heads, span, 2 * half, 0, cursor, paged ? columns : kTable, heads};
   for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
-      const int64_t token = cursor[head / heads * 4] + t;
+      const int64_t token = cursor[head / heads * columns] + t;
       if (token < 0) continue;  // no token (`cursor.py`)
       char* pair = tier.at(head, token % places);
       std::memcpy(pair, keys + (head * count + t) * half, half);
@@ -173,12 +184,13 @@ extern "C" void write_pairs(const char* keys, const char* values, const int64_t*
 }
 
 // The same into a host tier that is rounded: keys and values [rows * heads, count] of d channels.
-extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, const int64_t* cursor, char* target, int64_t rows,
-                            int64_t heads, int64_t count, int64_t span, int64_t d, int64_t width) {
-  const Tier tier = {target, rows * heads, span, 2 * width, d};
+extern "C" void round_pairs(const DTYPE* keys, const DTYPE* values, const int64_t* cursor, char* target,
+                            int64_t columns, int64_t rows, int64_t heads, int64_t count, int64_t span, int64_t d,
+                            int64_t width) {
+  const Tier tier = {target, rows * heads, span, 2 * width, d, cursor, columns, heads};
   for (int64_t head = 0; head < tier.heads; ++head)
     for (int64_t t = 0; t < count; ++t) {
-      const int64_t token = cursor[head / heads * 4] + t;
+      const int64_t token = cursor[head / heads * columns] + t;
       if (token < 0) continue;
       char* pair = tier.at(head, token);
       round_to(keys + (head * count + t) * d, d, width, pair);

@@ -7,6 +7,7 @@ begun with it, and a worker would take the core that the copy is to hide behind:
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.cpp.library import address, tiers_library, trellis_library
 from specache_compile.kernels.state.by_rows import rows_of
+from specache_compile.kernels.state.cursor import LOW_BIT, QUEUE
+from specache_compile.kernels.state.pages import has_table
 from specache_compile.kernels.state.segments import places_of, span_of
 from specache_compile.kernels.state.stored_pairs import ROUNDED
 
@@ -67,9 +70,10 @@ def prefetch_fused(
     wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor
 ) -> None:
     """`tiers.prefetch`, in C++ and at once; the same arguments and results."""
-    heads, k = wanted.shape[0] * wanted.shape[1], wanted.shape[-1]
-    sizes = (heads, span_of(host), k, pair_bytes(host), channels_of(slots, host))
-    places, library = [address(tensor) for tensor in (wanted, host, slots, slot_index)], library_for(slots, host)
+    stored = (pair_bytes(host), channels_of(slots, host))
+    sizes = (cursor.shape[1], *wanted.shape[:2], span_of(host), wanted.shape[-1], *stored)
+    places = [address(tensor) for tensor in (wanted, cursor, host, slots, slot_index)]
+    library = library_for(slots, host)
 
     def job() -> None:
         library.refill(*places, *sizes, address(fetched))
@@ -90,7 +94,7 @@ def correct_fused(
     chosen = torch.empty_like(slot_index)
     scores, library = scores.contiguous(), library_for(slots, host)
     stored = (pair_bytes(host), channels_of(slots, host))
-    sizes = (*slots.shape[:2], scores.shape[-1], span_of(host), slots.shape[2], *stored)
+    sizes = (cursor.shape[1], *slots.shape[:2], scores.shape[-1], span_of(host), slots.shape[2], *stored)
     places = [address(tensor) for tensor in (scores, cursor, host, slots, slot_index)]
 
     def job() -> None:
@@ -110,8 +114,7 @@ def offload_fused(k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, 
     if k.shape[2] > WRITE_THROUGH or k.dtype != v.dtype or host.dtype not in (k.dtype, ROUNDED):
         tiers.offload(k, v, padding, cursor, host)
         return
-    write = round_pairs if host.dtype == ROUNDED else write_pairs
-    job = write(k, v, cursor, host)
+    job = round_pairs(k, v, cursor, host) if host.dtype == ROUNDED else write_pairs(k, v, cursor, host, paged=True)
     queue = queue_of(cursor)
     if queue is None:
         job()
@@ -123,7 +126,7 @@ def append_fused(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, *low_bit_tier: Any,
 ) -> None:  # fmt: skip
     """`tiers.append`; in C++ for rows where nothing leaves the window. The same arguments and results."""
-    leaves = [next_low_bit > low_bit for _, low_bit, next_low_bit, _ in cursor.tolist()]
+    leaves = [next_low_bit > low_bit for low_bit, next_low_bit in cursor[:, LOW_BIT:QUEUE].tolist()]
     one_token = k.shape[2] == 1  # which has a place in the ring beside all that leaves
     if all(leaves) or (any(leaves) and not one_token) or not k.dtype == v.dtype == recent.dtype:
         tiers.append(k, v, padding, cursor, recent, *low_bit_tier)
@@ -131,16 +134,17 @@ def append_fused(
     for number in (number for number, leaving in enumerate(leaves) if leaving):
         row = slice(number, number + 1)
         given = zip(APPENDED, (k, v, padding, cursor, recent, *low_bit_tier), strict=False)
-        tiers.append(*(rows_of(name, value, row) for name, value in given))
+        tiers.append(*(rows_of(name, value, row, has_table(cursor)) for name, value in given))
     write_pairs(k, v, cursor, recent)()
 
 
-def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor) -> Callable[[], None]:
+def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor, paged: bool = False) -> Callable[[], None]:
     """A job that puts k, v [B, H, T, d] into target (`segments.py`) as the tokens from each row's length on: token t at
-    t mod the target's places."""
+    t mod the target's places. paged: the target is in pages where the cursor has a table."""
     k, v = k.contiguous(), v.contiguous()
-    rows, heads, count, half = *k.shape[:3], k.shape[3] * k.element_size()
-    sizes, library = (rows, heads, count, places_of(target), span_of(target), half), tiers_library()
+    half, paged = k.shape[3] * k.element_size(), paged and has_table(cursor)
+    places = sys.maxsize if paged else places_of(target)
+    sizes, library = (cursor.shape[1], *k.shape[:3], places, span_of(target), half, paged), tiers_library()
 
     def job() -> None:
         library.write_pairs(address(k), address(v), address(cursor), address(target), *sizes)
@@ -151,7 +155,8 @@ def write_pairs(k: Tensor, v: Tensor, cursor: Tensor, target: Tensor) -> Callabl
 def round_pairs(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> Callable[[], None]:
     """A job that does so with a host tier that is rounded."""
     k, v = k.contiguous(), v.contiguous()
-    sizes, library = (*k.shape[:3], span_of(host), k.shape[3], host.shape[-1]), library_for(k, host)
+    sizes = (cursor.shape[1], *k.shape[:3], span_of(host), k.shape[3], host.shape[-1])
+    library = library_for(k, host)
 
     def job() -> None:
         library.round_pairs(address(k), address(v), address(cursor), address(host), *sizes)

@@ -14,6 +14,7 @@ from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.center import centers, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
+from specache_compile.kernels.state.pages import Pages, pairs_of
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
 from specache_compile.kernels.state.stored_pairs import decoded, keys_and_values, stored
@@ -148,8 +149,10 @@ def prefetch(wanted: Tensor, cursor: Tensor, host: Tensor, slots: Tensor, slot_i
     int64 [1], which counts the bytes that travelled.
     """
 
+    pairs = pairs_of(host, cursor)
+
     def job() -> None:
-        refill(wanted, host, slots, slot_index, fetched)
+        refill(wanted, pairs, slots, slot_index, fetched)
 
     queue = queue_of(cursor)
     if queue is None:
@@ -184,7 +187,7 @@ def correct(
     return chosen
 
 
-def refill(wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
+def refill(wanted: Tensor, host: Tensor | Pages, slots: Tensor, slot_index: Tensor, fetched: Tensor) -> None:
     """The copy behind `prefetch` and `correct`: pairs that stay keep their place."""
     same = wanted.unsqueeze(-1) == slot_index.unsqueeze(-2)  # [B, H, wanted, slot]
     stays = same.any(-2) & (slot_index >= 0)

@@ -24,8 +24,9 @@ from specache_compile.kernels.codes.triton_levels import (
 )
 from specache_compile.kernels.codes.triton_trellis import encode_values
 from specache_compile.kernels.state.layout import Layout, rotation_block
+from specache_compile.kernels.state.pages import has_table
 from specache_compile.kernels.state.triton_center import load_group_center, set_center
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, CURSOR_ROW
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import load_pairs
 from specache_compile.kernels.state.triton_rotate import hadamard
 from specache_compile.kernels.state.triton_sinks import keep_sinks, sinks_among
@@ -38,15 +39,15 @@ COPY_BLOCK, ROTATED_BLOCK = 32, 16
 SCRATCH = 32 << 20
 
 
-@triton.jit(do_not_specialize=["heads", "done"])
+@triton.jit(do_not_specialize=["heads", "columns", "done"])
 def rotate_groups(
     # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
     # are not centered; sink_index [B, 1, S] int32; written: turned [B, H, room, 2, d], a ring, and
     # sink_pairs [B, H, S, 2, d].
     k, v, cursor, recent, center, sink_index, turned, sink_pairs,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H, and the tokens that leave the window before these.
-    heads, done,
+    # H, columns of the cursor, and the tokens that leave the window before these.
+    heads, columns, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, room: tl.constexpr, block: tl.constexpr,
     sink_tokens: tl.constexpr, TURNED: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +58,7 @@ def rotate_groups(
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
     """
     bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * CURSOR_ROW
+    cursor += (bh // heads) * columns
     length = tl.load(cursor + AT_LENGTH)
     start = tl.load(cursor + AT_LOW_BIT) + done + tl.program_id(1) * BLOCK
     if start >= tl.load(cursor + AT_NEXT_LOW_BIT):
@@ -89,7 +90,7 @@ def rotate_groups(
     tl.store(place + d, value.to(turned.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["heads", "done"])
+@triton.jit(do_not_specialize=["heads", "columns", "done"])
 def quantize_groups(
     # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, 4]; recent [B, H, W, 2, d], or what
     # `rotate_groups` made of all three; sink_index [B, 1, S] int32.
@@ -99,22 +100,23 @@ def quantize_groups(
     codes, key_params, value_params, sink_pairs,
     # p_batch: from one row of the padding to the next.
     k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
-    # The largest number of the model's dtype; H, C in tokens, and the tokens that leave the window before these.
-    limit, heads, capacity, done,
+    # The largest number of the model's dtype; H, C in tokens, columns of the cursor, and the tokens that leave the
+    # window before these.
+    limit, heads, capacity, columns, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
     value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr, PADDED: tl.constexpr,
     APART: tl.constexpr, CIRCLE: tl.constexpr, KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
 
     zero_point: a quantiser's name. sink_tokens: S. PADDED: whether `padding` is one. APART: `recent` is what
-    `rotate_groups` made. CIRCLE: numbers that the values' trellis code goes round in; 0: in another. KEY_PLANE,
-    VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv, padded. Bytes: 4·g·d read (the values
-    again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
+    `rotate_groups` made. PAGED: the low-bit tier is in pages. CIRCLE: numbers that the values' trellis code goes round
+    in; 0: in another. KEY_PLANE, VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv, padded.
+    Bytes: 4·g·d read (the values again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
     """
     bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * CURSOR_ROW
+    cursor += (bh // heads) * columns
     length, low_bit = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_LOW_BIT)
     start = low_bit + done + tl.program_id(1) * group
     if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
@@ -124,7 +126,11 @@ def quantize_groups(
     v_base = (bh // heads) * v_batch + (bh % heads) * v_head
     key_width: tl.constexpr = d * key_bits // 8
     value_width: tl.constexpr = d * value_bits // 8
-    row = (bh * capacity + tokens) * (key_width + value_width)
+    first = bh * capacity + start
+    if PAGED:
+        first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
+    places = first + tl.arange(0, group)
+    row = places * (key_width + value_width)
 
     present = tokens >= 0
     if PADDED:
@@ -136,7 +142,7 @@ def quantize_groups(
     byte = tl.arange(0, KEY_PLANE)
     inside = byte < key_width
     packed = tl.zeros([group, KEY_PLANE], tl.int32)
-    params = key_params + (bh * (capacity // group) + start // group) * 2 * d
+    params = key_params + first // group * 2 * d
     for plane in tl.static_range(8 // key_bits):
         channel = plane * key_width + byte
         x = load_pairs(
@@ -167,14 +173,14 @@ def quantize_groups(
                 x, tokens[:, None], channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d
             )
         encode_values(
-            v, recent, tokens, codes + row + key_width, value_params + bh * capacity + tokens, limit,
+            v, recent, tokens, codes + row + key_width, value_params + places, limit,
             bh=bh, head_base=v_base, stride=v_token, length=length, window=window, d=d, circle=CIRCLE, APART=APART,
         )  # fmt: skip
         return
 
     # Values: per token over groups of channels, which need not fall together with planes: scales first, then codes.
     value_groups: tl.constexpr = d // value_group
-    scales = value_params + (bh * capacity + tokens) * 2 * value_groups
+    scales = value_params + places * 2 * value_groups
     within = tl.arange(0, VALUE_GROUP)
     real = within[None, :] < value_group
     for part in tl.static_range(value_groups):
@@ -209,21 +215,21 @@ def quantize_groups(
     tl.store(codes + row[:, None] + key_width + byte[None, :], packed.to(tl.uint8), inside[None, :])
 
 
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit(do_not_specialize=["heads", "columns"])
 def copy_groups(
     # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; written: codes [B, H, C, 2·d] of recent's dtype.
     k, v, cursor, recent, codes,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H, C in tokens.
-    heads, capacity,
-    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr,
+    # H, C in tokens, columns of the cursor.
+    heads, capacity, columns,
+    d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """As `quantize_groups` for a low-bit tier of 16 bits: the group as it is.
 
     CHANNELS: d, padded. Bytes: 4·g·d read, 4·g·d written. No FLOPs.
     """
     bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * CURSOR_ROW
+    cursor += (bh // heads) * columns
     length = tl.load(cursor + AT_LENGTH)
     start = tl.load(cursor + AT_LOW_BIT) + tl.program_id(1) * group
     if start + group > tl.load(cursor + AT_NEXT_LOW_BIT):
@@ -232,7 +238,10 @@ def copy_groups(
     inside = channel < d
     k_base = (bh // heads) * k_batch + (bh % heads) * k_head
     v_base = (bh // heads) * v_batch + (bh % heads) * v_head
-    row = codes + (bh * capacity + tokens) * 2 * d + channel
+    first = bh * capacity + start
+    if PAGED:
+        first = place_in_page(cursor, bh % heads, start, heads, start >= 0)
+    row = codes + (first + tl.arange(0, group)[:, None]) * 2 * d + channel
     key = load_pairs(
         k, recent, tokens, channel, inside,
         bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
@@ -245,13 +254,13 @@ def copy_groups(
     tl.store(row + d, value.to(codes.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["heads", "count"])
+@triton.jit(do_not_specialize=["heads", "columns", "count"])
 def write_recent(
     # k and v [B, H, T, d]; cursor [B, 4]; written: recent [B, H, W, 2, d].
     k, v, cursor, recent,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # H, T new tokens.
-    heads, count,
+    # H, columns of the cursor, T new tokens.
+    heads, columns, count,
     d: tl.constexpr, window: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK of the new tokens that stay in the window, to their places in the ring (token t at t mod W).
@@ -259,7 +268,7 @@ def write_recent(
     CHANNELS: d, padded. Bytes: 4·d a token read, 4·d written. No FLOPs.
     """
     bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * CURSOR_ROW
+    cursor += (bh // heads) * columns
     length = tl.load(cursor + AT_LENGTH)
     first = tl.maximum(length, tl.load(cursor + AT_NEXT_LOW_BIT))
     tokens = (first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -281,6 +290,7 @@ def append(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     batch, heads, count, d = k.shape
     capacity, window = codes.shape[2], recent.shape[2]
+    columns, paged = cursor.stride(0), has_table(cursor)
     layout = Layout(key_bits, value_bits, rotate)
     if zero_point not in ("midpoint", "minimum", "middles"):
         raise NotImplementedError(f"quantiser {zero_point!r} has no CUDA kernel: `scale_and_zero` here knows three")
@@ -293,7 +303,7 @@ def append(
         # Nothing is quantised, so any step that divides every group size will do.
         copy_groups[batch * heads, triton.cdiv(count + window, COPY_BLOCK)](
             k, v, cursor, recent, codes, **strides, heads=heads, capacity=capacity,
-            d=d, window=window, group=COPY_BLOCK, CHANNELS=channels,
+            columns=columns, d=d, window=window, group=COPY_BLOCK, CHANNELS=channels, PAGED=paged,
         )  # fmt: skip
     else:
         group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
@@ -314,23 +324,23 @@ def append(
                 block = rotation_block(d)
                 rotate_groups[batch * heads, step * group // ROTATED_BLOCK, d // block](
                     k, v, cursor, recent, center, sink_index, pairs, sink_pairs, **strides, heads=heads,
-                    done=first * group, d=d, window=window, group=group, room=step * group, block=block,
-                    sink_tokens=sink_index.shape[2], TURNED=layout.is_rotated, CENTERED=centered, BLOCK=ROTATED_BLOCK,
-                    num_warps=4,
+                    columns=columns, done=first * group, d=d, window=window, group=group, room=step * group,
+                    block=block, sink_tokens=sink_index.shape[2], TURNED=layout.is_rotated, CENTERED=centered,
+                    BLOCK=ROTATED_BLOCK, num_warps=4,
                 )  # fmt: skip
             quantize_groups[batch * heads, step](
                 k, v, there, cursor, pairs, sink_index, codes, key_params, value_params, sink_pairs,
                 **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
-                done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
+                columns=columns, done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
                 key_bits=key_bits, value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
-                PADDED=padding is not None, APART=apart, CIRCLE=circle,
+                PADDED=padding is not None, APART=apart, CIRCLE=circle, PAGED=paged,
                 KEY_PLANE=triton.next_power_of_2(key_width),
                 VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
                 num_warps=8 if group * d >= 128 * 128 else 4,
             )  # fmt: skip
     blocks = triton.cdiv(min(count, window), RING_BLOCK)
     write_recent[batch * heads, blocks](
-        k, v, cursor, recent, **strides, heads=heads, count=count,
+        k, v, cursor, recent, **strides, heads=heads, columns=columns, count=count,
         d=d, window=window, BLOCK=RING_BLOCK, CHANNELS=channels,
     )  # fmt: skip
 

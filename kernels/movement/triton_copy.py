@@ -15,8 +15,9 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.triton_levels import ROUND
 from specache_compile.kernels.state import stored_pairs
+from specache_compile.kernels.state.pages import has_table
 from specache_compile.kernels.state.segments import span_of
-from specache_compile.kernels.state.triton_cursor import AT_LENGTH, CURSOR_ROW
+from specache_compile.kernels.state.triton_cursor import AT_LENGTH, place_in_page
 
 LARGEST = tl.constexpr(stored_pairs.LARGEST)
 # Slots that are compared with all wanted tokens at once.
@@ -28,16 +29,18 @@ PROGRAMS = 16
 GATHER = 16384
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "columns"])
 def fetch_missing(
-    # wanted [B, H, k] int32 (-1: none); host: a tier (`segments.py`), pinned. All contiguous.
-    wanted, host,
+    # wanted [B, H, k] int32 (-1: none); cursor int64 [B, columns], where PAGED; host: a tier (`segments.py`,
+    # `pages.py`), pinned. All contiguous.
+    wanted, cursor, host,
     # Read and written: slots [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty), traffic int64 [1] in bytes.
     slots, slot_index, traffic,
-    # KV heads of all rows, B·H; tokens of a head that are contiguous; k; and the bytes of a pair.
-    count, span, top_k, row_bytes,
+    # KV heads of all rows, B·H, and H; columns of the cursor; tokens of a head that are contiguous; k; and the bytes of
+    # a pair.
+    count, heads, columns, span, top_k, row_bytes,
     d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: every so many-th KV head. Pairs that stay keep their slots; the i-th missing one goes to the i-th
     free slot.
@@ -75,6 +78,8 @@ def fetch_missing(
         tl.debug_barrier()  # slots that stay empty say so, before those that are filled say what they hold
         tl.store(slot_index + bh * top_k + place, want, missing)
         run = ((want // span).to(tl.int64) * count + bh) * span + want % span
+        if PAGED:
+            run = place_in_page(cursor + bh // heads * columns, bh % heads, want, heads, missing)
         source = host + run * (2 * width)
         target = slots + (bh * top_k + place) * pair
         for start in range(0, pair, COLUMNS):
@@ -106,15 +111,17 @@ def rounded(x):
     return codes.to(tl.int8), scale
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "columns"])
 def write_host(
-    # k and v [B, H, T, d]; cursor int64 [B, 4]; written: host, a tier (`segments.py`), pinned, contiguous.
+    # k and v [B, H, T, d]; cursor int64 [B, columns]; written: host, a tier (`segments.py`, `pages.py`), pinned,
+    # contiguous.
     k, v, cursor, host,
     # k_batch, k_head, k_token: strides of k [B, H, T, d], in elements, the channels side by side; v_*: of v, the same.
     k_batch, k_head, k_token, v_batch, v_head, v_token,
-    # B, H, T new tokens; tokens of a head that are contiguous.
-    rows, heads, count, span,
+    # B, H, T new tokens; columns of the cursor; tokens of a head that are contiguous.
+    rows, heads, count, columns, span,
     d: tl.constexpr, width: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK new pairs of one head, to their tokens' places.
 
@@ -125,12 +132,14 @@ def write_host(
     new = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, CHANNELS)
     batch, head = bh // heads, bh % heads
-    token = tl.load(cursor + batch * CURSOR_ROW + AT_LENGTH) + new
+    token = tl.load(cursor + batch * columns + AT_LENGTH) + new
     real = (new < count) & (token >= 0)
     inside = real[:, None] & (channel < d)[None, :]
     key = tl.load(k + batch * k_batch + head * k_head + new[:, None] * k_token + channel[None, :], inside, 0.0)
     value = tl.load(v + batch * v_batch + head * v_head + new[:, None] * v_token + channel[None, :], inside, 0.0)
     run = ((token // span) * rows * heads + bh) * span + token % span
+    if PAGED:
+        run = place_in_page(cursor + batch * columns, head, token, heads, real)
     place = host + run[:, None] * (2 * width) + channel[None, :]
     if ROUNDED:
         row = host + run * (2 * width)
@@ -144,9 +153,11 @@ def write_host(
 
 
 def gather(
-    wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS
-) -> None:
-    """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read. At most so many `programs`."""
+    wanted: Tensor, host: Tensor, slots: Tensor, slot_index: Tensor, traffic: Tensor, programs: int = PROGRAMS,
+    cursor: Tensor | None = None,
+) -> None:  # fmt: skip
+    """As `tiers.refill`, on the current stream; `host` in memory that the GPU can read, in pages where the cursor has a
+    table. At most so many `programs`."""
     batch, heads, top_k = wanted.shape
     if top_k == 0:
         return
@@ -155,10 +166,12 @@ def gather(
     rows = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(pair), max(16, GATHER // rows))
     fetch_missing[(min(batch * heads, programs),)](
-        wanted, host, slots, slot_index, traffic,
-        count=batch * heads, span=span_of(host), top_k=top_k, row_bytes=2 * width * host.element_size(),
+        wanted, wanted if cursor is None else cursor, host, slots, slot_index, traffic,
+        count=batch * heads, heads=heads, columns=0 if cursor is None else cursor.stride(0),
+        span=span_of(host), top_k=top_k, row_bytes=2 * width * host.element_size(),
         d=d, width=width, ROUNDED=host.dtype == stored_pairs.ROUNDED,
-        WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns, num_warps=8,
+        WANTED=rows, CHUNK=min(CHUNK, rows), COLUMNS=columns,
+        PAGED=cursor is not None and has_table(cursor), num_warps=8,
     )  # fmt: skip
 
 
@@ -171,7 +184,7 @@ def write_through(k: Tensor, v: Tensor, cursor: Tensor, host: Tensor) -> None:
         k, v, cursor, host,
         k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_token=v.stride(2),
-        rows=batch, heads=heads, count=count, span=span_of(host),
+        rows=batch, heads=heads, count=count, columns=cursor.stride(0), span=span_of(host),
         d=d, width=host.shape[-1], ROUNDED=host.dtype == stored_pairs.ROUNDED, BLOCK=block,
-        CHANNELS=triton.next_power_of_2(d), num_warps=1 if count == 1 else 4,
+        CHANNELS=triton.next_power_of_2(d), PAGED=has_table(cursor), num_warps=1 if count == 1 else 4,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT, CURSOR_ROW
+from specache_compile.kernels.state.triton_cursor import AT_LOW_BIT
 
 # Elements per program: 4,096 keys are 32 registers of each of 128 threads.
 TILE = 4096
@@ -24,15 +24,15 @@ EMPTY = tl.constexpr(128)
 OCTAVES = tl.constexpr(16 << 23)
 
 
-@triton.jit(do_not_specialize=["tiles", "heads"])
+@triton.jit(do_not_specialize=["tiles", "heads", "columns"])
 def keep_best(
     # This round's list: scores [B·H, length] float32, and their tokens [B·H, length] int32, not read where FIRST: those
     # of the first list are its places. cursor int64 [B, 4], where LOW_BIT_ALONE.
     scores, tokens, cursor,
     # Written, the next round's: [B·H, tiles·wanted] float32, not where LAST, and int32.
     kept_scores, kept_tokens,
-    # Elements of a list, of them to keep a tile, tiles, and H.
-    length, wanted, tiles, heads,
+    # Elements of a list, of them to keep a tile, tiles, H, and columns of the cursor.
+    length, wanted, tiles, heads, columns,
     FIRST: tl.constexpr, LAST: tl.constexpr, LOW_BIT_ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one head's list: its best `wanted` by score, in the list's order; the rest of the places get -1.
@@ -46,7 +46,7 @@ def keep_best(
     at = tile * BLOCK + within
     score = tl.load(scores + row * length + at, at < length, -1.0)
     if LOW_BIT_ALONE:
-        score = tl.where(at < tl.load(cursor + row // heads * CURSOR_ROW + AT_LOW_BIT), score, -1.0)
+        score = tl.where(at < tl.load(cursor + row // heads * columns + AT_LOW_BIT), score, -1.0)
     # Floats that are not negative are in the order of their bits; -1 stands below them all.
     key = tl.where(score >= 0.0, score.to(tl.int32, bitcast=True), -1)
     # `low` is a key that enough reach, or all that are candidates; `high` one that too few do.
@@ -100,6 +100,7 @@ def select_topk(scores: Tensor, wanted: Tensor, cursor: Tensor | None = None) ->
         keep_best[rows, tiles](
             scores, tokens, tokens if cursor is None else cursor, kept_scores, kept_tokens,
             length=length, wanted=count, tiles=tiles, heads=scores.shape[1],
+            columns=0 if cursor is None else cursor.stride(0),
             FIRST=first, LAST=last, LOW_BIT_ALONE=first and cursor is not None, BLOCK=block,
             num_warps=max(1, min(8, block // 512)),
         )  # fmt: skip

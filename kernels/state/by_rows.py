@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .cursor import runs_of
+from .cursor import CURSOR_SIZE, runs_of
+from .pages import LOW_BIT_TIER, TIERS, WHOLE, has_table, pairs_of, row_read, row_to_write, write_row
 from .segments import of_rows
 from .stored_tiers import StoredTiers
 
@@ -21,9 +22,11 @@ WITHOUT_ROWS = frozenset(("sinks", "fetched", "corrected", "tally", "frequencies
 
 
 def by_rows(*returns: int) -> Callable[[F], F]:
-    """A definition that is called once for each run of neighbours whose rows of the cursor are equal.
+    """A definition that is called once for each run of neighbours whose rows of the cursor are equal; where tiers are
+    in pages, once for each row.
 
-    returns: the batch's dimension in each result. Each call gets its rows of every operand, as views that it may write.
+    returns: the batch's dimension in each result. Each call gets its rows of every operand, as views that it may write;
+    a low-bit tier in pages, as a copy of which what it wrote is copied back.
     """
 
     def decorate(run: F) -> F:
@@ -33,11 +36,15 @@ def by_rows(*returns: int) -> Callable[[F], F]:
         @functools.wraps(run)
         def call(*arguments: Any) -> Any:
             cursor = arguments[place]
-            if cursor.shape[0] == 1 or bool((cursor == cursor[:1]).all()):
+            if has_table(cursor):
+                parts = [of_pages(run, names, arguments, cursor, row) for row in range(cursor.shape[0])]
+            elif cursor.shape[0] == 1 or bool((cursor == cursor[:1]).all()):
                 return run(*arguments)
-            parts = []
-            for rows, _ in runs_of(cursor.tolist()):
-                parts.append(run(*map(functools.partial(rows_of, rows=rows), names, arguments)))
+            else:
+                parts = [
+                    run(*map(functools.partial(rows_of, rows=rows), names, arguments))
+                    for rows, _ in runs_of(cursor.tolist())
+                ]
             if not returns:
                 return None
             if len(returns) == 1:
@@ -49,10 +56,32 @@ def by_rows(*returns: int) -> Callable[[F], F]:
     return decorate
 
 
-def rows_of(name: str, value: Any, rows: slice) -> Any:
-    """Those batch rows of one operand."""
+def of_pages(run: Callable[..., Any], names: Sequence[str], arguments: Sequence[Any], cursor: Tensor, row: int) -> Any:
+    """What a definition says of one row whose tiers are in pages."""
+    rows, table = slice(row, row + 1), cursor[row, CURSOR_SIZE:].cpu()
+    given = {name: rows_of(name, value, rows, paged=True) for name, value in zip(names, arguments, strict=False)}
+    given["cursor"] = cursor[rows, :CURSOR_SIZE]
+    if WHOLE in given:
+        given[WHOLE] = pairs_of(given[WHOLE], cursor[rows])
+    if TIERS in given:
+        tiers = given[TIERS]
+        given[TIERS] = tiers._replace(**{name: row_read(getattr(tiers, name), table) for name in LOW_BIT_TIER})
+    written = {name: given[name] for name in LOW_BIT_TIER if name in given}
+    given |= {name: row_to_write(tier, table) for name, tier in written.items()}
+    said = run(**given)
+    for name, tier in written.items():
+        write_row(tier, table, given[name], given["cursor"])
+    return said
+
+
+def rows_of(name: str, value: Any, rows: slice, paged: bool = False) -> Any:
+    """Those batch rows of one operand. paged: what may be in pages is, and has no rows."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
-        return StoredTiers(*(tensor[rows] for tensor in value))
+        whole = LOW_BIT_TIER if paged else ()
+        named = zip(StoredTiers._fields, value, strict=True)
+        return StoredTiers(*(tensor if part in whole else tensor[rows] for part, tensor in named))
+    if paged and name in (*LOW_BIT_TIER, WHOLE):
+        return value
     if not isinstance(value, Tensor) or name in WITHOUT_ROWS or (name in ("mask", "padding") and value.shape[0] == 1):
         return value
     if name == "host":

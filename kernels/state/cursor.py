@@ -1,4 +1,4 @@
-"""The cursor int64 [rows, 4]: how far each row of a session's cache has come, in one tensor that every op is given.
+"""The cursor int64 [rows, 4 ...]: how far each row of a session's cache has come, in one tensor that every op is given.
 
     element   name           unit      what it says while a step of T new tokens runs
     0         LENGTH         tokens    cached before the step; the new ones are number LENGTH to LENGTH + T - 1
@@ -16,6 +16,8 @@ before a step and nothing changes it within one, so that a captured step finds i
 Rows of a left-padded prompt have tokens of their own number, and as many new ones as the longest: the first p of those
 are no tokens. LENGTH is then -p, so that the new ones are number LENGTH to LENGTH + T - 1 as ever; what has a number
 below 0 is not there, and no op stores it.
+
+Where tiers are in pages, each row's table of them follows its four numbers (`pages.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ LENGTH, LOW_BIT, NEXT_LOW_BIT, QUEUE = range(CURSOR_SIZE)
 _lengths: dict[int, tuple[int, ...]] = {}
 
 
-def new_cursor(device: torch.device, rows: int) -> Tensor:
-    """A cursor where the ops read it: beside the model on CUDA, on the host elsewhere."""
-    return torch.zeros(rows, CURSOR_SIZE, dtype=torch.int64, device=device if device.type == "cuda" else "cpu")
+def new_cursor(device: torch.device, rows: int, pages: int = 0) -> Tensor:
+    """A cursor where the ops read it: beside the model on CUDA, on the host elsewhere. pages: of a row's table."""
+    return torch.zeros(rows, CURSOR_SIZE + pages, dtype=torch.int64, device=device if device.type == "cuda" else "cpu")
 
 
 def publish(cursor: Tensor, lengths: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .center import BETA, GAMMA, MEAN_OF, PARTNER, ROWS, THETA
-from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, CURSOR_ROW
+from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_pairs import load_pairs
 
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
@@ -26,12 +26,12 @@ SUMS = 8192
 UNIT = tl.constexpr(1 / 16)
 
 
-@triton.jit(do_not_specialize=["heads"])
+@triton.jit(do_not_specialize=["heads", "columns"])
 def find_center(
     # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; frequencies [turning]; cursor int64 [B, 4]; recent
     # [B, H, W, 2, d]; written: center float32 [B, H, 4, d].
     k, padding, frequencies, cursor, recent, center,
-    k_batch, k_head, k_token, p_batch, heads,
+    k_batch, k_head, k_token, p_batch, heads, columns,
     d: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def find_center(
     the cache the second time. FLOPs: some 60·d each, for sine and cosine.
     """
     bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * CURSOR_ROW
+    cursor += (bh // heads) * columns
     length, stop = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_NEXT_LOW_BIT)
     if (tl.load(cursor + AT_LOW_BIT) > 0) | (stop == 0):
         return
@@ -98,12 +98,12 @@ def load_group_center(center, bh, start, channel, inside, d: tl.constexpr):
     return cos * beta + sin * gamma, cos * gamma - sin * beta, theta
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "heads"])
+@triton.jit(do_not_specialize=["rows", "batch", "heads", "columns"])
 def write_angles(
     # center float32 [B, H, 4, d]; cursor int64 [B, 4]; written: angles float32 [g + C/g, 2, d].
     center, cursor, angles,
-    # g + C/g, B, H.
-    rows, batch, heads,
+    # g + C/g, B, H, columns of the cursor.
+    rows, batch, heads, columns,
     d: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK rows, the cosine of each channel's angle and then its sine: of the places in a group, and of
@@ -115,7 +115,7 @@ def write_angles(
     token = tl.where(row < group, row, (row - group) * group)
     low_bit, fullest = tl.load(cursor + AT_LOW_BIT), 0  # a row that has none yet has no θ either
     for other in range(1, batch):
-        held = tl.load(cursor + other * CURSOR_ROW + AT_LOW_BIT)
+        held = tl.load(cursor + other * columns + AT_LOW_BIT)
         fullest = tl.where(held > low_bit, other, fullest)
         low_bit = tl.maximum(low_bit, held)
     center += fullest * heads * CENTER_ROWS * d
@@ -153,15 +153,15 @@ def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def add_shares(
     # q [B, Hq, lanes, d]; center float32 [B, H, 4, d]; angles as `write_angles` leaves them; cursor int64 [B, 4].
     q, center, angles, cursor,
     # Written: shares float32 [B, Hq, lanes, C].
     shares,
     q_batch, q_head, q_lane, scale,
-    # H, C in tokens.
-    heads, capacity,
+    # H, C in tokens, columns of the cursor.
+    heads, capacity, columns,
     d: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,7 @@ def add_shares(
     cache; written: 4·G·lanes a token. FLOPs: 4·G·lanes·d a token, in 16 bits three times as many.
     """
     bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
-    low_bit = tl.load(cursor + (bh // heads) * CURSOR_ROW + AT_LOW_BIT)
+    low_bit = tl.load(cursor + (bh // heads) * columns + AT_LOW_BIT)
     if first * group >= low_bit:
         return
     batch, head = bh // heads, bh % heads
@@ -208,7 +208,8 @@ def set_center(
     there = k if padding is None else padding.view(torch.uint8)
     find_center[(batch * heads,)](
         k, there, frequencies, cursor, recent, center, k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
-        p_batch=there.stride(0), heads=heads, d=d, turning=frequencies.shape[0], window=recent.shape[2],
+        p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d,
+        turning=frequencies.shape[0], window=recent.shape[2],
         PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d), BLOCK=TOKEN_BLOCK, num_warps=4,
     )  # fmt: skip
 
@@ -220,8 +221,8 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     shares, angles = new((batch, query_heads, lanes, capacity)), new((group + capacity // group, 2, d))
     write_angles[(triton.cdiv(angles.shape[0], ANGLE_BLOCK),)](
-        center, cursor, angles, rows=angles.shape[0], batch=batch, heads=heads, d=d, group=group,
-        CHANNELS=triton.next_power_of_2(d),
+        center, cursor, angles, rows=angles.shape[0], batch=batch, heads=heads, columns=cursor.stride(0),
+        d=d, group=group, CHANNELS=triton.next_power_of_2(d),
         BLOCK=ANGLE_BLOCK, num_warps=4,
     )  # fmt: skip
     rows = triton.next_power_of_2(query_heads // heads * lanes)
@@ -229,7 +230,8 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     add_shares[batch * heads, triton.cdiv(capacity // group, groups)](
         q, center, angles, cursor, shares,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=scale, heads=heads, capacity=capacity,
-        d=d, group=group, lanes=lanes, queries=query_heads // heads, GROUPS=groups, ROWS=rows, CHANNELS=CHANNEL_BLOCK,
+        columns=cursor.stride(0), d=d, group=group, lanes=lanes, queries=query_heads // heads, GROUPS=groups, ROWS=rows,
+        CHANNELS=CHANNEL_BLOCK,
         num_warps=4,
     )  # fmt: skip
     return shares

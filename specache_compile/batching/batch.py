@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +12,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import join, reason_against, row_of
+from specache_compile.caches.rows import drop, keep_rows, place_for, row_of, take_in
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
-from specache_compile.methods.field import LayerShape
-from specache_compile.runtime.session import session_of
 
-from .admission import Budget, needed, next_to_begin
+from .admission import next_to_begin
+from .memory import Bytes, Memory, Running
 from .request import End, Request, Stage, drawn, request_for
 
 # Prompt tokens that are read between two steps of the others.
@@ -25,21 +26,36 @@ CHUNK = 512
 
 @dataclass(eq=False)
 class Rows:
-    """Requests that say tokens together: a cache, and whose each of its rows is."""
+    """Requests that say tokens together: a cache, and whose each of its rows is.
+
+    paged: it is in the batch's pages; else it has one row.
+    """
 
     cache: DynamicCache
     requests: list[Request]
+    paged: bool
 
     def row(self, request: Request) -> DynamicCache:
         """The cache of one request alone."""
-        return self.cache if len(self.requests) == 1 else row_of(self.cache, self.requests.index(request))
+        return row_of(self.cache, self.requests.index(request)) if self.paged else self.cache
 
     def keep(self, requests: list[Request]) -> None:
-        """Only these go on."""
-        if 0 < len(requests) < len(self.requests):
-            rows = [self.requests.index(request) for request in requests]
-            self.cache.batch_select_indices(torch.tensor(rows))
-        self.requests = requests
+        """Only these go on. The last row takes the place of one that has left, so that no other is moved."""
+        if len(requests) == len(self.requests):
+            return
+        rows = list(range(len(self.requests)))
+        place = 0
+        while place < len(rows):
+            if self.requests[rows[place]] in requests:
+                place += 1
+            else:
+                rows[place] = rows[-1]
+                rows.pop()
+        if rows:
+            keep_rows(self.cache, rows)
+        elif self.paged:
+            drop(self.cache)
+        self.requests = [self.requests[row] for row in rows]
 
 
 class Batch:
@@ -59,13 +75,15 @@ class Batch:
     rows: the most that say tokens together.
     chunk: prompt tokens that are read between two steps.
     device_memory, host_memory: bytes that tiers may have; None: as many as there are. A request begins where its bytes
-        are free until its end. The tiers are a rectangle as long as the longest row, and a row that joins has them
-        copied: rows of very different lengths take several times what their tokens do.
+        are free until its end. Rows have their tokens in pages of 256, and share those of prompts that begin alike
+        (`prefixes.py`). On a CPU without device_memory, host_memory is for all tiers.
+    give_up: has whoever keeps caches of requests that are over drop one, where a request waits for its pages; whether
+        there was one.
     """
 
     def __init__(
         self, model: Any, *, rows: int = 32, chunk: int = CHUNK, device_memory: int | None = None,
-        host_memory: int | None = None,
+        host_memory: int | None = None, give_up: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """SpecacheError where this backend has not compiled the model."""
         self.options = required_options(model, "Batch")
@@ -73,8 +91,7 @@ class Batch:
         wrapped = getattr(model, "_orig_mod", model)
         self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
-        self.budget = Budget(device_memory, host_memory)
-        self.layers: list[LayerShape] = []  # known when a first prompt has been read
+        self.memory = Memory(self.options, Bytes(device_memory, host_memory), rows, chunk, give_up)
         self.waiting: list[Request] = []
         self.reading: list[Request] = []
         self.groups: list[Rows] = []
@@ -111,26 +128,11 @@ class Batch:
             raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
         request = request_for(self.model, prompt, {**asked, "seed": seed}, cache, read)
         request.keeps, request.asks = keep, logprobs
-        self.look_at(cache)
-        self.check_fits(request)
+        if cache is not None:
+            self.memory.learn(cache, self.joins)
+        self.memory.check_alone(request)
         self.waiting.append(request)
         return request
-
-    def look_at(self, cache: DynamicCache | None) -> None:
-        """Learn from a first cache what a layer keeps."""
-        session = None if cache is None else session_of(cache)
-        if session is not None and not self.layers:
-            self.layers = list(session.layers)
-
-    def check_fits(self, request: Request) -> None:
-        """SpecacheError where the budget would not hold a request alone."""
-        alone = needed(self.options, self.layers, [request.longest])
-        if not alone.fits(self.budget):
-            raise SpecacheError(
-                f"a request of {request.longest:,} tokens takes {alone.device:,} bytes on the device and "
-                f"{alone.host:,} on the host, more than device_memory={self.budget.device} and "
-                f"host_memory={self.budget.host} allow: ask for fewer tokens, or raise them"
-            )
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
@@ -156,12 +158,18 @@ class Batch:
         if request.stage is Stage.OVER:
             return
         self.drop(request)
-        request.is_over(End.REMOVED)
+        self.over(request, End.REMOVED)
+
+    def over(self, request: Request, end: End, error: Exception | None = None) -> None:
+        """End a request that has no row."""
+        if self.memory.tiers_of(request.cache) is not None:
+            drop(request.cache)
+        request.is_over(end, error)
 
     def take(self, request: Request) -> DynamicCache | None:
         """`remove`, and its cache as one of a row alone; None where nothing of it was read."""
         group = self.group_of(request)
-        cache = request.cache if group is None else group.row(request)
+        cache, request.cache = request.cache if group is None else group.row(request), None
         self.remove(request)
         return cache
 
@@ -181,34 +189,42 @@ class Batch:
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
         while self.waiting and len(self.reading) + len(self.saying) < self.most_rows:
-            running = [*self.saying, *self.reading]
-            if not self.layers:
-                chosen = None if running else self.waiting[0]
-            else:
-                chosen = next_to_begin(self.waiting, running, self.budget, self.options, self.layers)
+            chosen = next_to_begin(self.waiting, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
+                if not self.running:  # nobody will give back what is lacking
+                    self.over(self.waiting.pop(0), End.FAILED, kept_elsewhere())
                 return
             self.waiting.remove(chosen)
             self.reading.append(chosen)
             chosen.stage = Stage.READING
+            self.memory.begin(chosen)
+
+    @property
+    def running(self) -> list[Running]:
+        rows = [(request, group.cache, row) for group in self.groups for row, request in enumerate(group.requests)]
+        return [*rows, *((request, request.cache, 0) for request in self.reading)]
 
     def read(self, request: Request) -> list[tuple[Request, int]]:
         """Read a chunk of a prompt; behind its last one the request has said a token, and is a row of the batch."""
         try:
             tokens = request.prompt[request.read : request.read + self.chunk].to(self.model.device)[None]
             positions = torch.arange(request.read, request.read + tokens.shape[1], device=tokens.device)[None]
-            request.cache, logits = self.ask(tokens, positions, request.cache)
+            if request.cache is not None:
+                request.cache = self.memory.taken_in(request.cache)
+            cache, logits = self.ask(tokens, positions, request.cache)
             request.read += tokens.shape[1]
-            if not self.layers:
-                self.look_at(request.cache)
-                self.check_fits(request)
+            if not self.memory.layers:
+                self.memory.learn(cache, self.joins)
+                self.memory.check_alone(request)
+            request.cache = self.memory.taken_in(cache)
+            self.memory.keep_beginning(request)
             if request.read < len(request.prompt):
                 return []
             token = drawn(request, logits)
             group = self.joined(request.cache)
         except Exception as error:
             self.reading.remove(request)
-            request.is_over(End.FAILED, error)
+            self.over(request, End.FAILED, error)
             return []
         self.reading.remove(request)
         request.cache, request.stage = None, Stage.SAYING
@@ -217,11 +233,13 @@ class Batch:
 
     def joined(self, cache: DynamicCache) -> Rows:
         """The rows that a cache of one row is now the last of."""
-        for group in self.groups if self.joins else ():
-            if reason_against([group.cache, cache]) is None:
-                group.cache = join([group.cache, cache])
+        paged = self.memory.tiers_of(cache) is not None
+        for group in self.groups if paged else ():
+            if group.paged:
+                group.cache = take_in(group.cache, cache)
+                drop(cache)
                 return group
-        self.groups.append(Rows(cache, []))
+        self.groups.append(Rows(place_for(cache, self.most_rows) if paged else cache, [], paged))
         return self.groups[-1]
 
     def say_together(self, group: Rows) -> list[tuple[Request, int]]:
@@ -235,7 +253,7 @@ class Batch:
             try:
                 said.append((request, drawn(request, logits[row : row + 1])))
             except Exception as error:  # of a processor: the row's alone
-                request.is_over(End.FAILED, error)
+                self.over(request, End.FAILED, error)
         return self.heard(group, said)
 
     def heard(self, group: Rows, said: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
@@ -255,3 +273,10 @@ class Batch:
             more["position_ids"] = positions
         out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **more)
         return out.past_key_values, out.logits[:, -1]
+
+
+def kept_elsewhere() -> SpecacheError:
+    return SpecacheError(
+        "the memory that this request needs is that of caches which are kept (Batch.add with keep=True, Batch.take), "
+        "and no request is left that would give some back: drop them, or raise device_memory or host_memory"
+    )

@@ -53,7 +53,8 @@ class Request:
     processors: that make of its logits what its tokens are drawn from.
     generator: its own, where it samples.
     cache: of a row alone, until it joins the batch; and when it is over, where it `keeps` that.
-    read: tokens that are cached.
+    read: tokens of the prompt that are cached.
+    from_its_first: they were read in this batch, from the prompt's first token on.
     overtaken: how many later requests have begun before it.
     keeps: whether its cache is wanted when it is over.
     asks: of how many of the likeliest tokens `logprobs` tells; None: of none, nor of those that were said.
@@ -75,11 +76,17 @@ class Request:
     keeps: bool = False
     asks: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
+    from_its_first: bool = True
 
     @property
     def longest(self) -> int:
         """Tokens that it may have cached at its end."""
         return len(self.prompt) + int(self.config.max_new_tokens or 0)
+
+    @property
+    def cached(self) -> int:
+        """Tokens that are cached: the last that was said is not."""
+        return self.read + max(0, len(self.said) - 1)
 
     @property
     def ids(self) -> Tensor:
@@ -122,7 +129,7 @@ def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: Dynami
         generator = torch.Generator(model.device)
         generator.seed() if seed is None else generator.manual_seed(seed)
     named = frozenset() if ends is None else frozenset(ends.flatten().tolist())
-    return Request(prompt, config, processors, named, generator, cache, read)
+    return Request(prompt, config, processors, named, generator, cache, read, from_its_first=cache is None)
 
 
 def drawn(request: Request, logits: Tensor) -> int:

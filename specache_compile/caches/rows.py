@@ -13,6 +13,8 @@ from transformers import DynamicCache
 from specache_compile.errors import SpecacheError
 from specache_compile.methods import METHODS
 from specache_compile.options import differences
+from specache_compile.paging.paged_tiers import PagedTiers, paged
+from specache_compile.paging.pool import Pool
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import session_behind
@@ -120,16 +122,25 @@ def drained(caches: Sequence[DynamicCache]) -> list[Session]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def session_of_rows(rows: Sequence[Row]) -> Session:
-    """A session of these rows, copies of what they have; what is counted of it begins anew."""
-    first, progress = rows[0][0], progress_of(rows)
+    """A session of these rows, copies of what they have, but for pages, which they share; what is counted of it begins
+    anew."""
+    progress = progress_of(rows)
+    pools = {tiers.pool if isinstance(tiers := session.tiers, PagedTiers) else None for session, _ in rows}
+    if len(pools) == 1 and None not in pools:
+        return session_with(rows[0][0], paged_tiers_of(rows), progress)
+    return session_with(rows[0][0], tiers_of(pieces_of(rows), progress.longest), progress)
+
+
+def session_with(first: Session, tiers: Tiers, progress: Progress) -> Session:
+    """A session as `first`, which has these tiers and has come so far."""
     made = copy.copy(first)
-    made.tiers = tiers_of(rows, progress.longest)
+    made.tiers = tiers
     made.progress = progress
     made.weights = list(first.weights)
     made.moved, made.told, made.view = {}, set(), None
     made.mode, made.draft_length = Mode.PLAIN, None
     made.start_anew()
-    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, len(rows), progress.length)
+    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, tiers.batch, progress.length)
     made.note_memory()
     return made
 
@@ -149,17 +160,113 @@ def progress_of(rows: Sequence[Row]) -> Progress:
     return Progress(lengths, ready, max(lengths), guess, joined=True)
 
 
-def tiers_of(rows: Sequence[Row], longest: int) -> Tiers:
+def in_pages(cache: DynamicCache, pool: Pool) -> DynamicCache:
+    """A cache with the rows of a held one in pages of `pool`; itself where they are. SpecacheError as for `join`, and
+    where the pool has no room, or other options."""
+    (session,) = drained([cache])
+    if isinstance(session.tiers, PagedTiers) and session.tiers.pool is pool:
+        return cache
+    out_of_16_bits(session)
+    if session.options != pool.options:
+        raise refused(f"their options differ: {differences(session.options, pool.options)}")
+    rows = [(session, row) for row in range(session.tiers.batch)]
+    return cache_of(session_in_pages(session, progress_of(rows), pool), [cache], [None])
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def out_of_16_bits(session: Session) -> None:
+    """A session that is not yet long enough to gain by its tiers has them all the same, as its neighbours do."""
+    if session.tiers.pending is not None:
+        session.tiers.move_now(session.progress.lengths, session.progress.padding, session.drain)
+        session.choose_again()
+        session.note_memory()
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def session_in_pages(session: Session, progress: Progress, pool: Pool) -> Session:
+    tiers = session.tiers.in_one_piece(progress.lengths)
+    return session_with(session, paged(tiers, progress.lengths, pool), progress)
+
+
+def place_for(cache: DynamicCache, rows: int) -> DynamicCache:
+    """A cache in pages as the first of so many `rows`, which there are places for; `take_in` brings the others."""
+    (session,) = drained([cache])
+    assert isinstance(session.tiers, PagedTiers)
+    session.tiers.make_places(rows)
+    session.note_memory()
+    return cache
+
+
+def take_in(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
+    """`join` of two caches in pages of one pool, where nothing of the rows that are there is copied: `cache`, which has
+    gone on, is stale behind it."""
+    session, other = drained([cache, newcomer])
+    new_rows(session, other)
+    return cache_of(session, [cache, newcomer], [None, None])
+
+
+def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
+    """Only these rows go on, in this order; what only others had in pages is free from here on."""
+    cache.batch_select_indices(torch.tensor(rows))
+    session_behind(cache)
+
+
+def drop(cache: DynamicCache) -> None:
+    """Nobody uses a cache any more, which is stale behind it: its memory is free now, and not when Python finds out."""
+    session = session_of(cache)
+    if session is not None:
+        session.settle()
+        session.tiers.let_go()
+        session.version += 1
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def new_rows(session: Session, other: Session) -> None:
+    """The rows of another session come behind those of one, with copies of their places, and their pages."""
+    tiers, others = session.tiers, other.tiers
+    assert isinstance(tiers, PagedTiers)
+    assert isinstance(others, PagedTiers)
+    rows = [(source, row) for source in (session, other) for row in range(source.tiers.batch)]
+    session.progress = progress_of(rows)
+    tiers.take_in(others, range(others.batch))
+    session.version += 1
+    session.view = None
+    session.new_cursor()
+    session.note_memory()
+
+
+def paged_tiers_of(rows: Sequence[Row]) -> PagedTiers:
+    """The tiers of these rows of one pool: their pages are shared, their places copied."""
+    first = rows[0][0].tiers
+    assert isinstance(first, PagedTiers)
+    made = PagedTiers(first, first.pool, [], len(rows))
+    for session, row in rows:
+        assert isinstance(session.tiers, PagedTiers)
+        made.take_in(session.tiers, [row])
+    return made
+
+
+def pieces_of(rows: Sequence[Row]) -> list[tuple[Tiers, int]]:
+    """The same rows in tiers that are in one piece."""
+    sessions = dict.fromkeys(session for session, _ in rows)
+    pieces = {session: session.tiers.in_one_piece(session.progress.lengths) for session in sessions}
+    return [(pieces[session], row) for session, row in rows]
+
+
+def tiers_of(rows: Sequence[tuple[Tiers, int]], longest: int) -> Tiers:
     """The tiers of these rows, with room for the longest. SpecacheError, before anything is made, where the host tier
     has no room for all."""
     first = rows[0][0]
-    made = copy.copy(first.tiers)
+    made = copy.copy(first)
     made.batch, made.sinks_known, made.state = len(rows), None, []
     made.capacity, made.room = bucket(longest), room(longest)
     made.allocated = (0, 0)
     made.check_host_memory(longest)
     for number, layer in enumerate(made.layers):
-        sources = [(session.state[number], row) for session, row in rows]
+        sources = [(tiers.state[number], row) for tiers, row in rows]
         made.state.append(gathered(sources, made.options, layer, made.capacity, made.room))
     made.allocated = (made.capacity, made.room)
     return made

@@ -14,6 +14,7 @@ before. Only one process at a time may save into a folder.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import hashlib
@@ -102,6 +103,8 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     if tiers.ranks is not None:
         raise split_session()
     session.drain()
+    session = in_one_piece(session)
+    tiers = session.tiers
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
@@ -226,6 +229,15 @@ def filled(
         for name, value in told["numbers"].items():
             setattr(layer, name, value)
     return cache
+
+
+def in_one_piece(session: Session) -> Session:
+    """The session itself, or another with what it has in pages in one piece."""
+    if session.tiers.table is None:
+        return session
+    made = copy.copy(session)
+    made.tiers = session.tiers.in_one_piece(session.progress.lengths)
+    return made
 
 
 def described_layer(number: int, layer: Any) -> dict[str, Any]:

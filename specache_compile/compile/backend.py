@@ -113,9 +113,17 @@ def compile_sites(captured: Captured, example_inputs: Sequence[Any]) -> Compiled
     front = front_of(captured, example_inputs, past, tokens)
     ragged = front is not None and is_ragged(captured.phase, front)
     unpadded = (front is not None and not ragged) or captured.unpadded(example_inputs)
+    session = session_asked(captured, example_inputs)
+    paged = session is not None and session.tiers.table is not None
     for phase in first_phases(captured, options):
-        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens)), ahead=True)
+        rewrites.get(variant_of(phase, options, unpadded, ragged, bucket(past + tokens), paged), ahead=True)
     return CompiledGraph(captured, rewrites)
+
+
+def session_asked(captured: Captured, example_inputs: Sequence[Any]) -> Any:
+    """The session whose cache the first call has; None where it has none."""
+    handle = example_inputs[captured.held[0]].handle if captured.held else None
+    return None if handle is None else handle.now.session
 
 
 def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, tokens: int) -> tuple[int, ...] | None:
@@ -123,8 +131,8 @@ def front_of(captured: Captured, example_inputs: Sequence[Any], past: int, token
     if captured.padding is None or not (captured.is_causal and METHODS[captured.options.method].rows_differ):
         return None
     padding = example_inputs[captured.padding]
-    handle = example_inputs[captured.held[0]].handle if captured.held else None
-    lengths = (0,) * padding.shape[0] if handle is None else handle.now.session.progress.lengths
+    session = session_asked(captured, example_inputs)
+    lengths = (0,) * padding.shape[0] if session is None else session.progress.lengths
     return padding_in_front(padding, lengths, past, tokens) if len(lengths) == padding.shape[0] else None
 
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from specache_compile.errors import SpecacheError
+from specache_compile.kernels.state.cursor import CURSOR_SIZE
 from specache_compile.kernels.state.segments import SEGMENT
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape
@@ -53,8 +54,8 @@ class Captured:
     padding: int | None
     pasts: tuple[tuple[int, int], ...]
     symbols: SymbolReader
-    # What `free_capacity` has made, by its unit in tokens.
-    capacities: dict[int, torch.SymInt] = field(default_factory=dict)
+    # The graph's own sizes, by what they count.
+    sizes: dict[str, torch.SymInt] = field(default_factory=dict)
 
     @property
     def placeholders(self) -> list[Node]:
@@ -99,6 +100,12 @@ class Captured:
         """Whether its masks hide nothing from a token but later ones, and padding."""
         return all(site.mask is None for site in self.sites)
 
+    def free_size(self, name: str, hint: int, least: int = 2) -> torch.SymInt:
+        """A symbol of the graph's own."""
+        if name not in self.sizes:
+            self.sizes[name] = new_size(self.fake_mode.shape_env, name, hint, least)
+        return self.sizes[name]
+
     def free_capacity(self, fields: Sequence[Field]) -> torch.SymInt:
         """Tokens that the state of any session of these fields has room for: a symbol of the graph's own.
 
@@ -106,10 +113,20 @@ class Captured:
         guarded on it (`capacity_is_free`); a lowered graph reads the symbol off a tensor that has it as a size.
         """
         unit = SEGMENT if any(field.on_host for field in fields) else 1
-        if unit not in self.capacities:
-            hint = bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens)) // unit
-            self.capacities[unit] = new_size(self.fake_mode.shape_env, f"capacity in {unit}", hint)
-        return unit * self.capacities[unit]
+        return unit * self.free_size(f"capacity in {unit}", self.bucket // unit)
+
+    @property
+    def bucket(self) -> int:
+        """Tokens that the first call's state has room for."""
+        return bucket(self.symbols.hint(self.past) + self.symbols.hint(self.tokens))
+
+    def free_columns(self) -> torch.SymInt:
+        """Columns of a cursor with a table of any number of pages, likewise: it is the cursor's own size."""
+        return self.free_size("columns", CURSOR_SIZE + self.bucket // SEGMENT, CURSOR_SIZE + 1)
+
+    def free_pages(self) -> torch.SymInt:
+        """Pages that there are of any session's pool, likewise."""
+        return self.free_size("pages", 32)
 
     def unpadded(self, arguments: Sequence[Any]) -> bool:
         """Whether a prefill has a padding mask that is all ones, as transformers before 5.18 gives every prefill.

@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from specache_compile.errors import SpecacheError, SpecacheWarning
-from specache_compile.kernels.state.cursor import new_cursor
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, new_cursor
+from specache_compile.kernels.state.pages import PAGE
 from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
@@ -133,20 +134,29 @@ class StateFakes:
     def __init__(self, captured: Captured, variant: Variant) -> None:
         batch, layers = captured.batch, captured.layers
         device, options = layers[0].device, variant.options
-        capacity: Any = variant.capacity or captured.free_capacity(fields_of(options, layers[0]))
+        columns: Any = CURSOR_SIZE
+        capacity: Any = variant.capacity
+        pages: Any = captured.free_pages() if variant.paged else 0
+        if variant.paged:
+            columns = captured.free_columns() if capacity is None else CURSOR_SIZE + capacity // PAGE
+            capacity = (columns - CURSOR_SIZE) * PAGE
+        elif capacity is None:
+            capacity = captured.free_capacity(fields_of(options, layers[0]))
         self.arguments = captured.fakes
         with captured.fake_mode:
             self.state = [
                 {
                     field.name: torch.empty(
-                        field.shape(options, layer, batch, capacity),
+                        field.shape(options, layer, pages, PAGE)
+                        if variant.paged and field.by_page
+                        else field.shape(options, layer, batch, capacity),
                         dtype=field.dtype(options, layer), device=field.device(layer),
                     )
                     for field in fields_of(options, layer)
                 }
                 for layer in layers
             ]  # fmt: skip
-            self.cursor = new_cursor(device, batch)
+            self.cursor = new_cursor(device, batch, columns - CURSOR_SIZE)
             self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
             self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
 

@@ -23,5 +23,5 @@ def recipe(options: MethodOptions, site: int) -> Recipe:
     return Recipe({"extend": exact, "decode": exact}, (Call("offload", ("full_cache",)),))
 
 
-FULL_CACHE = Field("full_cache", "cache", whole_cache, has_all_pairs=True)
+FULL_CACHE = Field("full_cache", "cache", whole_cache, by_page=True, has_all_pairs=True)
 METHOD = Method("full", FullOptions, (FULL_CACHE,), recipe, rows_differ=True)

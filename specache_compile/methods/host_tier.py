@@ -44,4 +44,4 @@ def as_stored(options: Any, layer: LayerShape) -> torch.dtype:
     return ROUNDED if rounds(options.bits_on_host, layer.dtype) else layer.dtype
 
 
-HOST = Field("host", "host", in_segments, as_stored, on_host=True, has_all_pairs=True)
+HOST = Field("host", "host", in_segments, as_stored, on_host=True, by_page=True, has_all_pairs=True)

@@ -332,9 +332,9 @@ def window_from_host(state: LayerState, low_bit: int, length: int) -> None:
     recent[:, :, places] = decoded(pairs, recent.dtype, recent.shape[-1])
 
 
-CODES = Field("codes", "low-bit", codes_shape, codes_dtype)
-KEY_PARAMS = Field("key_params", "low-bit", key_params_shape, params_dtype)
-VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape, params_dtype)
+CODES = Field("codes", "low-bit", codes_shape, codes_dtype, by_page=True)
+KEY_PARAMS = Field("key_params", "low-bit", key_params_shape, params_dtype, by_page=True)
+VALUE_PARAMS = Field("value_params", "low-bit", value_params_shape, params_dtype, by_page=True)
 CENTER = Field("center", "low-bit", center_shape, always(torch.float32))
 # The first tokens' pairs, and which tokens these are (`kernels/state/sinks.py`).
 SINK_PAIRS = Field("sink_pairs", "sinks", sink_pairs_shape)

@@ -82,6 +82,7 @@ def regrouped(sources: Sequence[Session], places: Sequence[Place]) -> Session:
     check_alike(sources)
     for session in sources:
         session.drain()
+        session.leave_pages()
     before = [(sources[0], site) for site in range(places[0][1])]
     behind = [(sources[-1], site) for site in range(places[-1][1] + 1, len(sources[-1].layers))]
     made = session_from(places)

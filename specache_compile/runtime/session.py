@@ -27,7 +27,8 @@ from specache_compile.errors import (
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
-from specache_compile.kernels.state.cursor import QUEUE, new_cursor, runs_of
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, QUEUE, new_cursor
+from specache_compile.kernels.state.pages import Pages, publish_table
 from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
@@ -38,7 +39,7 @@ from specache_compile.passes.reading.sites import PARTS, Part
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .records import Statistics
-from .state import bytes_by_tier, fields_of, full_cache_bytes
+from .state import fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
 
@@ -109,6 +110,8 @@ class Session:
     moved: layers that another session has taken over, and their numbers there (`regroup.py`).
     half_evicted: a step that drops pairs has started, and has not finished.
     capturable: a CUDA graph may hold a step; not where the host makes the copies.
+    every_cursor: the cursor, and behind it those of rows to come.
+    shown: the table of pages that the cursor has.
     told: what a person has been told of this cache.
     """
 
@@ -141,15 +144,36 @@ class Session:
         """A queue, recorded steps and counts of the session's own, as a new or a copied one needs."""
         device = self.layers[0].device
         self.queue = copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
+        self.every_cursor, self.shown = None, None
+        self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.recorded, self.deferred = RecordedSteps(), self.new_deferred()
         self.recorded_at = self.tiers.places()
-        self.statistics = Statistics(self.queue)
+        self.tiers.belong_to(self)
 
     def new_cursor(self) -> None:
-        """A cursor for the rows that there are, which names the queue."""
-        self.cursor = new_cursor(self.layers[0].device, self.tiers.batch)
-        self.cursor[:, QUEUE] = self.queue.number
+        """A cursor for the rows that there are, which names the queue, and their pages."""
+        table, most = self.tiers.table, self.tiers.most_cursors
+        width = CURSOR_SIZE + (0 if table is None else table.shape[1])
+        if self.every_cursor is None or self.every_cursor.shape != (most, width):
+            self.every_cursor = new_cursor(self.layers[0].device, most, width - CURSOR_SIZE)
+            self.every_cursor[:, QUEUE] = self.queue.number
+        self.cursor = self.every_cursor[: self.tiers.batch]
+        self.shown = None
+        self.show_pages()
+
+    def show_pages(self) -> None:
+        """Bring the cursor's table up to date."""
+        table = self.tiers.table
+        if table is None or table is self.shown:
+            return
+        if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
+            self.new_cursor()
+            return
+        self.cursor[:, CURSOR_SIZE:].copy_(table.pin_memory() if self.cursor.is_cuda else table, non_blocking=True)
+        publish_table(self.cursor, table)
+        self.shown = table
+        self.statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def new_deferred(self) -> Deferred:
         """What its replays leave undone; it holds the session weakly, which must die with its cache."""
@@ -198,8 +222,9 @@ class Session:
         if self.tiers.move_over(after, self.progress.lengths, self.progress.padding, self.drain):
             self.choose_again()
             self.note_memory()
-        if self.tiers.reserve(after, self.drain):
+        if self.tiers.reserve(self.progress.lengths, tokens, self.drain):
             self.note_memory()
+        self.show_pages()
 
     def choose_again(self) -> None:
         """What was guessed and chosen for the next step is void."""
@@ -223,14 +248,18 @@ class Session:
         stored = [state.get("host", state["slots"]) for state in self.state if "slots" in state]
         statistics.pair_bytes = [2 * x.shape[-1] * x.dtype.itemsize for x in stored]
         statistics.ranks = 1 if self.tiers.ranks is None else self.tiers.ranks.size()
-        statistics.bytes_by_tier = bytes_by_tier(self.options, self.layers, self.state, self.tiers.room)
+        statistics.bytes_by_tier = self.tiers.bytes_by_tier()
 
     def drain(self) -> None:
         """Wait for all copies, also those that a recorded step has left to the next one; SpecacheError where one has
         failed."""
+        self.settle()
+        self.check_copies()
+
+    def settle(self) -> None:
+        """Wait for all copies, whatever has become of them."""
         self.deferred.make()
         self.queue.settle()
-        self.check_copies()
 
     def check_copies(self) -> None:
         """SpecacheError where a copy of this session is known to have failed."""
@@ -290,6 +319,13 @@ class Session:
         self.note_memory()
 
     @torch.inference_mode(False)
+    def leave_pages(self) -> None:
+        """Have the tiers in one piece; no copy is under way."""
+        self.tiers = self.tiers.in_one_piece(self.progress.lengths)
+        self.new_cursor()
+        self.note_memory()
+
+    @torch.inference_mode(False)
     def fork(self, handle: Handle) -> Session:
         """A second session with copies of all tiers, for the view of the cache that `handle` has."""
         if handle.version != self.version:
@@ -326,20 +362,20 @@ class Session:
             raise no_host_tier("a copy of its keys and values")
         if whole is None:
             raise evicted(self.options.method)
-        found = decoded(self.columns(self.state[site][whole]), layer.dtype, layer.head_dim)
+        found = decoded(self.columns(self.tiers.pairs(site, whole)), layer.dtype, layer.head_dim)
         if layer.rank:
             found = found.flatten(3).split([layer.channels(name) for name in PARTS], -1)[PARTS.index(part)]
         else:
             found = found[:, :, :, PARTS.index(part)]
         return found.to(layer.device, copy=True)
 
-    def columns(self, pairs: Tensor) -> Tensor:
+    def columns(self, pairs: Tensor | Pages) -> Tensor:
         """A tier's pairs [B, H, n, 2, d] as Hugging Face counts them."""
         if not self.progress.differ:
             return tokens_of(pairs, 0, self.length)
         rows = [
             torch.nn.functional.pad(tokens_of(of_rows(pairs, rows), 0, length), (0, 0, 0, 0, self.length - length, 0))
-            for rows, length in runs_of(self.progress.lengths)
+            for rows, length in self.tiers.runs(self.progress.lengths)
         ]
         return torch.cat(rows)
 

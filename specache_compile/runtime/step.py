@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specache_compile.errors import SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
-from specache_compile.kernels.state.cursor import LENGTH, publish
+from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, publish
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
@@ -94,7 +94,8 @@ class Step:
         ]
         if len(set(rows)) > 1:
             told = torch.tensor(rows)
-            session.cursor.copy_(told.pin_memory() if session.cursor.is_cuda else told, non_blocking=True)
+            told = told.pin_memory() if session.cursor.is_cuda else told
+            session.cursor[:, :CURSOR_SIZE].copy_(told, non_blocking=True)
         else:
             for place, value in enumerate(rows[0]):
                 session.cursor[:, place].fill_(value)  # an assignment would copy it from host memory, and stop the host
@@ -119,7 +120,7 @@ class Step:
                 self.session.choose_again()
             progress.padded = False
             return
-        if progress.differ:
+        if progress.differ or tiers.table is not None:
             raise other_mask()
         progress.padded = True
         shape = (tiers.batch, 1, 1, tiers.capacity)
@@ -155,7 +156,9 @@ class Step:
         unpadded = (self.by_lengths and not ragged) or captured.unpadded(arguments)
 
         def form(phase: Phase) -> Rewritten:
-            variant = variant_of(phase, self.session.options, unpadded, ragged, self.session.tiers.capacity)
+            tiers = self.session.tiers
+            in_pages = tiers.table is not None
+            variant = variant_of(phase, self.session.options, unpadded, ragged, tiers.capacity, in_pages)
             return graph.rewrites.form(variant, arguments)
 
         *before, phase = self.phases(captured.phase, captured.is_causal)
@@ -216,7 +219,9 @@ class Step:
         if captures and session.capturable:
             stays = [source.source in ("state", "cursor", "padding") for source in form.inputs]
             give_up = functools.partial(graph.stop_capturing, form)
-            outputs = session.recorded.run(form.run, inputs, stays, session.cursor.device, give_up, session.deferred)
+            outputs = session.recorded.run(
+                form.run, inputs, stays, session.cursor.device, give_up, session.deferred, session.tiers.batch
+            )
             session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()

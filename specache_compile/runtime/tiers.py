@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,20 @@ from specache_compile.options import MethodOptions
 from .break_even import stays_in_16_bits
 from .memory import check_memory, within_memory
 from .ranks import everyones, ranks_here
-from .state import MEASURE, allocate, bucket, copied, fields_of, host_bytes, moved_over, room, rows_of
+from .state import (
+    MEASURE,
+    allocate,
+    bucket,
+    bytes_by_tier,
+    copied,
+    fields_of,
+    host_bytes,
+    moved_over,
+    room,
+    rows_of,
+)
+
+T = TypeVar("T")
 
 
 def options_at(
@@ -62,9 +76,12 @@ class Tiers:
     room: tokens that the host tier has memory for, of the capacity.
     allocated: capacity and room that the state's tensors have.
     sinks_known: tokens among which every row has all its sinks; None where one has yet to find some.
+    table: of rows whose tokens are in pages, where (`paging/paged_tiers.py`); None: in one piece.
 
     `settle`, where a method takes it, is called before a tensor moves: no copy may be under way then.
     """
+
+    table: Tensor | None = None
 
     def __init__(
         self, options: MethodOptions, layers: list[LayerShape], batch: int, prompt: int, ranks: ProcessGroup | None
@@ -100,7 +117,7 @@ class Tiers:
         if self.sinks_known is not None or not indices:
             return
         follows = there is None
-        for rows, (length, stop) in runs_of(list(zip(lengths, stops, strict=True))):
+        for rows, (length, stop) in self.runs(list(zip(lengths, stops, strict=True))):
             low_bit = self.options.low_bit_length(length)
             for index in indices:
                 find_sinks(index[rows], None if there is None else there[rows], low_bit, stop)
@@ -113,6 +130,37 @@ class Tiers:
         """Where each state tensor lies, and how large it is; fakes lie nowhere."""
         every = (tensor for layer in self.state for tensor in layer.values())
         return [(0 if isinstance(tensor, FakeTensor) else tensor.data_ptr(), tensor.shape) for tensor in every]
+
+    def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
+        """The rows that can be gone through together, with what each of them has."""
+        return runs_of(values)
+
+    def views(self, site: int, rows: slice) -> LayerState:
+        """What a crop reads and writes of a layer, of rows as `runs` gives them."""
+        return rows_of(self.state[site], fields_of(self.options, self.layers[site]), rows)
+
+    def pairs(self, site: int, name: str) -> Any:
+        """A field that has all pairs (`segments.py`)."""
+        return self.state[site][name]
+
+    def belong_to(self, session: Any) -> None:
+        """What waits for its copies where others may use what these tiers have: nobody does."""
+
+    def let_go(self) -> None:
+        """Have nothing any more; no copy is under way."""
+        self.state = []
+
+    def in_one_piece(self, lengths: Sequence[int]) -> Tiers:
+        """The tiers of rows of these lengths as they are where nothing is in pages: these."""
+        return self
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        return bytes_by_tier(self.options, self.layers, self.state, self.room)
+
+    @property
+    def most_cursors(self) -> int:
+        """Rows that there may be while nothing moves."""
+        return self.batch
 
     def host_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens' pairs in the host tier, of all rows."""
@@ -131,6 +179,10 @@ class Tiers:
         grows = tokens > self.capacity and self.ranks is None  # ranks decide alike, by lengths alone
         if stays_in_16_bits(self.pending, self.layers, self.batch, tokens, room=grows):
             return False
+        return self.move_now(lengths, padding, settle)
+
+    def move_now(self, lengths: Sequence[int], padding: Tensor | None, settle: Callable[[], object]) -> bool:
+        """Likewise, whether there is a gain or not."""
         assert isinstance(self.pending, LowBitOptions)
         settle()
         for number, layer in enumerate(self.layers):
@@ -139,12 +191,14 @@ class Tiers:
         self.options, self.pending = self.pending, None
         return True
 
-    def reserve(self, tokens: int, settle: Callable[[], object]) -> bool:
-        """Make the tensors large enough for the bucket of `tokens`; what they hold stays. Returns whether any changed.
+    def reserve(self, lengths: Sequence[int], new: int, settle: Callable[[], object]) -> bool:
+        """Make room for so many new tokens behind those of each row; what is there stays. Returns whether a tensor has
+        changed.
 
         Layer by layer, so that one layer's tiers at most are there twice. SpecacheError, before anything has changed,
         where the host tier would outgrow its budget.
         """
+        tokens = max(lengths) + new
         self.capacity, self.room = max(self.capacity, bucket(tokens)), max(self.room, room(tokens))
         if self.allocated == (self.capacity, self.room):
             return False
@@ -192,12 +246,11 @@ class Tiers:
         """Keep of each row the first of `before` tokens, each field as it says."""
         if self.sinks_known is not None and min(lengths) < self.sinks_known:
             self.sinks_known = None
-        for rows, (length, cached) in runs_of(list(zip(lengths, before, strict=True))):
+        for rows, (length, cached) in self.runs(list(zip(lengths, before, strict=True))):
             cropped = Cropped(length, *(self.options.low_bit_length(n) for n in (length, cached)))
-            for layer, state in zip(self.layers, self.state, strict=True):
-                fields = fields_of(self.options, layer)
-                views = rows_of(state, fields, rows)
-                for field in fields:
+            for site, layer in enumerate(self.layers):
+                views = self.views(site, rows)
+                for field in fields_of(self.options, layer):
                     if field.on_crop is not None:
                         field.on_crop(views, cropped)
 
@@ -228,10 +281,9 @@ class Tiers:
         for slot_index in self.fields("slot_index"):
             slot_index.fill_(-1)
         if isinstance(self.options, LowBitOptions) and not self.has_no_host:
-            for layer, state in zip(self.layers, self.state, strict=False):  # before a first step there are none
-                for rows, length in runs_of(lengths):
-                    views = rows_of(state, fields_of(self.options, layer), rows)
-                    window_from_host(views, self.options.low_bit_length(length), length)
+            for site in range(len(self.state)):  # before a first step there are none
+                for rows, length in self.runs(lengths):
+                    window_from_host(self.views(site, rows), self.options.low_bit_length(length), length)
 
 
 def no_host_memory(needed: int, allowed: int, tokens: int, batch: int, asked: int | None, ranks: int) -> SpecacheError:

@@ -15,6 +15,7 @@ class Variant:
     unpadded: of a graph that takes a padding mask, the form for one that says nothing that the rows' lengths do not.
     ragged: of a prefill, the form for padding in front of rows, which is not stored.
     capacity: tokens that the state has room for, where a graph serves one number of them; None: any.
+    paged: the state's tokens are in pages.
     """
 
     phase: Phase
@@ -22,12 +23,15 @@ class Variant:
     unpadded: bool = False
     ragged: bool = False
     capacity: int | None = None
+    paged: bool = False
 
 
-def variant_of(phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int) -> Variant:
+def variant_of(
+    phase: Phase, options: MethodOptions, unpadded: bool, ragged: bool, capacity: int, paged: bool = False
+) -> Variant:
     """What serves a state with room for `capacity` tokens."""
     free = options.capacity_is_free and phase is not WIDENED  # whose choices Inductor sums, in 32 bits if they fit
-    return Variant(phase, options, unpadded, ragged, None if free else capacity)
+    return Variant(phase, options, unpadded, ragged, None if free else capacity, paged)
 
 
 def selects(options: MethodOptions) -> bool:

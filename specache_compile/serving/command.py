@@ -161,7 +161,9 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         if folder is not None:
             folder.close()
         raise
-    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows)
+    # 0 is for conversations that are kept alone: answers that are made need memory.
+    memory = [int(gib * GIB) if gib else None for gib in (args.session_device_gib, args.session_host_gib)]
+    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows, *memory)
     app = application(served, generation, metrics, names_of(listener, args.host), key)
     # Not earlier: two servers that load their models at the same time would both get the port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

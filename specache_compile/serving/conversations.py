@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from specache_compile.caches.rows import drop
+
 from .conversation import Conversation, begun, shared
 from .session_folder import Saved, SessionFolder
 
@@ -90,10 +92,18 @@ class Conversations:
         ):
             self.evict()
 
+    def give_up(self) -> bool:
+        """Evict one, for a request that waits for memory; whether there was one."""
+        if self.in_memory:
+            self.evict()
+            return True
+        return False
+
     def evict(self) -> None:
         """Evict the least recently used conversation, to disk where it can be saved."""
-        saved = self.folder is not None and self.folder.put(self.in_memory[0])
-        del self.in_memory[0]
+        oldest = self.in_memory.pop(0)
+        saved = self.folder is not None and self.folder.put(oldest)
+        drop(oldest.cache)
         self.note_evicted("disk" if saved else "nowhere")
 
     def close(self) -> None:

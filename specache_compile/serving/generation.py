@@ -33,9 +33,11 @@ class Generation:
     """The queue before one model and its worker, a single thread: recorded steps belong to one thread."""
 
     def __init__(
-        self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int, rows: int
-    ) -> None:
-        """rows: answers that are made together, at most."""
+        self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int, rows: int,
+        device_memory: int | None = None, host_memory: int | None = None,
+    ) -> None:  # fmt: skip
+        """rows: answers that are made together, at most.
+        device_memory, host_memory: bytes that they may have, with the conversations whose pages they share."""
         self.model, self.tokenizer = served.model, served.tokenizer
         self.conversations, self.metrics = conversations, metrics
         self.longest, self.queue = longest, queue
@@ -45,7 +47,8 @@ class Generation:
         self.stopping = False
         self.rows: RowsOfAnswers | None = None
         if not required_options(self.model, "serve").drafts:
-            self.rows = RowsOfAnswers(self.model, rows, self.taken, self.keep, self.ended)
+            memory = {"device_memory": device_memory, "host_memory": host_memory, "give_up": conversations.give_up}
+            self.rows = RowsOfAnswers(self.model, rows, self.taken, self.keep, self.ended, memory)
         self.under_way = False
         self.used: list[Statistics] = []
         self.counted: Any = WeakIdKeyDictionary()  # Statistics → bytes to the device and to the host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,14 +28,15 @@ class RowsOfAnswers:
     begin: an answer → its conversation, which is taken.
     keep: (conversation, answer), when an answer ends.
     ended: an answer → nothing, the last that is heard of it.
+    memory: what a `Batch` may have.
     arrived: answers that wait for a row.
     """
 
     def __init__(
         self, model: Any, most: int, begin: Callable[[Answer], Conversation],
-        keep: Callable[[Conversation, Answer], None], ended: Callable[[Answer], None],
+        keep: Callable[[Conversation, Answer], None], ended: Callable[[Answer], None], memory: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.batch, self.most = Batch(model, rows=most), most
+        self.batch, self.most = Batch(model, rows=most, **memory), most
         self.begin, self.keep, self.ended = begin, keep, ended
         self.arrived: deque[Answer] = deque()
         self.running: dict[Request, Row] = {}

@@ -13,10 +13,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
 from conftest import greedy, prompt, tiny_llama
-from specache_compile.batching.admission import OVERTAKEN, Budget, needed, next_to_begin
+from specache_compile.batching.admission import OVERTAKEN, next_to_begin
+from specache_compile.batching.memory import Bytes, in_rows
 from specache_compile.batching.request import End, Request
 from specache_compile.errors import SpecacheError
-from specache_compile.runtime.session import session_of
 
 pytestmark = pytest.mark.one_process
 
@@ -126,57 +126,93 @@ def test_a_request_that_fails_ends_alone(model: Any, tokens: int) -> None:
     assert good.said == greedy(model, prompt(40), 6)[0, 40:].tolist()
 
 
+def live(batch: sc.Batch) -> Bytes:
+    """What is there of the rows' tiers: the pool's pages, and the places of every session."""
+    pool = batch.memory.pool
+    assert pool is not None
+    pages = [(name, tensor) for state in pool.state for name, tensor in state.items()]
+    tiers = [session.tiers.all_places for session in pool.sessions]
+    places = [x for layers in tiers for layer in layers for name, x in layer.items() if name not in MEASURED]
+    host = sum(tensor.nbytes for name, tensor in pages if name == "host")
+    return Bytes(sum(tensor.nbytes for _, tensor in pages) - host + sum(x.nbytes for x in places), host)
+
+
+MEASURED = ("fetched", "corrected", "tally")
+
+
 def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> None:
     first = sc.Batch(model, chunk=CHUNK)
     first.add(prompt(40), max_new_tokens=1)
     first.step()
-    ends = [600, 300, 300, 900]
-    room = needed(first.options, first.layers, ends[:2])
-    batch = sc.Batch(model, chunk=CHUNK, device_memory=room.device, host_memory=room.host)
-    batch.layers = first.layers
-    with pytest.raises(SpecacheError, match=r"a request of 9,000 tokens takes .* bytes on the device"):
-        batch.add(prompt(8990), max_new_tokens=10)
+    ends, rows = [600, 300, 300, 900], 4
+    room = in_rows(first.options, first.memory.layers, rows, CHUNK, ends[:2])
+    batch = sc.Batch(model, rows=rows, chunk=CHUNK, device_memory=room.device, host_memory=room.host)
     requests = [batch.add(prompt(20, seed=end), max_new_tokens=end - 20) for end in ends]
     for turn in range(12):
         batch.step()
-        if not batch.groups:
-            continue
-        session = session_of(batch.groups[0].cache)
-        assert session is not None
-        assert len(batch.groups) == 1
-        total = session.statistics.bytes_by_tier
-        assert sum(size for tier, size in total.items() if tier != "host") <= room.device
-        assert total["host"] <= room.host
+        pool = batch.memory.pool
+        assert pool is not None
+        assert pool.bound == 5  # of 256 tokens
+        assert pool.held <= 5
+        assert room.holds(live(batch))
         assert len(batch.saying) <= 2
         if turn == 8:
             assert [request.stage.name for request in requests] == ["SAYING", "SAYING", "WAITING", "WAITING"]
+            assert pool.held == 2
             for request in requests[:2]:
                 batch.remove(request)
+            assert pool.held == 0
     assert {requests[2], requests[3]} >= set(batch.open) != set()
+    with pytest.raises(SpecacheError, match=r"a request of 9,000 tokens needs 36 pages of 256 tokens, and there are 5"):
+        batch.add(prompt(8990), max_new_tokens=10)
+
+
+def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> None:
+    """By who comes while it is there, and later; each says what it says alone, and nothing is left behind."""
+    begins, chunk = prompt(600, seed=9)[0], 128
+    prompts = [torch.cat([begins[:520], prompt(length, seed=length)[0]]) for length in (30, 90, 10)]
+    expected = []
+    for ids in prompts:
+        alone = sc.Batch(model, chunk=chunk, rows=1)
+        alone.memory.prefixes.most = 0
+        expected.append(alone.add(ids, max_new_tokens=6))
+        alone.run()
+    batch = sc.Batch(model, chunk=chunk)
+    requests = [batch.add(prompts[0], max_new_tokens=6)]
+    while not requests[0].said:
+        batch.step()
+    requests.append(batch.add(prompts[1], max_new_tokens=6))
+    batch.step()
+    assert requests[1].read == 512 + 98  # the last tokens alone have been read
+    pool = batch.memory.pool
+    assert pool is not None
+    assert pool.held == 2 + 1 + 1  # of three pages each, two are shared
+    batch.run()
+    requests.append(batch.add(prompts[2], max_new_tokens=6))
+    batch.run()
+    for request, other in zip(requests, expected, strict=True):
+        assert request.said == other.said
+    while batch.memory.prefixes.drop_oldest():
+        pass
+    assert pool.held == 0
 
 
 def waiting(*lengths: int) -> list[Any]:
     return [SimpleNamespace(longest=length, overtaken=0) for length in lengths]
 
 
-def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most(model: Any) -> None:
-    batch = sc.Batch(model, chunk=CHUNK)
-    batch.add(prompt(40), max_new_tokens=1)
-    batch.step()
-    budget = Budget(host=needed(batch.options, batch.layers, [256] * 4).host)
-    running = waiting(256, 256)
-
-    def begins(queue: list[Any], beside: list[Any]) -> Any:
-        return next_to_begin(queue, beside, budget, batch.options, batch.layers)
+def test_who_came_first_begins_first_and_is_overtaken_eight_times_at_most() -> None:
+    def begins(queue: list[Any], left: int) -> Any:
+        return next_to_begin(queue, lambda request: request.longest <= left)
 
     small = waiting(200, 200)
-    assert begins(small, running) is small[0]
+    assert begins(small, 512) is small[0]
     queue = waiting(5000, *[200] * 20)
     for _ in range(OVERTAKEN):
-        assert begins(queue, running) is queue[1]
+        assert begins(queue, 512) is queue[1]
         del queue[1]
-    assert begins(queue, running) is None
-    assert begins(queue[1:], running) is queue[1]
+    assert begins(queue, 512) is None
+    assert begins(queue[1:], 512) is queue[1]
 
 
 def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
+from specache_compile.caches.rows import drop, in_pages, keep_rows, place_for, take_in
 from specache_compile.errors import SpecacheError
+from specache_compile.paging.pool import Pool
 from specache_compile.runtime.session import session_of
 
 pytestmark = pytest.mark.one_process
@@ -33,6 +36,13 @@ SETTINGS = {
     "default, fused": {**SMALL, "lowering": "inductor"},
 }
 del SETTINGS["kivi"]["top_k"]
+# One layer, one head, few words: what is asked does not depend on the model.
+TINIEST = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+# Rows that are joined into a rectangle; those of the others are in pages.
+IN_ONE_PIECE = ("lossless", "offload")
 LONG, SHORT, MIDDLE = 190, 9, 70
 
 
@@ -71,9 +81,11 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any) -> None:
+def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: pytest.FixtureRequest) -> None:
     """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
+    paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
     chance = random.Random(3)
+    pool: Pool | None = None
     apart: list[DynamicCache] = []
     together: DynamicCache | None = None
     said: Tensor | None = None
@@ -84,7 +96,16 @@ def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any) -> None:
             step = last.argmax(-1, keepdim=True)
             (twin, last), (newcomer, _) = ask(model, twin, step), ask(model, newcomer, step)
         apart.append(twin)
-        together = newcomer if together is None else sc.join([together, newcomer])
+        if paged:
+            pool = pool or pool_of(newcomer)
+            newcomer = in_pages(newcomer, pool)
+        if together is None:
+            together = newcomer
+        elif paged:
+            together = take_in(together, newcomer)
+            drop(newcomer)
+        else:
+            together = sc.join([together, newcomer])
         said = last if said is None else torch.cat([said, last])
         for _ in range(chance.randint(3, 6)):
             tokens = said.argmax(-1, keepdim=True)
@@ -108,6 +129,16 @@ def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any) -> None:
     assert together is not None
     assert sc.lengths(together).tolist() == [int(sc.lengths(cache)) for cache in apart]
     assert len(set(sc.lengths(together).tolist())) == len(apart)
+    if pool is not None:
+        assert pool.held == sum(-(-length // 256) for length in sc.lengths(together).tolist())
+        drop(together)
+        assert pool.held == 0
+
+
+def pool_of(cache: DynamicCache) -> Pool:
+    session = session_of(cache)
+    assert session is not None
+    return Pool(session.options, session.layers)
 
 
 @pytest.mark.parametrize("model", ["lossless", "default", "kivi"], indirect=True)
@@ -137,8 +168,8 @@ def default() -> Any:
     return compiled("default")
 
 
-def compiled(setting: str) -> Any:
-    model = tiny_llama()
+def compiled(setting: str, **changes: Any) -> Any:
+    model = tiny_llama(**changes)
     model.compile(backend="specache", options=SETTINGS[setting])
     return model
 
@@ -192,27 +223,62 @@ def test_joined_rows_are_saved_and_loaded(default: Any, tmp_path: Path) -> None:
     assert torch.equal(ask(default, again, ids)[1], ask(default, cache, ids)[1])
 
 
-def test_joins_and_leaves_compile_nothing(default: Any) -> None:
+@pytest.fixture
+def tiniest() -> Any:
+    return compiled("default", **TINIEST)
+
+
+def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest: Any) -> None:
     from specache_compile.compile.rewritten import observers
 
-    made: list[Any] = []
-    alone = [ask(default, None, prompt(length, seed=length))[0] for length in (SHORT, MIDDLE)]
-    for cache in alone:
-        ask(default, cache, prompt(1))
-    ask(default, sc.join(alone), prompt(1, 2))
-    frames = torch._dynamo.utils.counters["frames"]["ok"]
-    observers.append(lambda *form: made.append(form))
-    try:
-        for turn in range(12):
-            rows = 2 + turn % 3
-            cache = joined(default, [20 + 30 * turn + 7 * row for row in range(rows)])
-            cache, _ = ask(default, cache, prompt(1, rows))
-            cache.batch_select_indices(torch.arange(1, rows))
-            ask(default, cache, prompt(1, rows - 1))
-    finally:
-        observers.pop()
+    made, chance = list[Any](), random.Random(5)
+    alone = [ask(tiniest, None, prompt(length, seed=length, vocabulary=64))[0] for length in (SHORT, MIDDLE, LONG, 300)]
+    pool = pool_of(alone[0])
+    alone = [in_pages(cache, pool) for cache in alone]
+    together = place_for(copy.deepcopy(alone[0]), 8)
+    together, _ = ask(tiniest, together, prompt(1, vocabulary=64))
+    rows = 1
+    frames = None
+    for turn in range(200):
+        newcomer = copy.deepcopy(alone[turn % 4])
+        together = take_in(together, newcomer)
+        drop(newcomer)
+        rows += 1
+        if turn % 5 == 1:
+            together, _ = ask(tiniest, together, prompt(1, rows, vocabulary=64))
+        if rows > 6:
+            stay = sorted(chance.sample(range(rows), 3))
+            keep_rows(together, stay if turn % 2 else [stay[2], *stay[:2]])
+            rows = 3
+        if frames is None:  # the first step of two rows has compiled for any number
+            together, _ = ask(tiniest, together, prompt(1, rows, vocabulary=64))
+            frames = torch._dynamo.utils.counters["frames"]["ok"]
+            observers.append(lambda *form: made.append(form))
+    observers.pop()
     assert not made
     assert torch._dynamo.utils.counters["frames"]["ok"] == frames
+    shared = pool.held
+    for cache in (together, *alone):
+        drop(cache)
+    assert shared <= sum((1, 1, 1, 2)) + 2 * rows  # of full pages there is one, whoever has them
+    assert pool.held == 0
+
+
+def test_fused_rows_say_what_each_says_alone() -> None:
+    """The kernels of a lowered graph, of two rows in pages and of one."""
+    model = compiled("default, fused", **TINIEST)
+    prompts = [prompt(length, seed=length, vocabulary=64) for length in (LONG, SHORT)]
+    read = [ask(model, None, ids) for ids in prompts]
+    pool = pool_of(read[0][0])
+    apart = [in_pages(cache, pool) for cache, _ in read]
+    together = take_in(place_for(copy.deepcopy(apart[0]), 2), apart[1])
+    said = torch.cat([logits for _, logits in read])
+    for _ in range(40):
+        tokens = said.argmax(-1, keepdim=True)
+        together, said = ask(model, together, tokens)
+        alone = [ask(model, twin, tokens[row : row + 1]) for row, twin in enumerate(apart)]
+        apart = [cache for cache, _ in alone]
+        close(said, torch.cat([logits for _, logits in alone]))
 
 
 def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:

@@ -31,7 +31,8 @@ HEADS, QUERIES, DIM, LANES, TOP_K = 2, 2, 32, 2, 8
 CPU = torch.device("cpu")
 # Prompts: nothing in the low-bit tier, some, and nearly a window more, so that a step takes one row's group alone. The
 # steps behind them; and how many tokens are behind those.
-PROMPTS, STEPS = (7, 150, 94), 4
+PROMPTS, STEPS = (7, 150, 94, 300), 4
+EVERY, LONG = range(3), 3  # the last row has a second page, and is in tests of pages alone
 LENGTHS = tuple(prompt + STEPS for prompt in PROMPTS)
 OPTIONS = {
     "rotated": SpecacheOptions(bits=1.5, group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3),
@@ -89,23 +90,36 @@ def pairs(row: int, dim: int = DIM) -> Tensor:
     return found
 
 
-def cursor_of(options: SpecacheOptions, lengths: Sequence[int], tokens: Sequence[int], new: int, device: Any) -> Tensor:
+def cursor_of(
+    options: SpecacheOptions, lengths: Sequence[int], tokens: Sequence[int], new: int, device: Any,
+    table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The cursor of a step of `new` tokens, of which each row has some."""
     rows = [
         [length + count - new, options.low_bit_length(length), options.low_bit_length(length + count), 0]
         for length, count in zip(lengths, tokens, strict=True)
     ]
     cursor = torch.tensor(rows, device=device)
+    if table is not None:
+        cursor = torch.cat([cursor, table.to(device)], 1)
     if cursor.is_cuda:
         publish(cursor, [row[0] for row in rows])
     return cursor
 
 
-def filled(kind: Implementation, options: SpecacheOptions, rows: Sequence[int]) -> LayerState:
-    """The state of a layer for these rows, after a prompt, padded in front, and steps of one token."""
+def empty(kind: Implementation, options: SpecacheOptions, rows: int, capacity: int = 256) -> LayerState:
     shape = LayerShape(HEADS, DIM, torch.float32, kind.device)
-    state = allocate(options, shape, len(rows), 256, 256)
+    state = allocate(options, shape, rows, capacity, capacity)
     state["host"].view(torch.uint8).fill_(0x7F)  # what nobody stores must stay so
+    return state
+
+
+def filled(
+    kind: Implementation, options: SpecacheOptions, rows: Sequence[int], state: LayerState | None = None,
+    table: Tensor | None = None,
+) -> LayerState:  # fmt: skip
+    """The state of a layer for these rows, after a prompt, padded in front, and steps of one token."""
+    state = empty(kind, options, len(rows)) if state is None else state
     longest = max(PROMPTS[row] for row in rows)
     frequencies = (0.9 ** torch.arange(DIM // 2)).to(kind.device)
     at = [0 for _ in rows]
@@ -117,7 +131,7 @@ def filled(kind: Implementation, options: SpecacheOptions, rows: Sequence[int]) 
             for row, n, count in zip(rows, at, counts, strict=True)
         ]
         k, v = torch.cat(padded).to(kind.device).unbind(3)
-        cursor = cursor_of(options, at, counts, new, kind.device)
+        cursor = cursor_of(options, at, counts, new, kind.device, table)
         for place, (n, count) in enumerate(zip(at, counts, strict=True)):
             index = state["sink_index"][place : place + 1]
             find_sinks(index, None, options.low_bit_length(n), n + count)
@@ -149,8 +163,8 @@ def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
 @every_option
 def test_what_is_stored_of_a_row_is_what_is_stored_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
     """Bit for bit, the padding in front of it nowhere."""
-    together = filled(kind, options, range(len(PROMPTS)))
-    for row in range(len(PROMPTS)):
+    together = filled(kind, options, EVERY)
+    for row in EVERY:
         ours, theirs = alone(options, together, row), filled(kind, options, [row])
         for name, tensor in theirs.items():
             assert torch.equal(ours[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
@@ -163,10 +177,12 @@ def query(row: int, lanes: int = LANES) -> tuple[Tensor, Tensor, Tensor]:
     return q, *torch.randn(2, 1, HEADS, lanes, DIM, generator=generator)
 
 
-def asked(kind: Implementation, options: SpecacheOptions, state: LayerState, rows: Sequence[int]) -> dict[str, Tensor]:
+def asked(
+    kind: Implementation, options: SpecacheOptions, state: LayerState, rows: Sequence[int], table: Tensor | None = None
+) -> dict[str, Tensor]:
     """What each attention of one new token says of these rows, batch first; logits of the low-bit tier alone."""
     q, k, v = (torch.cat(parts).to(kind.device) for parts in zip(*map(query, rows), strict=True))
-    cursor = cursor_of(options, [LENGTHS[row] for row in rows], [1 for _ in rows], 1, kind.device)
+    cursor = cursor_of(options, [LENGTHS[row] for row in rows], [1 for _ in rows], 1, kind.device, table)
     read = ([state[name] for name in StoredTiers._fields], [int(x) for x in options.layout], DIM**-0.5, None)
     slots = (state["slots"], state["slot_index"])
     out, scores = kind.ops.decode_attention(q, k, v, None, None, cursor, *slots, *read)
@@ -179,10 +195,9 @@ def asked(kind: Implementation, options: SpecacheOptions, state: LayerState, row
 
 @every_option
 def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
-    every = range(len(PROMPTS))
-    state = filled(kind, options, every)
-    together = asked(kind, options, state, every)
-    for row in every:
+    state = filled(kind, options, EVERY)
+    together = asked(kind, options, state, EVERY)
+    for row in EVERY:
         for name, expected in asked(kind, options, alone(options, state, row), [row]).items():
             equal(kind, together[name][row : row + 1], expected)
 
@@ -190,17 +205,16 @@ def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options
 @pytest.mark.parametrize("kind", ["definitions", "C++"], indirect=True)
 def test_a_correction_brings_each_row_what_it_brings_alone(kind: Implementation) -> None:
     options = OPTIONS["rotated"]
-    every = range(len(PROMPTS))
-    state, scores = filled(kind, options, every), torch.rand(1, len(PROMPTS), HEADS, 256)
-    cursor = cursor_of(options, LENGTHS, [1 for _ in every], 1, "cpu")
-    separate = [alone(options, state, row) for row in every]
+    state, scores = filled(kind, options, EVERY), torch.rand(1, len(EVERY), HEADS, 256)
+    cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, "cpu")
+    separate = [alone(options, state, row) for row in EVERY]
 
     def correct(state: LayerState, rows: slice) -> Tensor:
         written = (state["slots"], state["slot_index"], state["corrected"])
         return kind.ops.correct(scores[:, rows].contiguous(), cursor[rows], state["host"], *written)
 
     together = correct(state, slice(None))
-    for row in every:
+    for row in EVERY:
         assert torch.equal(together[row], correct(separate[row], slice(row, row + 1))[0])
         assert torch.equal(state["slots"][row], separate[row]["slots"][0])
         assert together[row].max() < max(options.low_bit_length(LENGTHS[row]), 1)
@@ -208,11 +222,11 @@ def test_a_correction_brings_each_row_what_it_brings_alone(kind: Implementation)
 
 def test_triton_chooses_among_the_low_bit_tier_of_each_row() -> None:
     kind, options = implementation("Triton"), OPTIONS["16 bits"]
-    scores = torch.rand(1, len(PROMPTS), HEADS, 256, device=kind.device)
-    cursor = cursor_of(options, LENGTHS, [1 for _ in LENGTHS], 1, kind.device)
-    chosen = torch.empty(len(PROMPTS), HEADS, TOP_K, dtype=torch.int32, device=kind.device)
+    scores = torch.rand(1, len(EVERY), HEADS, 256, device=kind.device)
+    cursor = cursor_of(options, LENGTHS[: len(EVERY)], [1 for _ in EVERY], 1, kind.device)
+    chosen = torch.empty(len(EVERY), HEADS, TOP_K, dtype=torch.int32, device=kind.device)
     kind.ops.choose(scores, cursor, chosen)
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(LENGTHS[: len(EVERY)]):
         low_bit = options.low_bit_length(length)
         best = scores[0, row, :, :low_bit].topk(min(TOP_K, low_bit)).indices.sort().values
         assert torch.equal(chosen[row, :, : best.shape[-1]].sort().values, best.int())
@@ -252,3 +266,61 @@ def test_a_definition_is_called_once_where_rows_are_alike() -> None:
     run([5, 5, 5])
     run([5, 5, 7])
     assert calls == [3, 2, 1]
+
+
+# Of three rows two pages each, of eight; page 0 is nobody's, and two are no row's.
+PAGED, TABLE = (0, 1, LONG), torch.tensor([[5, 0], [2, 0], [7, 1]])
+IN_PAGES = ("codes", "key_params", "value_params", "host")
+
+
+def in_pages(kind: Implementation, options: SpecacheOptions) -> LayerState:
+    """An empty layer: rows as they are, and eight pages that are full of what nobody may read."""
+    pages = empty(kind, options, 8)
+    for name in IN_PAGES:
+        pages[name].view(torch.uint8).fill_(0x7F)
+    rows = empty(kind, options, len(PAGED), 512)
+    return {name: pages[name] if name in IN_PAGES else tensor for name, tensor in rows.items()}
+
+
+def untouched(tensor: Tensor) -> bool:
+    return bool((tensor.contiguous().view(torch.uint8) == 0x7F).all())
+
+
+@every_option
+def test_tiers_in_pages_hold_and_say_what_they_do_in_one_piece(kind: Implementation, options: SpecacheOptions) -> None:
+    """Bit for bit, wherever the pages lie; pages of no row stay as they were."""
+    state = filled(kind, options, PAGED, in_pages(kind, options), TABLE)
+    piece = filled(kind, options, PAGED, empty(kind, options, len(PAGED), 512))
+    for place, row in enumerate(PAGED):
+        stored = {"host": LENGTHS[row], **dict.fromkeys(IN_PAGES[:3], options.low_bit_length(LENGTHS[row]))}
+        for name, tokens in stored.items():
+            for number, page in enumerate(TABLE[place].tolist()):
+                ours, theirs = (
+                    (state[name][0, page], piece[name][number, place])
+                    if name == "host"
+                    else (state[name][page], piece[name][place].chunk(2, 1)[number])
+                )
+                each = 256 // ours.shape[1] if ours.shape[1] else 1  # tokens of a place
+                here = max(0, min(256, tokens - 256 * number)) // each
+                assert torch.equal(ours[:, :here].view(torch.uint8), theirs[:, :here].view(torch.uint8)), name
+                assert untouched(ours[:, here:]), name
+    for page in (0, 3, 4, 6):
+        assert all(untouched(state[name][0, page] if name == "host" else state[name][page]) for name in IN_PAGES)
+    for name, expected in asked(kind, options, piece, PAGED).items():
+        equal(kind, asked(kind, options, state, PAGED, TABLE)[name], expected)
+
+
+@every_option
+def test_a_row_that_is_dead_touches_page_0_alone(kind: Implementation, options: SpecacheOptions) -> None:
+    """A row of no tokens, whose table names no page, beside one that lives."""
+    state = in_pages(kind, options)
+    k, v = (torch.full((2, HEADS, 1, DIM), 1.0, device=kind.device) for _ in range(2))
+    table = torch.tensor([[0, 0], [4, 3]])
+    cursor = cursor_of(options, [0, 0], [1, 1], 1, kind.device, table)
+    rows = {name: tensor if name in IN_PAGES else tensor[:2] for name, tensor in state.items()}
+    settings = (*options.layout, options.zero_point, None)
+    kind.ops.append(k, v, None, cursor, *(rows[name] for name in APPENDED), *settings)
+    kind.ops.offload(k, v, None, cursor, rows["host"])
+    touched = {page for page in range(8) if not untouched(state["host"][0, page])}
+    assert touched == {0, 4}
+    assert all(untouched(state[name]) for name in IN_PAGES[:3])

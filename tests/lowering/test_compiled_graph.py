@@ -123,7 +123,7 @@ def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> No
 
 def asked_of_capacity(rewrites: Rewrites) -> list[Any]:
     """Guards on the symbols that stand for a state's capacity."""
-    capacities = {size.node.expr for size in rewrites.captured.capacities.values()}
+    capacities = {size.node.expr for size in rewrites.captured.sizes.values()}
     return [guard for guard in guards(rewrites.captured.fake_mode) if capacities & guard.free_symbols]
 
 
@@ -136,7 +136,7 @@ def test_no_graph_is_compiled_again_as_the_cache_grows(llama: LlamaForCausalLM) 
     assert torch.equal(greedy(twin, prompt(250), 350), greedy(llama, prompt(250), 350))
     graphs = [graph.rewrites for graph in find_record(twin).graphs]
     assert sum(len(rewrites.made) for rewrites in graphs) == sc.stats(twin).compiles <= 3
-    assert all(rewrites.captured.capacities for rewrites in graphs)
+    assert all(rewrites.captured.sizes for rewrites in graphs)
     assert not any(asked_of_capacity(rewrites) for rewrites in graphs)
 
 

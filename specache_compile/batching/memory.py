@@ -1,0 +1,189 @@
+"""The memory of a batch's rows: a pool of pages, what of it is promised to whom, and the beginnings that are kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import DynamicCache
+
+from specache_compile.caches.rows import drop, in_pages, reason_against
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.state.pages import PAGE
+from specache_compile.methods.field import LayerShape
+from specache_compile.options import MethodOptions
+from specache_compile.paging.paged_tiers import PagedTiers
+from specache_compile.paging.pool import Pool, page_bytes, pages_for, row_bytes
+from specache_compile.runtime.session import session_of, sessions_of
+from specache_compile.runtime.state import device_total, predicted_bytes
+
+from .prefixes import Prefixes, ends_a_page
+from .request import Request
+
+# A request that runs, its cache, and its row there.
+Running = tuple[Request, DynamicCache | None, int]
+# Places of one row that may be there at once: the batch's, that of a prompt that is read, and a beginning's.
+PLACES = 3
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of tiers. As a budget: what all rows may have together; None: as many as there are."""
+
+    device: int | None = None
+    host: int | None = None
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes((self.device or 0) + (other.device or 0), (self.host or 0) + (other.host or 0))
+
+    def times(self, count: int) -> Bytes:
+        return Bytes((self.device or 0) * count, (self.host or 0) * count)
+
+    def holds(self, other: Bytes) -> bool:
+        pairs = ((self.device, other.device), (self.host, other.host))
+        return all(most is None or (size or 0) <= most for most, size in pairs)
+
+
+class Memory:
+    """What a batch's rows have, and may have.
+
+    layers: known when a first prompt has begun to be read.
+    pool: None before that, and where rows cannot be in pages: then each has tiers of its own.
+    give_up: has whoever keeps caches of ended requests drop one; whether there was one.
+    """
+
+    def __init__(
+        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, give_up: Callable[[], bool]
+    ) -> None:
+        self.options, self.budget, self.rows, self.chunk, self.give_up = options, budget, rows, chunk, give_up
+        self.layers: list[LayerShape] = []
+        self.pool: Pool | None = None
+        self.prefixes = Prefixes(rows)
+
+    def learn(self, cache: DynamicCache, joins: bool) -> None:
+        """From a first cache: what a layer keeps. joins: the model takes positions that differ by row."""
+        session = session_of(cache)
+        if session is None or self.layers:
+            return
+        self.layers = list(session.layers)
+        if joins and len(sessions_of(cache)) == 1 and reason_against([cache]) is None:
+            options = session.tiers.pending or session.options
+            pages = bound(options, self.layers, self.budget, self.rows, self.chunk)
+            self.pool = Pool(options, self.layers, pages)
+
+    def taken_in(self, cache: DynamicCache) -> DynamicCache:
+        """A cache that is the batch's now: in pages where it can be."""
+        session = session_of(cache)
+        if self.pool is None or session is None or reason_against([cache]) is not None:
+            return cache
+        if (
+            session.tiers.pending or session.options
+        ) != self.pool.options:  # the prompt decides of them (option memory)
+            return cache
+        paged = in_pages(cache, self.pool)
+        if paged is not cache:
+            drop(cache)
+        return paged
+
+    def tiers_of(self, cache: DynamicCache | None) -> PagedTiers | None:
+        """Those of a cache in this memory's pages."""
+        session = None if cache is None else session_of(cache)
+        tiers = None if session is None else session.tiers
+        return tiers if isinstance(tiers, PagedTiers) and tiers.pool is self.pool else None
+
+    def fits(self, request: Request, running: Sequence[Running]) -> bool:
+        """Whether there is room for a request until its end, beside those that run; beginnings that are kept make
+        room."""
+        if not self.layers:
+            return not running
+        if self.pool is None:
+            lengths = [other.longest for other, _, _ in running] + [request.longest]
+            return self.budget.holds(alone(self.options, self.layers, lengths))
+        promised = sum(self.still_needed(*other) for other in running)
+        while self.pool.left is not None:
+            need = self.still_needed(request, request.cache, 0)
+            if request.cache is None:
+                shared = self.prefixes.longest(request.prompt)[0]
+                need -= shared // PAGE
+            if need + promised <= self.pool.left:
+                break
+            if not (self.prefixes.drop_oldest() or self.give_up()):
+                return False
+        return True
+
+    def still_needed(self, request: Request, cache: DynamicCache | None, row: int) -> int:
+        """Pages that a request may yet take: those of tokens to come, and copies of what others have too."""
+        tiers = self.tiers_of(cache)
+        if tiers is None:
+            return pages_for(request.longest)
+        return tiers.still_needed(row, request.cached, request.longest)
+
+    def check_alone(self, request: Request) -> None:
+        """SpecacheError where the budget would not hold a request alone."""
+        if not self.layers:
+            return
+        asked = (
+            f"device_memory={self.budget.device}, host_memory={self.budget.host or self.options.host_memory} (bytes)"
+        )
+        if self.pool is None:
+            needed = alone(self.options, self.layers, [request.longest])
+            if not self.budget.holds(needed):
+                raise too_large(
+                    request, f"{needed.device:,} bytes on the device and {needed.host:,} on the host", asked
+                )
+        elif self.pool.bound is not None and (pages := pages_for(request.longest)) > self.pool.bound:
+            raise too_large(request, f"{pages} pages of {PAGE} tokens, and there are {self.pool.bound}", asked)
+
+    def begin(self, request: Request) -> None:
+        """Let a request have the beginning of its prompt that is there."""
+        if self.pool is None or request.cache is not None:
+            return
+        request.read, kept = self.prefixes.longest(request.prompt)
+        request.cache = None if kept is None else copy.deepcopy(kept)
+
+    def keep_beginning(self, request: Request) -> None:
+        """Keep what has been read of a prompt, where it ends with a page."""
+        in_pages_of_ours = self.tiers_of(request.cache) is not None
+        if in_pages_of_ours and request.from_its_first and ends_a_page(request.read, self.chunk):
+            self.prefixes.put(request.prompt[: request.read], request.cache)
+
+
+def of_tiers(tiers: Mapping[str, int]) -> Bytes:
+    return Bytes(device_total(tiers), tiers["host"])
+
+
+def alone(options: MethodOptions, layers: Sequence[LayerShape], lengths: Iterable[int]) -> Bytes:
+    """Bytes of rows that end with these tokens and have tiers of their own."""
+    return sum((of_tiers(predicted_bytes(options, layers, 1, length)) for length in lengths), Bytes(0, 0))
+
+
+def in_rows(
+    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int]
+) -> Bytes:
+    """The most bytes of a batch of so many rows, of which some end with these tokens: their pages, and page 0; what
+    each row has beside them; and tiers of its own that a prompt's first chunk has."""
+    pages = of_tiers(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
+    places = of_tiers(row_bytes(options, layers)).times(PLACES * rows)
+    return pages + places + alone(options, layers, [chunk])
+
+
+def too_large(request: Request, needs: str, asked: str) -> SpecacheError:
+    return SpecacheError(
+        f"a request of {request.longest:,} tokens needs {needs}, with {asked}: ask for fewer tokens, or raise them"
+    )
+
+
+def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, rows: int, chunk: int) -> int | None:
+    """Pages that a budget holds, and the option host_memory; None: no bound. On a CPU all are in the host's memory, of
+    which a budget of that alone is."""
+    page, fixed = of_tiers(page_bytes(options, layers)), in_rows(options, layers, rows, chunk, [])
+    if layers[0].device.type == "cpu" and budget.device is None:
+        page, fixed = (Bytes(0, (size.device or 0) + (size.host or 0)) for size in (page, fixed))
+    on_host = page_bytes(options, layers)["host"]
+    pairs = (
+        (budget.device, fixed.device, page.device), (budget.host, fixed.host, page.host),
+        (options.host_memory, on_host, on_host),
+    )  # fmt: skip
+    limits = [max(0, most - (beside or 0)) // size for most, beside, size in pairs if most is not None and size]
+    return min(limits) if limits else None

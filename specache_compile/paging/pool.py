@@ -1,0 +1,162 @@
+"""The pages that rows have: taken, shared, given back and counted, on the device and on the host together.
+
+A page is 256 tokens of every layer: their codes and parameters on the device, their pairs on the host. What is not full
+has one row that names it; what is full is never written again, and may have many.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specache_compile.errors import SpecacheError
+from specache_compile.kernels.memory.host_memory import host_empty
+from specache_compile.kernels.state.pages import PAGE
+from specache_compile.methods.field import Field, LayerShape, LayerState
+from specache_compile.options import MethodOptions
+from specache_compile.runtime.state import fields_of, tier_totals
+
+# Pages of a pool that has no bound, at first; each time it is full it grows by half.
+FIRST = 32
+# The page that is nobody's.
+NOBODYS = 0
+
+
+class Pool:
+    """The pages of one model's rows under one set of options.
+
+    bound: pages that there may be; all are there from the start, so that none ever moves. None: as many as are asked
+        for; then all are copied into more memory now and then.
+    state: of each layer the state tensors that are in pages (`kernels/state/pages.py`).
+    page_bytes, row_bytes: of a page, and of what a row has beside its pages, of each tier.
+    counts: of each page, the rows that name it.
+    sessions: those of its rows.
+    returned: the rows of tiers that have died, and the queue that may still copy for them.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, options: MethodOptions, layers: Sequence[LayerShape], bound: int | None = None) -> None:
+        self.options, self.layers, self.bound = options, list(layers), bound
+        self.page_bytes, self.row_bytes = page_bytes(options, layers), row_bytes(options, layers)
+        self.sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.returned: deque[tuple[list[list[int]], Any]] = deque()
+        self.counts: list[int] = [1]
+        self.free: list[int] = []
+        self.state: list[LayerState] = [
+            {field.name: empty(field, options, layer, 1) for field in paged_fields(options, layer)} for layer in layers
+        ]
+        self.grow_to(1 + (FIRST if bound is None else bound))
+
+    @property
+    def held(self) -> int:
+        """Pages that rows have."""
+        self.collect()
+        return len(self.counts) - 1 - len(self.free)
+
+    @property
+    def left(self) -> int | None:
+        """Pages that can still be taken; None: any number."""
+        self.collect()
+        return None if self.bound is None else len(self.free)
+
+    @torch.inference_mode(False)
+    def grow_to(self, pages: int) -> None:
+        """More pages, layer by layer; the tensors keep their identity, by which every row's session has them."""
+        before = len(self.counts)
+        for session in list(self.sessions):
+            session.settle()
+        for layer, state in zip(self.layers, self.state, strict=True):
+            for field in paged_fields(self.options, layer):
+                larger = empty(field, self.options, layer, pages)
+                larger.narrow(field.row_dim, 0, before).copy_(state[field.name])
+                state[field.name].set_(larger)
+        self.counts += [0] * (pages - before)
+        self.free += reversed(range(before, pages))
+
+    def take(self, number: int) -> list[int]:
+        """So many pages, of which nobody has any. SpecacheError, before anything has changed, where there are none."""
+        self.collect()
+        if number > len(self.free):
+            if self.bound is not None:
+                raise no_pages(number, len(self.free), self.bound)
+            self.grow_to(max(len(self.counts) * 3 // 2, len(self.counts) + number - len(self.free)))
+        taken = [self.free.pop() for _ in range(number)]
+        self.share(taken)
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more row has these."""
+        for page in pages:
+            self.counts[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """A row has these no more."""
+        for page in pages:
+            self.counts[page] -= 1
+            if not self.counts[page]:
+                self.free.append(page)
+
+    def collect(self) -> None:
+        """Take in what tiers had that have died."""
+        while self.returned:
+            rows, queue = self.returned.popleft()
+            queue.settle()
+            self.release(rows)
+
+    def release(self, rows: list[list[int]]) -> None:
+        """All rows of a session are gone."""
+        for pages in rows:
+            self.give_back(pages)
+        rows.clear()
+
+    def copy(self, source: int, target: int) -> None:
+        """The content of one page, of which no copy is under way."""
+        for layer, state in zip(self.layers, self.state, strict=True):
+            for field in paged_fields(self.options, layer):
+                tensor = state[field.name]
+                tensor.select(field.row_dim, target).copy_(tensor.select(field.row_dim, source))
+
+
+def paged_fields(options: MethodOptions, layer: LayerShape) -> list[Field]:
+    return [field for field in fields_of(options, layer) if field.by_page]
+
+
+def empty(field: Field, options: MethodOptions, layer: LayerShape, pages: int) -> Tensor:
+    """So many pages of a field, which hold anything."""
+    shape, dtype = field.shape(options, layer, pages, PAGE), field.dtype(options, layer)
+    if field.on_host:
+        return host_empty(shape, dtype, layer.device)
+    return torch.empty(shape, dtype=dtype, device=layer.device)
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def page_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str, int]:
+    """Bytes of a page, of each tier."""
+    return tier_totals(
+        (field, field.nbytes(options, layer, 1, PAGE)) for layer in layers for field in paged_fields(options, layer)
+    )
+
+
+def row_bytes(options: MethodOptions, layers: Sequence[LayerShape]) -> dict[str, int]:
+    """Bytes of what a row has beside its pages, of each tier."""
+    return tier_totals(
+        (field, field.nbytes(options, layer, 1, PAGE))
+        for layer in layers
+        for field in fields_of(options, layer)
+        if field.by_row and not field.by_page
+    )
+
+
+def no_pages(number: int, left: int, bound: int) -> SpecacheError:
+    return SpecacheError(
+        f"{number} more pages of {PAGE} tokens are needed, and {left} of {bound} are left. Nothing was lost: the cache "
+        "holds what it held. Drop caches that are not needed, or give the batch more device_memory or host_memory"
+    )
