@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .pages import Pages
+
 FP8 = torch.float8_e4m3fn
 ROUNDED, LARGEST = torch.int8, 127
 SCALE = torch.float32
@@ -27,7 +29,7 @@ def rounded_width(head_dim: int) -> int:
     return -(-head_dim // SCALE.itemsize) * SCALE.itemsize + SCALE.itemsize
 
 
-def stored(pairs: Tensor, target: Tensor) -> Tensor:
+def stored(pairs: Tensor, target: Tensor | Pages) -> Tensor:
     """Pairs [..., 2, d] as `target` stores them: as they are, or rounded, [..., 2, w]. What is not finite takes its
     whole vector with it."""
     if target.dtype != ROUNDED:

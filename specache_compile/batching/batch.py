@@ -162,7 +162,7 @@ class Batch:
 
     def over(self, request: Request, end: End, error: Exception | None = None) -> None:
         """End a request that has no row."""
-        if self.memory.tiers_of(request.cache) is not None:
+        if request.cache is not None and self.memory.tiers_of(request.cache) is not None:
             drop(request.cache)
         request.is_over(end, error)
 

@@ -144,9 +144,11 @@ class Memory:
 
     def keep_beginning(self, request: Request) -> None:
         """Keep what has been read of a prompt, where it ends with a page."""
-        in_pages_of_ours = self.tiers_of(request.cache) is not None
-        if in_pages_of_ours and request.from_its_first and ends_a_page(request.read, self.chunk):
-            self.prefixes.put(request.prompt[: request.read], request.cache)
+        cache = request.cache
+        if cache is None or self.tiers_of(cache) is None or not request.from_its_first:
+            return
+        if ends_a_page(request.read, self.chunk):
+            self.prefixes.put(request.prompt[: request.read], cache)
 
 
 def of_tiers(tiers: Mapping[str, int]) -> Bytes:

@@ -276,7 +276,7 @@ def whole(session: Session, site: int) -> LayerState:
             tensor = state[field.name] = state[field.name].clone()
             for rows, length in runs_of(session.progress.lengths):
                 part = segments.of_rows(tensor, rows)
-                for view, _, _ in segments.runs(part, length, segments.places_of(part)):
+                for view, _, _ in segments.runs(part, length, segments.places_of(tensor)):
                     view.zero_()
     return state
 

@@ -81,6 +81,7 @@ class PagedTiers(Tiers):
         return {**own, **pairs}
 
     def pairs(self, site: int, name: str, rows: slice = slice(None)) -> Pages:
+        assert self.table is not None
         return pairs_by(self.state[site][name], self.table[rows])
 
     def reserve(self, lengths: Sequence[int], new: int, settle: Callable[[], object]) -> bool:

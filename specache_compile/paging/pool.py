@@ -74,7 +74,7 @@ class Pool:
             for field in paged_fields(self.options, layer):
                 larger = empty(field, self.options, layer, pages)
                 larger.narrow(field.row_dim, 0, before).copy_(state[field.name])
-                state[field.name].set_(larger)
+                state[field.name].set_(larger)  # type: ignore[call-overload]
         self.counts += [0] * (pages - before)
         self.free += reversed(range(before, pages))
 

@@ -144,7 +144,8 @@ class Session:
         """A queue, recorded steps and counts of the session's own, as a new or a copied one needs."""
         device = self.layers[0].device
         self.queue = copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
-        self.every_cursor, self.shown = None, None
+        self.every_cursor: Tensor | None = None
+        self.shown: Tensor | None = None
         self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.recorded, self.deferred = RecordedSteps(), self.new_deferred()

@@ -211,8 +211,8 @@ class Tiers:
         grows = self.allocated[0] > 0
         for number, layer in enumerate(self.layers):
             old = self.state[number] if grows else None
-            new = allocate(self.options, layer, self.batch, self.capacity, self.room, old)
-            self.state[number : number + 1] = [new]
+            made = allocate(self.options, layer, self.batch, self.capacity, self.room, old)
+            self.state[number : number + 1] = [made]
         self.allocated = (self.capacity, self.room)
         if grows and self.layers[0].device.type == "cuda":
             self.reserve_ahead(room(self.room + 1))
