@@ -14,7 +14,11 @@ OFF = "off"
 def cache_folder() -> Path:
     """$SPECACHE_CACHE, or the platform's folder for caches."""
     given = os.environ.get(VARIABLE, "")
-    return Path(given).expanduser() if given and not is_off() else user_cache_path("specache-compile", appauthor=False)
+    asked = given and not is_off()
+    found = Path(given).expanduser() if asked else user_cache_path("specache-compile", appauthor=False)
+    if not asked and not found.is_absolute():
+        raise RuntimeError(f"this user has no home folder: say in ${VARIABLE} where files are kept")
+    return found.absolute()
 
 
 def is_off() -> bool:

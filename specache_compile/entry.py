@@ -27,10 +27,10 @@ def keep_traces() -> None:
     """Let traces be kept for later processes, where this torch has the names, private ones, that it takes."""
     try:
         from .warm.route import route_traces
-    except ImportError as missing:
-        log.info("no trace is kept with torch %s: %s", torch.__version__, missing)
-    else:
+
         route_traces()
+    except (ImportError, AttributeError) as missing:
+        log.info("no trace is kept with torch %s: %s", torch.__version__, missing)
 
 
 route_generate()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import drop, keep_rows, place_for, row_of, take_in
+from specache_compile.caches.rows import drop, keep_rows, place_for, reason_against, row_of, take_in
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 
@@ -169,7 +169,7 @@ class Batch:
     def take(self, request: Request) -> DynamicCache | None:
         """`remove`, and its cache as one of a row alone; None where nothing of it was read."""
         group = self.group_of(request)
-        cache, request.cache = request.cache if group is None else group.row(request), None
+        cache, request.cache = request.cache if group is None else kept_row(group, request), None
         self.remove(request)
         return cache
 
@@ -188,16 +188,31 @@ class Batch:
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
+        if self.waiting:
+            self.memory.notice_weights(self.model)
         while self.waiting and len(self.reading) + len(self.saying) < self.most_rows:
             chosen = next_to_begin(self.waiting, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
-                if not self.running:  # nobody will give back what is lacking
-                    self.over(self.waiting.pop(0), End.FAILED, kept_elsewhere())
-                return
+                if self.running or not self.make_room():
+                    return
+                continue
             self.waiting.remove(chosen)
             self.reading.append(chosen)
             chosen.stage = Stage.READING
             self.memory.begin(chosen)
+
+    def make_room(self) -> bool:
+        """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt
+        anew; False, and the first one is over, where there is none."""
+        holding = [request for request in self.waiting[1:] if self.memory.tiers_of(request.cache) is not None]
+        if not holding:
+            self.over(self.waiting.pop(0), End.FAILED, kept_elsewhere())
+            return False
+        last = holding[-1]
+        assert last.cache is not None
+        drop(last.cache)
+        last.cache, last.read, last.from_its_first = None, 0, True
+        return True
 
     @property
     def running(self) -> list[Running]:
@@ -235,11 +250,12 @@ class Batch:
         """The rows that a cache of one row is now the last of."""
         paged = self.memory.tiers_of(cache) is not None
         for group in self.groups if paged else ():
-            if group.paged:
+            if group.paged and reason_against([group.cache, cache]) is None:
                 group.cache = take_in(group.cache, cache)
                 drop(cache)
                 return group
-        self.groups.append(Rows(place_for(cache, self.most_rows) if paged else cache, [], paged))
+        first = paged and not any(group.paged for group in self.groups)
+        self.groups.append(Rows(place_for(cache, self.most_rows) if first else cache, [], paged))
         return self.groups[-1]
 
     def say_together(self, group: Rows) -> list[tuple[Request, int]]:
@@ -260,8 +276,9 @@ class Batch:
         """Requests of a group have said these tokens; the rows of those that are over leave."""
         for request, token in said:
             request.hear(token)
+        for request, _ in said:
             if request.stage is Stage.OVER and request.keeps:
-                request.cache = group.row(request)
+                request.cache = kept_row(group, request)
         group.keep([request for request in group.requests if request.stage is not Stage.OVER])
         self.groups = [group for group in self.groups if group.requests]
         return said
@@ -273,6 +290,14 @@ class Batch:
             more["position_ids"] = positions
         out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **more)
         return out.past_key_values, out.logits[:, -1]
+
+
+def kept_row(group: Rows, request: Request) -> DynamicCache | None:
+    """A request's row as a cache alone; None where a copy of it has failed: what was said is whole, and is not kept."""
+    try:
+        return group.row(request)
+    except (SpecacheError, RuntimeError):
+        return None
 
 
 def kept_elsewhere() -> SpecacheError:

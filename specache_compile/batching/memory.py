@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import DynamicCache
 
 from specache_compile.caches.rows import drop, in_pages, reason_against
@@ -60,17 +61,26 @@ class Memory:
         self.layers: list[LayerShape] = []
         self.pool: Pool | None = None
         self.prefixes = Prefixes(rows)
+        self.weights: list[tuple[int, int]] = []
 
     def learn(self, cache: DynamicCache, joins: bool) -> None:
         """From a first cache: what a layer keeps. joins: the model takes positions that differ by row."""
         session = session_of(cache)
         if session is None or self.layers:
             return
-        self.layers = list(session.layers)
+        layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache]) is None:
             options = session.tiers.pending or session.options
-            pages = bound(options, self.layers, self.budget, self.rows, self.chunk)
-            self.pool = Pool(options, self.layers, pages)
+            self.pool = Pool(options, layers, bound(options, layers, self.budget, self.rows, self.chunk))
+        self.layers = layers
+
+    def notice_weights(self, model: torch.nn.Module) -> None:
+        """Forget the beginnings that other weights have read."""
+        weights = [(id(w), 0 if w.is_inference() else w._version) for w in model.parameters()]
+        if weights != self.weights:
+            while self.prefixes.drop_oldest():
+                pass
+            self.weights = weights
 
     def taken_in(self, cache: DynamicCache) -> DynamicCache:
         """A cache that is the batch's now: in pages where it can be."""
@@ -100,6 +110,8 @@ class Memory:
         if self.pool is None:
             lengths = [other.longest for other, _, _ in running] + [request.longest]
             return self.budget.holds(alone(self.options, self.layers, lengths))
+        if not self.could_fit(request, running):
+            return False
         promised = sum(self.still_needed(*other) for other in running)
         while self.pool.left is not None:
             need = self.still_needed(request, request.cache, 0)
@@ -111,6 +123,20 @@ class Memory:
             if not (self.prefixes.drop_oldest() or self.give_up()):
                 return False
         return True
+
+    def could_fit(self, request: Request, running: Sequence[Running]) -> bool:
+        """Whether there would be room if nobody kept a beginning or a conversation."""
+        assert self.pool is not None
+        if self.pool.bound is None:
+            return True
+        begun = request.cache if request.cache is not None else self.prefixes.longest(request.prompt)[1]
+        named, lacking = set[int](), 0
+        for one, cache, row in [*running, (request, begun, 0)]:
+            tiers = self.tiers_of(cache)
+            pages = [] if tiers is None else tiers.pages[row]
+            named.update(pages)
+            lacking += max(0, pages_for(one.longest) - len(pages))
+        return len(named) + lacking <= self.pool.bound
 
     def still_needed(self, request: Request, cache: DynamicCache | None, row: int) -> int:
         """Pages that a request may yet take: those of tokens to come, and copies of what others have too."""
@@ -139,8 +165,9 @@ class Memory:
         """Let a request have the beginning of its prompt that is there."""
         if self.pool is None or request.cache is not None:
             return
-        request.read, kept = self.prefixes.longest(request.prompt)
+        read, kept = self.prefixes.longest(request.prompt)
         request.cache = None if kept is None else copy.deepcopy(kept)
+        request.read = read
 
     def keep_beginning(self, request: Request) -> None:
         """Keep what has been read of a prompt, where it ends with a page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -210,7 +211,8 @@ def take_in(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
 def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
     """Only these rows go on, in this order; what only others had in pages is free from here on."""
     cache.batch_select_indices(torch.tensor(rows))
-    session_behind(cache)
+    with contextlib.suppress(SpecacheError):  # a copy has failed: whoever uses the cache next is told
+        session_behind(cache)
 
 
 def drop(cache: DynamicCache) -> None:
@@ -230,8 +232,9 @@ def new_rows(session: Session, other: Session) -> None:
     assert isinstance(tiers, PagedTiers)
     assert isinstance(others, PagedTiers)
     rows = [(source, row) for source in (session, other) for row in range(source.tiers.batch)]
-    session.progress = progress_of(rows)
+    progress = progress_of(rows)
     tiers.take_in(others, range(others.batch))
+    session.progress = progress
     session.version += 1
     session.view = None
     session.new_cursor()

@@ -35,6 +35,8 @@ class PagedTiers(Tiers):
         """Rows that have been given these pages, with nothing in their places. like: has the options."""
         vars(self).update(vars(like))
         self.sinks_known, self.pool, self.pages, self.batch = None, pool, list(pages), len(pages)
+        self.queues: list[Any] = []
+        weakref.finalize(self, pool.returned.append, (self.pages, self.queues))
         self.rounded = [0] * self.batch
         self.capacity = self.room = 0
         self.most_rows = places
@@ -46,7 +48,7 @@ class PagedTiers(Tiers):
         """Its copies are waited for before a page moves, or is somebody else's. When the tiers die, which may be
         anywhere, it is only noted that their pages are free."""
         self.pool.sessions.add(session)
-        weakref.finalize(self, self.pool.returned.append, (self.pages, session.queue))
+        self.queues.append(session.queue)
 
     def let_go(self) -> None:
         self.pool.release(self.pages)
@@ -99,9 +101,9 @@ class PagedTiers(Tiers):
         if not shared and max(taken) <= 0:
             return False
         lay = self.where_pages_lie()
-        fresh = iter(self.pool.take(len(shared) + sum(max(0, number) for number in taken)))
         if shared:
             settle()
+        fresh = iter(self.pool.take(len(shared) + sum(max(0, number) for number in taken)))
         for row, number in shared:
             before, self.pages[row][number] = self.pages[row][number], next(fresh)
             self.pool.copy(before, self.pages[row][number])

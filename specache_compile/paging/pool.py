@@ -6,6 +6,7 @@ has one row that names it; what is full is never written again, and may have man
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.memory.host_memory import host_empty
+from specache_compile.kernels.memory.host_memory import allowance, host_empty
 from specache_compile.kernels.state.pages import PAGE
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
@@ -36,7 +37,7 @@ class Pool:
     page_bytes, row_bytes: of a page, and of what a row has beside its pages, of each tier.
     counts: of each page, the rows that name it.
     sessions: those of its rows.
-    returned: the rows of tiers that have died, and the queue that may still copy for them.
+    returned: the rows of tiers that have died, and the queues that may still copy for them.
     """
 
     @torch.inference_mode(False)
@@ -44,7 +45,7 @@ class Pool:
         self.options, self.layers, self.bound = options, list(layers), bound
         self.page_bytes, self.row_bytes = page_bytes(options, layers), row_bytes(options, layers)
         self.sessions: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.returned: deque[tuple[list[list[int]], Any]] = deque()
+        self.returned: deque[tuple[list[list[int]], list[Any]]] = deque()
         self.counts: list[int] = [1]
         self.free: list[int] = []
         self.state: list[LayerState] = [
@@ -73,7 +74,8 @@ class Pool:
         for layer, state in zip(self.layers, self.state, strict=True):
             for field in paged_fields(self.options, layer):
                 larger = empty(field, self.options, layer, pages)
-                larger.narrow(field.row_dim, 0, before).copy_(state[field.name])
+                # One that could not be finished for want of memory has left some larger.
+                larger.narrow(field.row_dim, 0, before).copy_(state[field.name].narrow(field.row_dim, 0, before))
                 state[field.name].set_(larger)  # type: ignore[call-overload]
         self.counts += [0] * (pages - before)
         self.free += reversed(range(before, pages))
@@ -84,10 +86,20 @@ class Pool:
         if number > len(self.free):
             if self.bound is not None:
                 raise no_pages(number, len(self.free), self.bound)
-            self.grow_to(max(len(self.counts) * 3 // 2, len(self.counts) + number - len(self.free)))
+            there, least = len(self.counts), len(self.counts) + number - len(self.free)
+            most = self.room_on_host()
+            if least > most:
+                raise no_pages(number, len(self.free), most - 1)
+            self.grow_to(min(max(there * 3 // 2, least), most))
         taken = [self.free.pop() for _ in range(number)]
         self.share(taken)
         return taken
+
+    def room_on_host(self) -> int:
+        """The pages that there may be where nobody has said how much memory there is for them."""
+        parts = self.page_bytes if self.layers[0].device.type == "cpu" else {"host": self.page_bytes["host"]}
+        page = sum(parts.values())
+        return allowance(page * len(self.counts), None) // page if page else sys.maxsize
 
     def share(self, pages: Iterable[int]) -> None:
         """One more row has these."""
@@ -104,8 +116,9 @@ class Pool:
     def collect(self) -> None:
         """Take in what tiers had that have died."""
         while self.returned:
-            rows, queue = self.returned.popleft()
-            queue.settle()
+            rows, queues = self.returned.popleft()
+            for queue in queues:
+                queue.settle()
             self.release(rows)
 
     def release(self, rows: list[list[int]]) -> None:

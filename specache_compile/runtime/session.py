@@ -144,11 +144,12 @@ class Session:
         """A queue, recorded steps and counts of the session's own, as a new or a copied one needs."""
         device = self.layers[0].device
         self.queue = copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
+        self.recorded = RecordedSteps()
         self.every_cursor: Tensor | None = None
         self.shown: Tensor | None = None
         self.statistics = Statistics(self.queue)
         self.new_cursor()
-        self.recorded, self.deferred = RecordedSteps(), self.new_deferred()
+        self.deferred = self.new_deferred()
         self.recorded_at = self.tiers.places()
         self.tiers.belong_to(self)
 
@@ -157,6 +158,9 @@ class Session:
         table, most = self.tiers.table, self.tiers.most_cursors
         width = CURSOR_SIZE + (0 if table is None else table.shape[1])
         if self.every_cursor is None or self.every_cursor.shape != (most, width):
+            if self.every_cursor is not None:  # recorded steps have its address, and copies read it
+                self.queue.settle()
+                self.recorded.clear()
             self.every_cursor = new_cursor(self.layers[0].device, most, width - CURSOR_SIZE)
             self.every_cursor[:, QUEUE] = self.queue.number
         self.cursor = self.every_cursor[: self.tiers.batch]

@@ -126,7 +126,10 @@ class Answer:
             self.send([Likely(self.text_of(token), known.said, likeliest)])
 
     def text_of(self, token: int) -> str:
-        return str(self.rust.decode([token], skip_special_tokens=False))
+        """Behind the token before: of a text's first token some decoders drop the space."""
+        before = self.ids[-1:]
+        had, whole = (self.rust.decode(ids, skip_special_tokens=False) for ids in (before, [*before, token]))
+        return str(whole.removeprefix(had))
 
     def say(self, tokens: list[int]) -> None:
         if not self.said:

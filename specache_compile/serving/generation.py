@@ -42,7 +42,7 @@ class Generation:
         self.conversations, self.metrics = conversations, metrics
         self.longest, self.queue = longest, queue
         self.thread = InferenceThread()
-        self.waiting: list[Ticket] = []
+        self.waiting: list[Answer] = []
         self.open: set[Answer] = set()
         self.stopping = False
         self.rows: RowsOfAnswers | None = None
@@ -62,7 +62,7 @@ class Generation:
         metrics.sessions.labels("disk").set_function(lambda: len(conversations.on_disk))
 
     def queued(self) -> int:
-        return sum(not ticket.left.is_set() for ticket in list(self.waiting))
+        return sum(not answer.ticket.left.is_set() for answer in list(self.waiting))
 
     def begin(self, ticket: Ticket, question: Question) -> Answer:
         """Queue a request and return its future answer. HTTPException where it is too long, or too many are waiting."""
@@ -81,7 +81,7 @@ class Generation:
             raise HTTPException(503, f"{self.queue} requests wait already", headers={"Retry-After": "1"})
         config.max_new_tokens = config.max_new_tokens or max(least, min(ANSWER, room))
         answer = Answer(ticket, question, self.tokenizer, self.metrics)
-        self.waiting.append(ticket)
+        self.waiting.append(answer)
         self.open.add(answer)
         self.submit(partial(self.run if self.rows is None else self.arrive, answer))
         return answer
@@ -111,7 +111,7 @@ class Generation:
 
     def taken(self, answer: Answer) -> Conversation:
         """The conversation that an answer goes on from."""
-        self.waiting.remove(answer.ticket)
+        self.waiting.remove(answer)
         question = answer.question
         conversation = self.conversations.take(question.inputs["input_ids"][0].cpu())
         answer.reused = len(conversation.ids)
@@ -120,8 +120,8 @@ class Generation:
         return conversation
 
     def ended(self, answer: Answer) -> None:
-        if answer.ticket in self.waiting:
-            self.waiting.remove(answer.ticket)
+        if answer in self.waiting:
+            self.waiting.remove(answer)
         self.open.discard(answer)
 
     def run(self, answer: Answer) -> None:

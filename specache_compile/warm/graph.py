@@ -39,6 +39,13 @@ class NotKept(Exception):
     """A call needs a form of a graph that no process has kept."""
 
 
+# Inductor's settings that no text tells apart.
+OWN_PASSES = (
+    "pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Recalled:
     """What `compile/captured.py: Captured` says of a graph to those who call it, without the graph.
@@ -161,5 +168,8 @@ def graph_from(facts: Recalled, folder: Path, root: Path) -> CompiledGraph:
 
 
 def is_wanted() -> bool:
-    """Whether forms may be taken from the store: not where somebody is to look at graphs."""
-    return not os.environ.get("SPECACHE_DUMP")
+    """Whether forms may be taken from the store, or kept: not where somebody is to look at graphs, has Inductor run
+    passes of their own, or wants no caches."""
+    inductor = torch._inductor.config
+    own = any(getattr(inductor, name, None) for name in OWN_PASSES)
+    return not (os.environ.get("SPECACHE_DUMP") or own or inductor.force_disable_caches)

@@ -162,7 +162,8 @@ def rebuilt(
     Unlike, with the reason, where they do not let it pass.
     """
     others: list[Guard] = pickle.loads(kept.others)
-    differs = difference(others, kept.told, {"L": local_scope, "G": global_scope})
+    compared: list[Any] = []  # by identity: while these live, nothing else has theirs
+    differs = difference(others, kept.told, {"L": local_scope, "G": global_scope}, compared)
     if differs is not None:
         raise Unlike(differs)
     check_builtins(kept.builtins)
@@ -184,7 +185,11 @@ def rebuilt(
         raise Unlike(str(error)) from error
     check(others_manager, local_scope)  # what `NOTHING` names is not told
     values = {name: getattr(builtins, name) for name in kept.builtins}
-    return manager, lambda scope: are_the_builtins(values) and others_manager.check(scope)
+
+    def holds(scope: Any, _alive: Sequence[Any] = compared) -> bool:
+        return are_the_builtins(values) and bool(others_manager.check(scope))
+
+    return manager, holds
 
 
 def check(manager: Any, local_scope: dict[str, Any]) -> None:
@@ -205,8 +210,9 @@ def are_the_builtins(values: Mapping[str, Any]) -> bool:
     return all(vars(builtins).get(name) is value for name, value in values.items())
 
 
-def difference(others: Sequence[Guard], texts: Sequence[str], scope: dict[str, Any]) -> str | None:
-    """A guard that looks now at something else than when it was kept; None where there is none."""
+def difference(others: Sequence[Guard], texts: Sequence[str], scope: dict[str, Any], compared: list[Any]) -> str | None:
+    """A guard that looks now at something else than when it was kept; None where there is none. What they look at is
+    appended to `compared`."""
     closure_vars = torch._dynamo.guards._get_closure_vars()
     cache: dict[Any, Any] = {}
     for guard, was in zip(others, texts, strict=True):
@@ -220,6 +226,7 @@ def difference(others: Sequence[Guard], texts: Sequence[str], scope: dict[str, A
         now = text_of(kind, value, guard.create_fn)
         if now != was:
             return f"{kind} {guard.name}: {was}, and now {now}"
+        compared.append(value if kind in VALUE else type(value))
     return None
 
 

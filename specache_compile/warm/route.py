@@ -48,6 +48,9 @@ def route_traces() -> None:
     """Extend `ConvertFrameAssert.__call__` and `DynamoOutput.build_guards`, once for the process."""
     convert = convert_frame.ConvertFrameAssert.__call__
     build_guards = convert_frame.DynamoOutput.build_guards
+    # Named here, so that a torch which lacks one is told of before anything is in force.
+    _ = torch._functorch.config.bundled_autograd_cache, torch._functorch.config.bypass_autograd_cache_key
+    _ = convert_frame.get_compile_id
     if getattr(convert, "asks_the_store", False):
         return
 
@@ -55,7 +58,7 @@ def route_traces() -> None:
     def convert_or_recall(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, **rest: Any) -> Any:
         call = folder_of(self, frame)
         keep_from_here_on(call is not None)
-        if call is not None and (recalled := recall(call, frame, frame_state)) is not None:
+        if call is not None and (recalled := recalled_of(call, frame, frame_state)) is not None:
             return wrap_guarded_code(recalled)
         before, _tracing.call = getattr(_tracing, "call", None), call
         try:
@@ -76,6 +79,15 @@ def route_traces() -> None:
     observers.append(keep_late)
 
 
+def recalled_of(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
+    """`recall`; whatever is wrong with the folder, the frame can be traced."""
+    try:
+        return recall(call, frame, frame_state)
+    except Exception as error:
+        log.info("not taken: %s: %s", type(error).__name__, error, exc_info=True)
+        return None
+
+
 def folder_of(converter: Any, frame: Any) -> Path | None:
     """`call_of`, where a call cannot be told apart from others too."""
     try:
@@ -94,6 +106,8 @@ def call_of(converter: Any, frame: Any) -> Path | None:
     model = frame.f_locals.get("self")
     modes = torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack()
     if not isinstance(model, torch.nn.Module) or modes or has_hooks(model) or is_split():
+        return None
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return None
     return root / environment() / call_key(frame.f_code, frame.f_locals, how(converter, asked))
 

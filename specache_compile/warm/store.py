@@ -56,7 +56,8 @@ def read(path: Path, root: Path) -> bytes | None:
         with path.open("rb") as file:
             levels = path.relative_to(root).parents
             places = [os.fstat(file.fileno()), *(os.stat(root / level) for level in levels)]
-            if not all(map(is_ours, places)):
+            above = {*root.absolute().parents, *root.resolve().parents}
+            if not all(map(is_ours, places)) or not all(is_safe_above(os.stat(each)) for each in above):
                 tell_once(
                     f"{root}: other users may write there, or have: nothing is taken from it, and models are traced"
                 )
@@ -69,6 +70,11 @@ def read(path: Path, root: Path) -> bytes | None:
 def is_ours(found: os.stat_result) -> bool:
     """Whether only this user, or root, can have written to a file or folder."""
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_safe_above(found: os.stat_result) -> bool:
+    """Whether strangers cannot put another folder in the place of one in this one; in /tmp they cannot."""
+    return not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)
 
 
 def write(path: Path, data: bytes) -> bool:

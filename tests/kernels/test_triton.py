@@ -703,7 +703,7 @@ def test_a_correction_brings_what_lane_0_wants_of_the_low_bit_tier(streams: None
 
 def test_a_corrections_gather_has_a_program_for_each_head(monkeypatch: pytest.MonkeyPatch, streams: None) -> None:
     grids = []
-    monkeypatch.setattr(triton_copy, "gather", lambda *given, programs: grids.append(programs))
+    monkeypatch.setattr(triton_copy, "gather", lambda *given, programs, cursor: grids.append(programs))
     index = torch.zeros(BATCH, 24, 8, dtype=torch.int32, device=DEVICE)
     scores = torch.rand(1, BATCH, 24, 64).to(DEVICE)
     cursor = torch.tensor([[64, 64, 64, 0]], device=DEVICE).repeat(BATCH, 1)

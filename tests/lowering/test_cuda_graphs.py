@@ -393,7 +393,7 @@ def test_a_deferred_fetch_runs_beside_the_first_layers_and_before_its_own(monkey
     monkeypatch.setattr(copy_stream, "stream_of", lambda device: copies)
     monkeypatch.setattr(copy_stream, "correction_stream_of", lambda device: copies)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest: launch(f"gather {int(wanted)}"))
+    monkeypatch.setattr(triton_copy, "gather", lambda wanted, *rest, **more: launch(f"gather {int(wanted)}"))
     cursor = torch.zeros(1, 4)
     layers = [(torch.tensor(number), cursor, *(torch.zeros(1) for _ in range(4))) for number in range(2)]
     monkeypatch.setattr(torch.ops.specache, "prefetch", copy_stream.prefetch)

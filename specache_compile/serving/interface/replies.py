@@ -56,7 +56,8 @@ class Choice:
         return {
             "tokens": [one.text for one in likely],
             "token_logprobs": [one.logprob for one in likely],
-            "top_logprobs": [dict(one.likeliest) for one in likely],
+            # Of equal texts the likelier.
+            "top_logprobs": [dict(reversed(one.likeliest)) for one in likely],
         }
 
 
@@ -165,6 +166,7 @@ async def together(sources: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
     finally:
         for task in nexts:
             task.cancel()
+        await asyncio.gather(*nexts, return_exceptions=True)
 
 
 def told_error(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -179,9 +179,9 @@ class ResponseReply:
             text = piece.arguments if isinstance(piece, ToolCall) else str(piece)  # a call of a tool that nobody offers
             item.text += text
             yield {"type": f"response.{item.name}.delta", "delta": text, **self.place(item)}
-        for event in self.closed(item):
-            yield event
         status = "incomplete" if self.answer.finish == "length" else "completed"
+        for event in self.closed(item, status):
+            yield event
         yield {"type": f"response.{status}", "response": self.response(status)}
 
     def place(self, item: Item) -> dict[str, Any]:
@@ -195,11 +195,11 @@ class ResponseReply:
             {"type": "response.content_part.added", "part": item.part(), **self.place(item)},
         ]
 
-    def closed(self, item: Item | None) -> list[dict[str, Any]]:
+    def closed(self, item: Item | None, status: str = "completed") -> list[dict[str, Any]]:
         """The last events of an item, which is now part of the output."""
         if item is None:
             return []
-        place, done = self.place(item), item.whole("completed")
+        place, done = self.place(item), item.whole(status)
         self.output.append(done)
         return [
             {"type": f"response.{item.name}.done", "text": item.text, **place},
