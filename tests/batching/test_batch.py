@@ -17,6 +17,7 @@ from specache_compile.batching.admission import OVERTAKEN, next_to_begin
 from specache_compile.batching.memory import Bytes, in_rows
 from specache_compile.batching.request import End, Request
 from specache_compile.errors import SpecacheError
+from specache_compile.runtime.session import Session
 
 pytestmark = pytest.mark.one_process
 
@@ -197,6 +198,36 @@ def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> No
     assert pool.held == 0
 
 
+def test_a_beginning_that_other_weights_have_read_is_not_gone_on_from() -> None:
+    """As between two steps of an optimiser."""
+    model = tiny_llama()
+    model.compile(backend="specache", options=SMALL)
+    batch, ids = sc.Batch(model, chunk=128), prompt(300, seed=9)[0]
+    batch.add(ids, max_new_tokens=2)
+    batch.run()
+    assert batch.memory.prefixes.longest(ids)[0] == 256
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.1)
+    request = batch.add(ids, max_new_tokens=2)
+    batch.step()
+    assert request.read == 128, "it is read from its first token on"
+
+
+def test_of_requests_that_all_hold_what_the_others_need_one_reads_its_prompt_anew(model: Any) -> None:
+    """Next turns of conversations that fill the memory, all at once: nobody is refused."""
+    few = sc.Batch(model, chunk=128, rows=4)
+    first = [few.add(prompt(300, seed=seed)[0], max_new_tokens=4, keep=True) for seed in (1, 2, 3)]
+    few.run()
+    held = few.memory.pool.held
+    few.memory.prefixes.most = 0
+    while few.memory.prefixes.drop_oldest():
+        pass
+    few.memory.pool.bound, few.memory.pool.free = held, []  # not a page is left
+    turns = [few.add(torch.cat([r.ids[0], prompt(250, seed=9)[0]]), cache=r.cache, max_new_tokens=4) for r in first]
+    few.run()
+    assert [request.end for request in turns] == [End.LENGTH] * 3
+
+
 def waiting(*lengths: int) -> list[Any]:
     return [SimpleNamespace(longest=length, overtaken=0) for length in lengths]
 
@@ -273,3 +304,25 @@ def test_a_request_that_keeps_its_cache_has_it_when_it_is_over(model: Any) -> No
     batch.run()
     assert kept.cache is not None
     assert sc.lengths(kept.cache).tolist() == [43]
+
+
+def test_rows_whose_copies_have_failed_can_be_taken_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of them is nothing; and nobody waits for ever."""
+
+    def failed(session: Session) -> None:
+        raise SpecacheError("a copy failed")
+
+    batch = sc.Batch(model, chunk=CHUNK)
+    first, second, third = (batch.add(prompt(40, seed=seed), max_new_tokens=9) for seed in (1, 2, 3))
+    while len(batch.saying) < 3:
+        batch.step()
+    monkeypatch.setattr(Session, "check_copies", failed)
+    with pytest.raises(SpecacheError, match="a copy failed"):
+        batch.step()
+    assert batch.take(first) is None
+    batch.remove(second)
+    assert batch.take(third) is None
+    assert not batch.open
+    monkeypatch.undo()
+    assert batch.memory.pool is not None
+    assert batch.memory.pool.held == 0
