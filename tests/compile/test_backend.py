@@ -57,7 +57,7 @@ def test_a_bad_option_reaches_the_person_through_torch_compile(
         greedy(compile_copy(llama, **options), prompt(5), 2)
 
 
-@pytest.mark.quick_for("own_cache", "speculate", "prefetch", "correct", "overlap")
+@pytest.mark.quick_for("speculate", "prefetch", "overlap")
 @pytest.mark.parametrize("name", PASS_NAMES)
 def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> None:
     """Without an essential pass nothing is rewritten; without another the tokens are still right at 16 bits."""

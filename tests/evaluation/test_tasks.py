@@ -68,6 +68,7 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more() -> None:
         assert runner.longest == cell.context == int(cell.name)
 
 
+@pytest.mark.quick_for("needle")
 @pytest.mark.parametrize("task", ["needle", "shared_context", "perplexity"])
 def test_draws_are_a_function_of_the_seed(task: str) -> None:
     def prompts(seed: int) -> list[Any]:

@@ -139,6 +139,9 @@ def on_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specache_compile.explaining.times.step_kernels.LAUNCHES", {**LAUNCHES, "select_topk": select})
 
 
+@pytest.mark.quick_for(
+    "H100-fp16", "H100-best", "A100-paper", "RTX 4090-one lane", "RTX 4090-fp8", "A100-k = 0", "H100-mended"
+)
 @pytest.mark.usefixtures("on_paper")
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", DEVICES)

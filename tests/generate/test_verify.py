@@ -58,6 +58,7 @@ def said(told: Any) -> int:
 RIGHT = {"top_k": 1024, "verify": "auto"}
 
 
+@pytest.mark.quick_for("always right, auto")
 @pytest.mark.parametrize("options", [{}, RIGHT], ids=["1 bit", "always right, auto"])
 def test_greedy_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, options: dict[str, Any]) -> None:
     twin, ids = verifying(llama, **options), prompt(75)

@@ -160,6 +160,11 @@ def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
+# Triton's interpreter takes its time.
+ON_CPU = tuple(f"{what}-{layout}" for what in ("definitions", "C++") for layout in ("rotated", "centered", "16 bits"))
+
+
+@pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
 def test_what_is_stored_of_a_row_is_what_is_stored_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
     """Bit for bit, the padding in front of it nowhere."""
@@ -193,6 +198,7 @@ def asked(
     return found if options.bits_on_host < 16 else {**found, "extend": exact}
 
 
+@pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
 def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
     state = filled(kind, options, EVERY)
@@ -286,6 +292,7 @@ def untouched(tensor: Tensor) -> bool:
     return bool((tensor.contiguous().view(torch.uint8) == 0x7F).all())
 
 
+@pytest.mark.quick_for(*ON_CPU, "Triton-16 bits", slow=("Triton-rotated",))
 @every_option
 def test_tiers_in_pages_hold_and_say_what_they_do_in_one_piece(kind: Implementation, options: SpecacheOptions) -> None:
     """Bit for bit, wherever the pages lie; pages of no row stay as they were."""

@@ -84,7 +84,7 @@ def first_is_unlike(name: str) -> bool:
     return GENERATE_MASKS_ALL and name == "gemma2"
 
 
-@pytest.mark.quick_for("gemma2", "opt")
+@pytest.mark.quick_for("opt")
 @pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_family_is_compiled_once_a_kind_of_layer(name: str, compiles: list[GraphModule]) -> None:

@@ -187,6 +187,7 @@ def masks_of_prefills(model: Any) -> dict[bool, list[bool]]:
     }  # fmt: skip
 
 
+@pytest.mark.quick_for("full")
 @pytest.mark.parametrize(("name", "exact", "all"), [("qwen3", 0, 1), ("gemma3_text", 1, 2)], ids=["full", "windows"])
 def test_a_prefill_that_pads_nothing_takes_no_mask(name: str, exact: int, all: int) -> None:
     """As `generate` before transformers 5.18 has it, and any call by hand. A batch that is padded on the left has
@@ -247,6 +248,7 @@ def test_padding_by_whole_groups_changes_nothing(bits: int) -> None:
     torch.testing.assert_close(distances(bits, GROUP)[0], distances(bits, 0)[0], atol=1e-4, rtol=0)
 
 
+@pytest.mark.quick_for("2")
 @pytest.mark.parametrize("bits", [1, 2])
 def test_padding_by_part_of_a_group_is_no_further_from_the_full_cache(bits: int) -> None:
     """Paired over 64 rows: the 95 % interval of the mean difference reaches down to zero."""

@@ -359,7 +359,7 @@ def test_a_method_takes_every_option_that_it_lists(method: str) -> None:
 # What is said of it
 
 
-@pytest.mark.quick_for("fp8", "specache", "snapkv")
+@pytest.mark.quick_for("specache", "snapkv")
 @every_kind
 def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     llama: LlamaForCausalLM, method: str
@@ -386,6 +386,7 @@ def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCau
     assert explained(method).step_cost().to_host == layers * token
 
 
+@pytest.mark.quick_for("full", "fp8", "kcache")
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_step_that_reads_lengths_on_the_host_is_not_captured(method: str) -> None:
     graph = explained(method).graph("decode")

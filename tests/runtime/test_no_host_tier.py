@@ -41,6 +41,7 @@ def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any,
     return model, model(prompt(tokens), use_cache=True).past_key_values
 
 
+@pytest.mark.quick_for("kivi", "k = 0, rotated")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any) -> None:
     """What only extends and crops read changes no decode step."""
@@ -52,6 +53,7 @@ def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
+@pytest.mark.quick_for("kivi, 16 bits first", "k = 0")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_nothing_lies_on_the_host_as_explain_predicted(name: str, llama: Any) -> None:
     options = WITHOUT[name]

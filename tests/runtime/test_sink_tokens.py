@@ -43,6 +43,7 @@ def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given:
     return model(ids, past_key_values=cache, use_cache=True, **given).past_key_values
 
 
+@pytest.mark.quick_for("kivi-3", "kivi without a host tier-90", "corrected-3", "two lanes-90")
 @pytest.mark.parametrize("length", [3, 90])
 def test_while_every_token_is_a_sink_or_in_the_window_nothing_is_rounded(
     llama: LlamaForCausalLM, twin: LlamaForCausalLM, length: int
@@ -52,6 +53,7 @@ def test_while_every_token_is_a_sink_or_in_the_window_nothing_is_rounded(
     assert torch.equal(greedy(twin, ids, 126 - length), greedy(llama, ids, 126 - length))
 
 
+@pytest.mark.quick_for("kivi without a host tier", "two lanes")
 def test_padding_is_not_counted(llama: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     """The second row's 100 tokens of padding and its first 64 of text make the low-bit tier, whose range they leave."""
     ids, mask = prompt(160, 2), torch.ones(2, 160, dtype=torch.long)

@@ -232,7 +232,7 @@ print(counters["stats"]["unique_graphs"], limited)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_sixty_random_calls_over_two_processes(folder: Path) -> None:
     """The second has what the first left: it traces nothing, and says what the uncompiled model says."""
     code = SIXTY.format(paths=[str(TESTS), str(TESTS / "runtime")], cache=str(folder.parent))
