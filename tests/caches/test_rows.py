@@ -266,7 +266,7 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     assert pool.held == 0
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_fused_rows_say_what_each_says_alone() -> None:
     """The kernels of a lowered graph, of two rows in pages and of one."""
     model = compiled("default, fused", **TINIEST)

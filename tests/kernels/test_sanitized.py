@@ -51,7 +51,9 @@ def test_a_read_behind_a_tensor_ends_the_process() -> None:
     assert "heap-buffer-overflow" in done.stderr
 
 
-def test_the_kernels_read_and_write_what_is_theirs() -> None:
-    done = run(*TESTS, "-k", CHOSEN)
+@pytest.mark.quick_for("test_attention.py", "test_tiers.py")
+@pytest.mark.parametrize("tests", TESTS)
+def test_the_kernels_read_and_write_what_is_theirs(tests: str) -> None:
+    done = run(tests, "-k", CHOSEN)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -164,7 +164,7 @@ def code(killed: int = 0) -> str:
     return ONE_PROCESS.format(paths=[str(TESTS)], killed=killed, options=LOSSLESS)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_writer_is_killed_and_two_write_at_once(folder: Path) -> None:
     """Seven files: a prefill, a decode and its pre-decode, an extend, and the form of each graph."""
     killed = subprocess.run([sys.executable, "-c", code(killed=3)], capture_output=True, check=False)

@@ -22,6 +22,7 @@ def small() -> LlamaForCausalLM:
     return tiny_llama(num_hidden_layers=1, intermediate_size=128)  # of whole blocks of 64
 
 
+@pytest.mark.quick_for("Int8WeightOnlyConfig-eager")
 @pytest.mark.parametrize(
     ("config", "lowering"),
     [
