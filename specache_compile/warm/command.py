@@ -55,7 +55,7 @@ def table(root: Path) -> str:
 def needed_folder() -> Path:
     root = store.folder()
     if root is None:
-        raise SpecacheError(f"nothing is kept: {VARIABLE} is off")
+        raise SpecacheError(f"nothing is kept: set {VARIABLE} to a folder")
     return root
 
 

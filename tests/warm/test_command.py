@@ -54,4 +54,4 @@ def test_where_nothing_is_kept_they_say_so(
 ) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     assert main([*command]) == 2
-    assert capsys.readouterr().err == "specache: nothing is kept: SPECACHE_CACHE is off\n"
+    assert capsys.readouterr().err == "specache: nothing is kept: set SPECACHE_CACHE to a folder\n"
