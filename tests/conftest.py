@@ -132,7 +132,7 @@ def place_of(path: Path) -> int:
 
 
 def mark_the_rest_slow(cases: list[Any]) -> None:
-    """Of one test's cases those that `quick_for` or `pairwise` leaves out are whole, unless the marker says other."""
+    """Of one test's cases those that `pairwise` leaves out are whole, and those of `quick_for`, but for its `slow`."""
     grid, named = (cases[0].get_closest_marker(name) for name in ("pairwise", "quick_for"))
     if named is not None:
         known = {case.callspec.id for case in cases}
@@ -145,9 +145,8 @@ def mark_the_rest_slow(cases: list[Any]) -> None:
         return
     for place, case in enumerate(cases):
         if place not in kept:
-            asked = (named or grid).kwargs
-            in_ci = named is not None and case.callspec.id in asked.get("slow", ())
-            case.add_marker("slow" if in_ci else asked.get("rest", "whole"))
+            slow = () if named is None else named.kwargs.get("slow", ())
+            case.add_marker("slow" if case.callspec.id in slow else "whole")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -188,9 +188,9 @@ class Batch:
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
-        if self.waiting:
+        if self.waiting and self.has_room:
             self.memory.notice_weights(self.model)
-        while self.waiting and len(self.reading) + len(self.saying) < self.most_rows:
+        while self.waiting and self.has_room:
             chosen = next_to_begin(self.waiting, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
                 if self.running or not self.make_room():
@@ -200,6 +200,11 @@ class Batch:
             self.reading.append(chosen)
             chosen.stage = Stage.READING
             self.memory.begin(chosen)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there may be one more row."""
+        return len(self.reading) + len(self.saying) < self.most_rows
 
     def make_room(self) -> bool:
         """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt

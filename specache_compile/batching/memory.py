@@ -16,7 +16,7 @@ from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
 from specache_compile.paging.pool import Pool, page_bytes, pages_for, row_bytes
-from specache_compile.runtime.session import session_of, sessions_of
+from specache_compile.runtime.session import Session, session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
 from .prefixes import Prefixes, ends_a_page
@@ -70,7 +70,7 @@ class Memory:
             return
         layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache]) is None:
-            options = session.tiers.pending or session.options
+            options = options_of(session)
             self.pool = Pool(options, layers, bound(options, layers, self.budget, self.rows, self.chunk))
         self.layers = layers
 
@@ -87,9 +87,7 @@ class Memory:
         session = session_of(cache)
         if self.pool is None or session is None or reason_against([cache]) is not None:
             return cache
-        if (
-            session.tiers.pending or session.options
-        ) != self.pool.options:  # the prompt decides of them (option memory)
+        if options_of(session) != self.pool.options:  # the prompt decides of them (option memory)
             return cache
         paged = in_pages(cache, self.pool)
         if paged is not cache:
@@ -176,6 +174,11 @@ class Memory:
             return
         if ends_a_page(request.read, self.chunk):
             self.prefixes.put(request.prompt[: request.read], cache)
+
+
+def options_of(session: Session) -> MethodOptions:
+    """Those that a session has, once it is long enough to gain by them."""
+    return session.tiers.pending or session.options
 
 
 def of_tiers(tiers: Mapping[str, int]) -> Bytes:

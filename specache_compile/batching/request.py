@@ -136,18 +136,18 @@ def drawn(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]."""
     ids: Any = request.ids.to(logits.device)
     scores: Any = logits.float()
-    scores = request.processors(ids, scores.clone()) if request.processors else scores
+    known = None if request.asks is None else scores[0].log_softmax(-1)  # before a processor may write to them
+    scores = request.processors(ids, scores) if request.processors else scores
     if request.generator is None:
         token = int(scores.argmax(-1))
     else:
         token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
-    if request.asks is not None:
-        request.logprobs.append(logprobs_of(logits, token, request.asks))
+    if known is not None and request.asks is not None:
+        request.logprobs.append(logprobs_of(known, token, request.asks))
     return token
 
 
-def logprobs_of(logits: Tensor, token: int, most: int) -> Logprobs:
-    """Of the next token, from logits [1, V]."""
-    known = logits[0].float().log_softmax(-1)
+def logprobs_of(known: Tensor, token: int, most: int) -> Logprobs:
+    """Of the next token, from the logarithms of all tokens' probabilities [V]."""
     values, tokens = known.topk(most)
     return Logprobs(float(known[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))

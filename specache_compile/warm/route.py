@@ -14,8 +14,9 @@ import logging
 import pickle
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo import convert_frame
@@ -37,6 +38,8 @@ from .graph import is_wanted, keep_form
 from .guards import Unlike
 from .standing import Standing
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 # The folder of the call that this thread's Dynamo traces now.
 _tracing = threading.local()
@@ -56,9 +59,9 @@ def route_traces() -> None:
 
     @functools.wraps(convert)
     def convert_or_recall(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, **rest: Any) -> Any:
-        call = folder_of(self, frame)
+        call = or_none(call_of, self, frame)
         keep_from_here_on(call is not None)
-        if call is not None and (recalled := recalled_of(call, frame, frame_state)) is not None:
+        if call is not None and (recalled := or_none(recall, call, frame, frame_state)) is not None:
             return wrap_guarded_code(recalled)
         before, _tracing.call = getattr(_tracing, "call", None), call
         try:
@@ -79,21 +82,13 @@ def route_traces() -> None:
     observers.append(keep_late)
 
 
-def recalled_of(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
-    """`recall`; whatever is wrong with the folder, the frame can be traced."""
+def or_none(ask: Callable[..., T | None], *given: Any) -> T | None:
+    """What `ask` says; None where it fails, since a frame can always be traced: an argument may raise whatever it likes
+    when it is looked at, and a folder may be in any state."""
     try:
-        return recall(call, frame, frame_state)
+        return ask(*given)
     except Exception as error:
-        log.info("not taken: %s: %s", type(error).__name__, error, exc_info=True)
-        return None
-
-
-def folder_of(converter: Any, frame: Any) -> Path | None:
-    """`call_of`, where a call cannot be told apart from others too."""
-    try:
-        return call_of(converter, frame)
-    except Exception as error:  # an argument may raise whatever it likes when it is looked at
-        log.info("not kept: %s: %s", type(error).__name__, error, exc_info=True)
+        log.info("not kept, and not taken: %s: %s", type(error).__name__, error, exc_info=True)
         return None
 
 

@@ -235,7 +235,7 @@ def padding_of(case: Case, capacity: int) -> Tensor | None:
     return there
 
 
-@pytest.mark.pairwise(1, rest="whole")
+@pytest.mark.pairwise(1)
 @every_case
 def test_append_fills_the_tiers_bit_for_bit(case: Case) -> None:
     ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
@@ -389,7 +389,7 @@ def step_of(case: Case) -> Step:
     return Step(layer, q, k, v, mask_of(case), sinks)
 
 
-@pytest.mark.pairwise(1, rest="whole")
+@pytest.mark.pairwise(1)
 @every_case
 def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     """In one, then its logits and scores, then the rest from them: the same output."""

@@ -86,10 +86,6 @@ class ResponseBody(Body):
     def longest(self) -> int | None:
         return self.max_output_tokens
 
-    @property
-    def likeliest(self) -> int | None:
-        return None
-
     @model_validator(mode="after")
     def has_one_answer(self) -> ResponseBody:
         if self.max_tokens is not None:
