@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType
@@ -39,12 +40,24 @@ def keep_from_here_on(wanted: bool) -> None:
 
 
 def kept_by_inductor() -> AbstractContextManager[Any]:
-    """Within it, what Inductor compiles can become data, if that was asked for.
+    """Within it, what Inductor compiles can become data, if that was asked for."""
+    return as_data() if _to_be_kept else nullcontext()
 
-    A graph that calls functions of ours has no key among AOTAutograd's own files, and needs none here.
+
+@contextmanager
+def as_data() -> Iterator[None]:
+    """A graph that calls functions of ours has no key among AOTAutograd's own files, and takes a random number for one.
+
+    Dynamo gives `random` back the state that a trace found: without a seed of its own, the next graph would draw the
+    same number, and be taken for this one.
     """
-    settings = {"bundled_autograd_cache": True, "bypass_autograd_cache_key": True}
-    return torch._functorch.config.patch(settings) if _to_be_kept else nullcontext()
+    state = random.getstate()
+    random.seed()
+    try:
+        with torch._functorch.config.patch({"bundled_autograd_cache": True, "bypass_autograd_cache_key": True}):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def data_of(lowered: Lowered) -> tuple[Any, ...]:

@@ -1,0 +1,52 @@
+"""Graphs that Inductor compiles and that are to be data: each is its own, though Dynamo gives `random` its state back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from specache_compile.lowering.kept import data_of, keep_from_here_on, lowered_from
+from specache_compile.lowering.lower import lower
+
+
+def doubled(x: Tensor) -> Tensor:
+    """A function in no library of torch: a graph that calls it has no key among AOTAutograd's files."""
+    return x * 2
+
+
+def summed(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def graph_of(function: Callable[..., Tensor], count: int) -> GraphModule:
+    graph = Graph()
+    inputs = [graph.placeholder(f"x{number}") for number in range(count)]
+    graph.output((graph.call_function(function, tuple(inputs)),))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.fixture
+def kept() -> Iterator[None]:
+    keep_from_here_on(True)
+    yield
+    keep_from_here_on(False)
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_graph_is_not_taken_for_one_before_it_that_began_with_the_same_random_state() -> None:
+    x = torch.arange(4.0)
+    state = random.getstate()
+    made = []
+    for function, count in ((doubled, 1), (summed, 2)):
+        random.setstate(state)
+        made.append(lower(graph_of(function, count), [x] * count, "inductor", {}, None))
+        assert random.getstate() == state
+    for again in (False, True):
+        first, second = [lowered_from(data_of(each)) for each in made] if again else made
+        torch.testing.assert_close(first(x)[0], 2 * x)
+        torch.testing.assert_close(second(x, 10 * x)[0], 11 * x)
