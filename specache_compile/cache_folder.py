@@ -22,5 +22,5 @@ def cache_folder() -> Path:
 
 
 def is_off() -> bool:
-    """Whether no trace is to be kept or taken: unless a folder is named."""
-    return os.environ.get(VARIABLE, "").lower() in ("", OFF)
+    """Whether no trace is to be kept or taken."""
+    return os.environ.get(VARIABLE, "").lower() == OFF
