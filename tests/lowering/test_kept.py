@@ -1,4 +1,4 @@
-"""Graphs that Inductor compiles and that are to be data: each is its own, though Dynamo gives `random` its state back."""
+"""Graphs that Inductor compiles and that are to be data: none is taken for another."""
 
 from __future__ import annotations
 

@@ -24,35 +24,37 @@ from specache_compile.warm import environment, form, guards, route
 Patch = pytest.MonkeyPatch
 
 
-def another_file(patch: Patch) -> None:
-    files = environment.files
-    patch.setattr(environment, "files", lambda: [*files(), Path(__file__)])
-    patch.setattr(environment, "own_sources", environment.own_sources.__wrapped__)
+@contextlib.contextmanager
+def another_file() -> Iterator[None]:
+    files = [*environment.files(), Path(__file__)]
+    own_sources = environment.own_sources.__wrapped__
+    with attribute(environment, "files", lambda: files), attribute(environment, "own_sources", own_sources):
+        yield
 
 
 # What an environment is made of, and a change that only this part tells.
-ENVIRONMENT: dict[str, Callable[[Patch], object]] = {
-    "python": lambda patch: patch.setattr(sys, "version", "3.99"),
-    "torch": lambda patch: patch.setattr(torch, "__version__", "2.99"),
-    "transformers": lambda patch: patch.setattr(transformers, "__version__", "5.99"),
-    "packages": lambda patch: patch.setattr(environment, "version_of", lambda package: f"{package} of tomorrow"),
+ENVIRONMENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "python": lambda: attribute(sys, "version", "3.99"),
+    "torch": lambda: attribute(torch, "__version__", "2.99"),
+    "transformers": lambda: attribute(transformers, "__version__", "5.99"),
+    "packages": lambda: attribute(environment, "version_of", lambda package: f"{package} of tomorrow"),
     "specache": another_file,
-    "processor": lambda patch: patch.setattr(environment, "processor", lambda: "another"),
-    "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 99),
-    "settings": lambda patch: patch.setattr(torch._inductor.config, "max_autotune", True),
-    "precision": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
+    "processor": lambda: attribute(environment, "processor", lambda: "another"),
+    "threads": lambda: attribute(torch, "get_num_threads", lambda: 99),
+    "settings": lambda: torch._inductor.config.patch(max_autotune=True),
+    "precision": lambda: attribute(torch, "get_float32_matmul_precision", lambda: "medium"),
 }
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
-def test_each_part_of_the_environment_counts(monkeypatch: Patch, name: str) -> None:
+def test_each_part_of_the_environment_counts(name: str) -> None:
     """It alone tells the change: without the part, the environment would be the same."""
     components = environment.components
     before, without = environment.environment(), environment_without(name, components)
     assert environment.environment() == before
-    ENVIRONMENT[name](monkeypatch)
-    assert environment.environment() != before
-    assert environment_without(name, components) == without
+    with ENVIRONMENT[name]():
+        assert environment.environment() != before
+        assert environment_without(name, components) == without
 
 
 def environment_without(name: str, components: Callable[[], dict[str, str]]) -> str:
@@ -65,9 +67,9 @@ def test_the_parts_of_an_environment_are_these() -> None:
     assert list(environment.components()) == list(ENVIRONMENT)
 
 
-def test_another_environment_traces(kept: Traces, monkeypatch: Patch) -> None:
-    ENVIRONMENT["threads"](monkeypatch)
-    assert run(llama(), kept) == 1
+def test_another_environment_traces(kept: Traces) -> None:
+    with ENVIRONMENT["threads"]():
+        assert run(llama(), kept) == 1
 
 
 # Of a call: how it is left out, and what another process then takes for the same.
