@@ -65,6 +65,7 @@ def form_of(call: str, code: CodeType, dynamo_output: Any) -> tuple[Form, Compil
     graph = innermost(output_graph.global_scope[compiled[0]])
     if not isinstance(graph, CompiledGraph):
         raise NotKeepable("a graph that is not rewritten")
+    facts = recalled(graph.captured)
     modules = modules_of(output_graph.traced_code, classes_of(output_graph.local_scope))
     if modules is None:
         raise NotKeepable("code that is in no module's functions")
@@ -76,7 +77,7 @@ def form_of(call: str, code: CodeType, dynamo_output: Any) -> tuple[Form, Compil
     imports = {name: place_of(name, output_graph.global_scope[name]) for name in made}
     form = Form(
         call, modules, kept_guards(code, output_graph), SerializedCode.from_code_object(bytecode), compiled[0],
-        modules_by_name, imports, builtins, recalled(graph.captured),
+        modules_by_name, imports, builtins, facts,
     )  # fmt: skip
     return form, graph
 
