@@ -62,21 +62,29 @@ class RowsOfAnswers:
             self.ended(answer)
             return
         try:
-            conversation, question = self.begin(answer), answer.question
-            ids = question.inputs["input_ids"]
-            answer.put(ids)
-            request = self.batch.add(
-                ids, cache=conversation.cache if len(conversation.ids) else None, keep=True, seed=question.seed,
-                generation_config=question.config, logits_processor=processors_of(question), logprobs=question.logprobs,
-            )  # fmt: skip
-        except ClientLeft:  # nothing was read: the conversation is whole
-            self.keep(conversation, answer)
-            self.ended(answer)
+            conversation = self.begin(answer)
         except Exception as error:
             answer.fail(error)
             self.ended(answer)
+            return
+        try:
+            request = self.asked(answer, conversation)
+        except Exception as error:  # nothing was read: the conversation is whole
+            self.keep(conversation, answer)
+            if not isinstance(error, ClientLeft):
+                answer.fail(error)
+            self.ended(answer)
         else:
             self.running[request] = (answer, conversation)
+
+    def asked(self, answer: Answer, conversation: Conversation) -> Request:
+        """Have the batch go on with a conversation."""
+        ids, question = answer.question.inputs["input_ids"], answer.question
+        answer.put(ids)
+        return self.batch.add(
+            ids, cache=conversation.cache if len(conversation.ids) else None, keep=True, seed=question.seed,
+            generation_config=question.config, logits_processor=processors_of(question), logprobs=question.logprobs,
+        )  # fmt: skip
 
     def stepped(self) -> list[tuple[Request, int]]:
         """What a step of the batch said. One that fails is taken once more: a copy between host and device may fail for

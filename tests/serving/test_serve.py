@@ -294,7 +294,7 @@ def test_a_checkpoints_own_code_is_not_loaded(
 
 
 def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path) -> None:
-    """In a stream too, which has begun by then."""
+    """In a stream too, which has begun by then. A conversation that was to go on too long is there as it was."""
     with serving(checkpoint, "--host-memory", "300000") as served:
         ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 900, "max_tokens": 2}
         with pytest.raises(openai.InternalServerError, match="a request of 902 tokens needs 4 pages"):
@@ -303,6 +303,11 @@ def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Pat
             list(served.client.completions.create(**ask, stream=True))
         assert figures(served)["specache_requests_total 500"] == 1
         assert served.client.completions.create(**{**ask, "prompt": "a" * 90}).usage.completion_tokens == 2
+        with pytest.raises(openai.InternalServerError, match="a request of 902 tokens needs 4 pages"):
+            served.client.completions.create(**ask)
+        before = figures(served)
+        served.client.completions.create(**{**ask, "prompt": "a" * 100})
+        assert grown(served, before, "specache_prompt_tokens_total reused") == 90
 
 
 def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
