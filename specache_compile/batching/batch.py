@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 
 from .admission import next_to_begin
+from .aside import bring_back, forget, put_aside, who_gives_way
 from .memory import Bytes, Memory, Running
 from .request import End, Request, Stage, drawn, request_for
 
@@ -79,11 +81,13 @@ class Batch:
         (`prefixes.py`). On a CPU without device_memory, host_memory is for all tiers.
     give_up: has whoever keeps caches of requests that are over drop one, where a request waits for its pages; whether
         there was one.
+    overcommit: a folder; a request begins where its prompt's pages are free. Where the next ones run out, the request
+        that began last waits again, its cache in that folder until there is room, bit for bit.
     """
 
     def __init__(
         self, model: Any, *, rows: int = 32, chunk: int = CHUNK, device_memory: int | None = None,
-        host_memory: int | None = None, give_up: Callable[[], bool] = lambda: False,
+        host_memory: int | None = None, give_up: Callable[[], bool] = lambda: False, overcommit: Path | None = None,
     ) -> None:  # fmt: skip
         """SpecacheError where this backend has not compiled the model."""
         self.options = required_options(model, "Batch")
@@ -91,7 +95,9 @@ class Batch:
         wrapped = getattr(model, "_orig_mod", model)
         self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
-        self.memory = Memory(self.options, Bytes(device_memory, host_memory), rows, chunk, give_up)
+        budget = Bytes(device_memory, host_memory)
+        self.memory = Memory(self.options, budget, rows, chunk, give_up, overcommit is not None)
+        self.overcommit, self.begun = overcommit, 0
         self.waiting: list[Request] = []
         self.reading: list[Request] = []
         self.groups: list[Rows] = []
@@ -141,6 +147,7 @@ class Batch:
         `error`. Where the model fails over rows, the step raises, and can be taken again: what others have said by then
         is among what the next one returns."""
         self.admit()
+        self.give_way()
         for group in list(self.groups):
             self.told += self.say_together(group)
         if self.reading:
@@ -162,6 +169,7 @@ class Batch:
 
     def over(self, request: Request, end: End, error: Exception | None = None) -> None:
         """End a request that has no row."""
+        forget(request)
         if request.cache is not None and self.memory.tiers_of(request.cache) is not None:
             drop(request.cache)
         request.is_over(end, error)
@@ -169,6 +177,8 @@ class Batch:
     def take(self, request: Request) -> DynamicCache | None:
         """`remove`, and its cache as one of a row alone; None where nothing of it was read."""
         group = self.group_of(request)
+        if request.aside is not None:
+            request.cache = bring_back(request, self.model)
         cache, request.cache = request.cache if group is None else kept_row(group, request), None
         self.remove(request)
         return cache
@@ -197,9 +207,55 @@ class Batch:
                     return
                 continue
             self.waiting.remove(chosen)
-            self.reading.append(chosen)
-            chosen.stage = Stage.READING
-            self.memory.begin(chosen)
+            self.begin(chosen)
+
+    def begin(self, request: Request) -> None:
+        """Have a request read its prompt, or go on where it gave way."""
+        request.began, self.begun = self.begun, self.begun + 1
+        try:
+            if request.aside is not None:
+                request.cache = self.memory.taken_in(bring_back(request, self.model))
+            if request.said:
+                self.say_on(request)
+                return
+        except Exception as error:
+            self.over(request, End.FAILED, error)
+            return
+        self.reading.append(request)
+        request.stage = Stage.READING
+        self.memory.begin(request)
+
+    def say_on(self, request: Request) -> Rows:
+        """A request that has read its prompt is a row now."""
+        assert request.cache is not None
+        group = self.joined(request.cache)
+        request.cache, request.stage = None, Stage.SAYING
+        group.requests.append(request)
+        return group
+
+    def give_way(self) -> None:
+        """Where the next turn's pages are not there, have requests wait that began last."""
+        while self.overcommit is not None:
+            running = self.running
+            steps = [(one, self.tokens_of(one[0])) for one in running if self.tokens_of(one[0])]
+            request = who_gives_way(self.memory, running, steps)
+            if request is None:
+                return
+            group = self.group_of(request)
+            request.cache = request.cache if group is None else group.row(request)
+            self.drop(request)
+            self.waiting.insert(0, request)
+            try:
+                put_aside(request, self.overcommit)
+            except Exception as error:
+                self.waiting.remove(request)
+                self.over(request, End.FAILED, error)
+
+    def tokens_of(self, request: Request) -> int:
+        """Tokens that the next turn caches of a request that runs."""
+        if request.stage is Stage.SAYING:
+            return 1
+        return min(self.chunk, len(request.prompt) - request.read) if request is self.reading[0] else 0
 
     @property
     def has_room(self) -> bool:
@@ -241,14 +297,12 @@ class Batch:
             if request.read < len(request.prompt):
                 return []
             token = drawn(request, logits)
-            group = self.joined(request.cache)
+            group = self.say_on(request)
         except Exception as error:
             self.reading.remove(request)
             self.over(request, End.FAILED, error)
             return []
         self.reading.remove(request)
-        request.cache, request.stage = None, Stage.SAYING
-        group.requests.append(request)
         return self.heard(group, [(request, token)])
 
     def joined(self, cache: DynamicCache) -> Rows:

@@ -52,12 +52,15 @@ class Memory:
     layers: known when a first prompt has begun to be read.
     pool: None before that, and where rows cannot be in pages: then each has tiers of its own.
     give_up: has whoever keeps caches of ended requests drop one; whether there was one.
+    overcommits: a request is promised what it needs next, and not all until its end (`aside.py`).
     """
 
     def __init__(
-        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, give_up: Callable[[], bool]
-    ) -> None:
+        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, give_up: Callable[[], bool],
+        overcommits: bool,
+    ) -> None:  # fmt: skip
         self.options, self.budget, self.rows, self.chunk, self.give_up = options, budget, rows, chunk, give_up
+        self.overcommits = overcommits
         self.layers: list[LayerShape] = []
         self.pool: Pool | None = None
         self.prefixes = Prefixes(rows)
@@ -112,36 +115,60 @@ class Memory:
             return False
         promised = sum(self.still_needed(*other) for other in running)
         while self.pool.left is not None:
-            need = self.still_needed(request, request.cache, 0)
-            if request.cache is None:
-                shared = self.prefixes.longest(request.prompt)[0]
-                need -= shared // PAGE
+            need = self.still_needed(request, request.cache, 0) - self.beginning_of(request)[0] // PAGE
             if need + promised <= self.pool.left:
                 break
-            if not (self.prefixes.drop_oldest() or self.give_up()):
+            if not self.makes_room():
                 return False
         return True
+
+    def makes_room(self) -> bool:
+        """Whether somebody kept pages that no request needs, and has given them back."""
+        return self.prefixes.drop_oldest() or self.give_up()
+
+    def has(self, pages: int) -> bool:
+        """Whether so many can be taken; beginnings and conversations that are kept make room."""
+        assert self.pool is not None
+        while self.pool.left is not None and pages > self.pool.left:
+            if not self.makes_room():
+                return False
+        return True
+
+    def beginning_of(self, request: Request) -> tuple[int, DynamicCache | None]:
+        """What is kept of the beginning of a request that has read nothing yet."""
+        if request.cache is not None or request.aside is not None:
+            return 0, None
+        return self.prefixes.longest(request.prompt)
+
+    def until(self, request: Request) -> int:
+        """Tokens that a request is promised room for. Who comes back has a page more, so that he goes on a while."""
+        if not self.overcommits:
+            return request.longest
+        return min(request.longest, request.due + (0 if request.aside is None else PAGE))
 
     def could_fit(self, request: Request, running: Sequence[Running]) -> bool:
         """Whether there would be room if nobody kept a beginning or a conversation."""
         assert self.pool is not None
         if self.pool.bound is None:
             return True
-        begun = request.cache if request.cache is not None else self.prefixes.longest(request.prompt)[1]
+        begun = request.cache if request.cache is not None else self.beginning_of(request)[1]
         named, lacking = set[int](), 0
         for one, cache, row in [*running, (request, begun, 0)]:
             tiers = self.tiers_of(cache)
             pages = [] if tiers is None else tiers.pages[row]
             named.update(pages)
-            lacking += max(0, pages_for(one.longest) - len(pages))
+            lacking += max(0, pages_for(self.until(one)) - len(pages))
         return len(named) + lacking <= self.pool.bound
 
     def still_needed(self, request: Request, cache: DynamicCache | None, row: int) -> int:
         """Pages that a request may yet take: those of tokens to come, and copies of what others have too."""
-        tiers = self.tiers_of(cache)
-        if tiers is None:
-            return pages_for(request.longest)
-        return tiers.still_needed(row, request.cached, request.longest)
+        tiers, until = self.tiers_of(cache), self.until(request)
+        return pages_for(until) if tiers is None else tiers.still_needed(row, request.cached, until)
+
+    def needed_for(self, request: Request, cache: DynamicCache | None, row: int, tokens: int) -> int:
+        """Pages that so many more tokens of a request take."""
+        tiers, until = self.tiers_of(cache), request.cached + tokens
+        return pages_for(until) if tiers is None else tiers.still_needed(row, request.cached, until)
 
     def check_alone(self, request: Request) -> None:
         """SpecacheError where the budget would not hold a request alone."""
@@ -163,7 +190,7 @@ class Memory:
         """Let a request have the beginning of its prompt that is there."""
         if self.pool is None or request.cache is not None:
             return
-        read, kept = self.prefixes.longest(request.prompt)
+        read, kept = self.beginning_of(request)
         request.cache = None if kept is None else copy.deepcopy(kept)
         request.read = read
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class Request:
     cache: of a row alone, until it joins the batch; and when it is over, where it `keeps` that.
     read: tokens of the prompt that are cached.
     from_its_first: they were read in this batch, from the prompt's first token on.
+    began: its number among those that have begun.
+    aside: the folder with its cache, while it gives way to others.
     overtaken: how many later requests have begun before it.
     keeps: whether its cache is wanted when it is over.
     asks: of how many of the likeliest tokens `logprobs` tells; None: of none, nor of those that were said.
@@ -77,6 +80,8 @@ class Request:
     asks: int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
     from_its_first: bool = True
+    began: int = 0
+    aside: Path | None = None
 
     @property
     def longest(self) -> int:
@@ -87,6 +92,11 @@ class Request:
     def cached(self) -> int:
         """Tokens that are cached: the last that was said is not."""
         return self.read + max(0, len(self.said) - 1)
+
+    @property
+    def due(self) -> int:
+        """Tokens that are cached before it says its next token."""
+        return max(len(self.prompt), self.cached + 1)
 
     @property
     def ids(self) -> Tensor:

@@ -1,0 +1,128 @@
+"""Requests that give way where pages run out, and come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specache_compile as sc
+from conftest import prompt, tiny_llama
+from specache_compile.batching import aside
+from specache_compile.batching.memory import in_rows
+from specache_compile.batching.request import End, Request, Stage
+
+pytestmark = pytest.mark.one_process
+
+CHUNK, ROWS = 128, 4
+# Of each request its prompt's length and what it asks for: with its answer it needs two pages or three of the four.
+ASKED: list[tuple[int, dict[str, Any]]] = [
+    (230, {"max_new_tokens": 60}),
+    (240, {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7, "seed": 3}),
+    (250, {"max_new_tokens": 30}),
+    (500, {"max_new_tokens": 50}),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = tiny_llama()
+    options = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 8}
+    made.compile(backend="specache", options=options)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any) -> list[Request]:
+    requests = []
+    for length, asked in ASKED:
+        batch = sc.Batch(model, chunk=CHUNK)
+        requests.append(batch.add(prompt(length, seed=length), **asked))
+        batch.run()
+    return requests
+
+
+def small(model: Any, pages: int, folder: Path | None) -> sc.Batch:
+    """A batch with room for so many pages, whose device is the host."""
+    first = sc.Batch(model, chunk=CHUNK)
+    first.add(prompt(40), max_new_tokens=1)
+    first.step()
+    room = in_rows(first.options, first.memory.layers, ROWS, CHUNK, [256 * pages])
+    assert room.device is not None
+    assert room.host is not None
+    return sc.Batch(model, rows=ROWS, chunk=CHUNK, host_memory=room.device + room.host, overcommit=folder)
+
+
+def until(batch: sc.Batch, came: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if came():
+            return
+        batch.step()
+    pytest.fail("it never came")
+
+
+def test_a_request_that_gave_way_says_what_it_says_alone(model: Any, alone: list[Request], tmp_path: Path) -> None:
+    """In the default setting, which is lossy: its tiers and its choice come back bit for bit. More run at once than
+    where each is promised its last page, and nothing is left in the folder or in pages."""
+    most, gave_way = {}, set()
+    for folder in (None, tmp_path):
+        batch = small(model, 4, folder)
+        requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
+        most[folder] = 0
+        for _ in range(400):
+            batch.step()
+            most[folder] = max(most[folder], len(batch.saying))
+            gave_way |= {place for place, request in enumerate(requests) if request.aside is not None}
+        assert [request.said for request in requests] == [request.said for request in alone]
+        while batch.memory.prefixes.drop_oldest():
+            pass
+        assert batch.memory.pool is not None
+        assert batch.memory.pool.bound == 4
+        assert batch.memory.pool.held == 0
+    assert most[None] == 2
+    assert most[tmp_path] == 3
+    assert gave_way
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_last_to_begin_gives_way_and_can_be_removed_or_taken_there(
+    model: Any, alone: list[Request], tmp_path: Path
+) -> None:
+    batch = small(model, 3, tmp_path)
+    requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED[:3]]
+    until(batch, lambda: requests[2].aside is not None)
+    assert [request.stage for request in requests[:1]] == [Stage.SAYING]
+    said = len(requests[2].said)
+    assert 0 < said < 30
+    cache = batch.take(requests[2])
+    assert cache is not None
+    assert sc.lengths(cache).tolist() == [250 + said - 1]
+    until(batch, lambda: requests[1].stage is Stage.WAITING)
+    batch.remove(requests[1])
+    assert not list(tmp_path.iterdir())
+    batch.run()
+    assert requests[0].said == alone[0].said
+
+
+def test_who_cannot_be_put_aside_ends_alone(
+    model: Any, alone: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is full: the others go on."""
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(aside, "save", full)
+    batch = small(model, 4, tmp_path)
+    requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
+    batch.run()
+    failed = [request for request in requests if request.end is End.FAILED]
+    assert failed
+    assert all("No space left" in str(request.error) for request in failed)
+    assert all(a.said == b.said for a, b in zip(requests, alone, strict=True) if a not in failed)
+    assert batch.memory.pool is not None
+    while batch.memory.prefixes.drop_oldest():
+        pass
+    assert batch.memory.pool.held == 0
