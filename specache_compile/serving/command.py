@@ -70,6 +70,10 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--session-disk-gib", type=float, default=64.0, metavar="GIB", help="of that folder (%(default)s)"
     )
+    group.add_argument(
+        "--overcommit", type=Path, metavar="DIR",
+        help="begin answers whose prompts fit; where memory runs out, the one that began last waits in this folder",
+    )  # fmt: skip
 
 
 def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -162,8 +166,12 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
             folder.close()
         raise
     # 0 is for conversations that are kept alone: answers that are made need memory.
-    memory = [int(gib * GIB) if gib else None for gib in (args.session_device_gib, args.session_host_gib)]
-    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows, *memory)
+    memory = {
+        "device_memory": int(args.session_device_gib * GIB) if args.session_device_gib else None,
+        "host_memory": int(args.session_host_gib * GIB) if args.session_host_gib else None,
+        "overcommit": args.overcommit,
+    }
+    generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows, memory)
     app = application(served, generation, metrics, names_of(listener, args.host), key)
     # Not earlier: two servers that load their models at the same time would both get the port.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

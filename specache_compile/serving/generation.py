@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -34,10 +35,10 @@ class Generation:
 
     def __init__(
         self, served: ServedModel, conversations: Conversations, metrics: Metrics, longest: int, queue: int, rows: int,
-        device_memory: int | None = None, host_memory: int | None = None,
+        memory: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """rows: answers that are made together, at most.
-        device_memory, host_memory: bytes that they may have, with the conversations whose pages they share."""
+        memory: what a `Batch` of them may have, with the conversations whose pages they share."""
         self.model, self.tokenizer = served.model, served.tokenizer
         self.conversations, self.metrics = conversations, metrics
         self.longest, self.queue = longest, queue
@@ -47,7 +48,7 @@ class Generation:
         self.stopping = False
         self.rows: RowsOfAnswers | None = None
         if not required_options(self.model, "serve").drafts:
-            memory = {"device_memory": device_memory, "host_memory": host_memory, "give_up": conversations.give_up}
+            memory = {**memory, "give_up": conversations.give_up}
             self.rows = RowsOfAnswers(self.model, rows, self.taken, self.keep, self.ended, memory)
         self.under_way = False
         self.used: list[Statistics] = []

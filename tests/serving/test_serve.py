@@ -293,9 +293,9 @@ def test_a_checkpoints_own_code_is_not_loaded(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path) -> None:
+def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Path, tmp_path: Path) -> None:
     """In a stream too, which has begun by then. A conversation that was to go on too long is there as it was."""
-    with serving(checkpoint, "--host-memory", "300000") as served:
+    with serving(checkpoint, "--host-memory", "650000", "--overcommit", str(tmp_path)) as served:
         ask: dict[str, Any] = {"model": served.name, "prompt": "a" * 900, "max_tokens": 2}
         with pytest.raises(openai.InternalServerError, match="a request of 902 tokens needs 4 pages"):
             served.client.completions.create(**ask)
@@ -308,6 +308,13 @@ def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Pat
         before = figures(served)
         served.client.completions.create(**{**ask, "prompt": "a" * 100})
         assert grown(served, before, "specache_prompt_tokens_total reused") == 90
+        with ThreadPoolExecutor() as clients:  # together they need more pages than there are
+            long = {**ask, "max_tokens": 20}
+            answers = list(
+                clients.map(lambda p: served.client.completions.create(**{**long, "prompt": p * 250}), "bcd")
+            )
+        assert [one.usage.completion_tokens for one in answers] == [20] * 3
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:
