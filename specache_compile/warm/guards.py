@@ -170,7 +170,7 @@ def rebuilt(
     state = GuardsUnpickler(io.BytesIO(kept.state)).load()
     manager = CheckFunctionManager(
         code, OutputGraphCommon(state.output_graph), shape_code_parts=state.shape_code_parts,
-        runtime_global_scope=global_scope,
+        runtime_global_scope=global_scope, **local_state_of(state),
     ).guard_manager  # fmt: skip
     check(manager, local_scope)
     here = dataclasses.replace(
@@ -190,6 +190,11 @@ def rebuilt(
         return are_the_builtins(values) and bool(others_manager.check(scope))
 
     return manager, holds
+
+
+def local_state_of(state: Any) -> dict[str, Any]:
+    """Grad mode, dispatch keys and the like, as the trace found them; before torch 2.15 guards take those of the call."""
+    return {"guard_build_local_state": state.local_state} if hasattr(state, "local_state") else {}
 
 
 def check(manager: Any, local_scope: dict[str, Any]) -> None:
@@ -230,8 +235,8 @@ def difference(others: Sequence[Guard], texts: Sequence[str], scope: dict[str, A
     return None
 
 
-class GuardsUnpickler(pickle.Unpickler):
-    """As torch unpickles its guards, but for held tensors."""
+class GuardsUnpickler(getattr(torch._dynamo.package, "_GuardsStateUnpickler", pickle.Unpickler)):  # type: ignore[misc]
+    """As torch unpickles its guards, but for held tensors. From 2.15 on it has a class of its own for that."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
