@@ -193,7 +193,7 @@ def rebuilt(
 
 
 def local_state_of(state: Any) -> dict[str, Any]:
-    """Grad mode, dispatch keys and the like, as the trace found them; before torch 2.15 guards take those of the call."""
+    """Grad mode, dispatch keys and the like, as the trace found them; before torch 2.15 guards take a call's."""
     return {"guard_build_local_state": state.local_state} if hasattr(state, "local_state") else {}
 
 
