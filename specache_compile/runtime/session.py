@@ -288,11 +288,12 @@ class Session:
         self.check_copies()
         if self.half_evicted:
             raise evicted_half_way(self.options.method)
-        if self.view is not None and self.view == (version, edits):
-            return
-        if version != self.version:
+        done = 0
+        if self.view is not None and self.view == (version, edits[: len(self.view[1])]):
+            done = len(self.view[1])  # this view has been edited further
+        elif version != self.version:
             raise stale_cache()
-        for edit in edits:
+        for edit in edits[done:]:
             self.drain()
             if isinstance(edit, Crop):
                 self.crop(edit.length)

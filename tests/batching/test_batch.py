@@ -86,6 +86,19 @@ def test_each_request_says_what_it_says_alone(model: Any) -> None:
     assert not batch.groups
 
 
+def test_several_may_leave_between_two_steps(model: Any) -> None:
+    batch, alone = sc.Batch(model, chunk=CHUNK), sc.Batch(model, chunk=CHUNK)
+    requests = [batch.add(prompt(40, seed=seed), max_new_tokens=20) for seed in range(4)]
+    while len(requests[3].said) < 5:
+        batch.step()
+    batch.remove(requests[2])
+    batch.take(requests[0])
+    expected = [alone.add(prompt(40, seed=seed), max_new_tokens=20) for seed in (1, 3)]
+    batch.run()
+    alone.run()
+    assert [request.said for request in (requests[1], requests[3])] == [request.said for request in expected]
+
+
 def test_a_request_that_is_taken_goes_on_where_it_was(model: Any) -> None:
     """In another batch, or the same: its cache is a row's alone."""
     whole, parted = sc.Batch(model, chunk=CHUNK), sc.Batch(model, chunk=CHUNK)

@@ -152,6 +152,22 @@ def test_after_a_crop_every_tier_holds_the_tokens_it_should(llama: LlamaForCausa
         assert (state["slot_index"] < low_bit).all()
 
 
+def test_a_view_that_was_looked_at_can_be_edited_further(llama: LlamaForCausalLM) -> None:
+    """Cropped, looked at and cropped again it is the cache that was cropped at once; the view between is stale."""
+    twin, token = compile_copy(llama), torch.tensor([[7]])
+    once, twice = (step(twin, prompt(120)).past_key_values for _ in range(2))
+    once.crop(-30)
+    twice.crop(-10)
+    assert sc.lengths(twice).tolist() == [110]
+    between = copy.copy(twice)
+    between.layers = [copy.copy(layer) for layer in twice.layers]
+    twice.crop(-20)
+    assert sc.lengths(twice).tolist() == [90]
+    with pytest.raises(sc.HeldTensorError, match="has gone on"):
+        sc.lengths(between)
+    assert torch.equal(step(twin, token, twice).logits, step(twin, token, once).logits)
+
+
 def test_two_caches_interleaved_do_not_see_each_other(llama: LlamaForCausalLM) -> None:
     twin = compile_copy(llama, top_k=8)
 

@@ -1,0 +1,263 @@
+"""A soak of the server: clients that come, leave and cancel for minutes, each answer beside the uncompiled model's.
+
+A tiny random model is served in a lossless setting, in which every answer must be Hugging Face's. So many clients ask
+at once, streaming or not; their prompts begin alike, up to lengths at which groups, windows, pages and chunks end; some
+ask a second turn, some leave after a few pieces. Half way the server is killed and started anew on its folder. It ends
+with 1 at the first answer that differs, or where a request, its memory or its session is left when all have gone.
+
+    python benchmarks/serve_soak.py --minutes 10             thirty-two clients; Ctrl-C ends it with the table so far
+    python benchmarks/serve_soak.py --minutes 1 --clients 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import socket
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from serve import BYTES, TEMPLATE
+from tabulate import tabulate
+from tqdm import tqdm
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+LOSSLESS = {"bits": 1, "group-size": 32, "residual-length": 32, "top-k": 1024, "host-bits": 16, "lowering": "eager"}
+# Characters that prompts share: about ends of groups, windows, pages and chunks.
+SHARED = [n + by for n in (32, 64, 256, 512, 1024) for by in (-40, -32, 0)]
+TALKS = 48
+ANSWER = 24
+Messages = list[dict[str, str]]
+
+
+@dataclass
+class Talk:
+    """Two questions, and what the uncompiled model says to each."""
+
+    messages: Messages
+    expected: list[str] = field(default_factory=list)
+
+    def until(self, turn: int) -> Messages:
+        """What is asked in a turn."""
+        return self.messages[: 1 + 2 * turn]
+
+
+class Server:
+    """`specache serve` in a process of its own, on one port and one folder, as often as it is started."""
+
+    def __init__(self, checkpoint: Path, folder: Path, clients: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        flags = [word for name, value in LOSSLESS.items() for word in (f"--{name}", str(value))]
+        self.command = [
+            sys.executable, "-m", "specache_compile.cli", "serve", str(checkpoint), "--port", str(self.port),
+            "--device", "cpu", "--session-folder", str(folder), "--queue", str(2 * clients), *flags,
+        ]  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 120
+        while not self.answers():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"the server did not start: {' '.join(self.command)}")
+            time.sleep(0.1)
+
+    def answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def figures(self) -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as page:
+            families = text_string_to_metric_families(page.read().decode())
+            return {" ".join((s.name, *s.labels.values())): s.value for family in families for s in family.samples}
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def tiny(folder: Path) -> LlamaForCausalLM:
+    """A model of ASCII characters, its weights large enough that logits are well apart."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(BYTES)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chance = random.Random(seed)
+    beginning = "".join(chance.choices(string.ascii_letters, k=max(SHARED)))
+    talks = []
+    for _ in tqdm(range(TALKS), "what the uncompiled model says", file=sys.stderr):
+        own = "".join(chance.choices(string.ascii_letters, k=chance.randrange(1, 90)))
+        talk = Talk([{"role": "user", "content": beginning[: max(0, chance.choice(SHARED))] + own}])
+        for more in ("And then?", ""):
+            text = tokenizer.apply_chat_template(talk.messages, tokenize=False)
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            said = model.generate(ids, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
+            talk.expected.append(tokenizer.decode(said))
+            answer = {"role": "assistant", "content": talk.expected[-1]}
+            talk.messages += [answer, {"role": "user", "content": more}]
+        talks.append(talk)
+    return talks
+
+
+class Soak:
+    """What all clients share.
+
+    ends: when they stop.
+    down: the server is being killed and started: an answer may break off.
+    """
+
+    def __init__(self, server: Server, name: str, talks: list[Talk], ends: float) -> None:
+        self.server, self.name, self.talks, self.ends = server, name, talks, ends
+        self.counts: Counter[str] = Counter()
+        self.down, self.failed = threading.Event(), threading.Event()
+        self.told: list[str] = []
+
+    def client(self, seed: int) -> None:
+        chance = random.Random(seed)
+        url = f"http://127.0.0.1:{self.server.port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+            while time.monotonic() < self.ends and not self.failed.is_set():
+                talk = chance.choice(self.talks)
+                for turn in range(chance.choice((1, 1, 2))):
+                    if not self.ask(client, talk, turn, chance):
+                        break
+                time.sleep(chance.expovariate(2.0))
+
+    def ask(self, client: openai.OpenAI, talk: Talk, turn: int, chance: random.Random) -> bool:
+        """One question; whether its whole answer came."""
+        ask: dict[str, Any] = {"model": self.name, "messages": talk.until(turn), "max_tokens": ANSWER, "temperature": 0}
+        leaves = chance.randrange(1, ANSWER) if chance.random() < 0.3 else None
+        down = self.down.is_set()
+        try:
+            if leaves is None and chance.random() < 0.5:
+                said = client.chat.completions.create(**ask).choices[0].message.content or ""
+            else:
+                said, pieces = "", 0
+                with client.chat.completions.create(**ask, stream=True) as stream:
+                    for piece in stream:
+                        said += (piece.choices[0].delta.content or "") if piece.choices else ""
+                        pieces += 1
+                        if pieces == leaves:
+                            break
+        except (openai.APIError, OSError) as error:
+            if down or self.down.is_set() or not self.server.answers():
+                self.counts["broken off with the server"] += 1
+                time.sleep(0.5)
+            else:
+                self.fail(f"{type(error).__name__}: {error}")
+            return False
+        expected = talk.expected[turn]
+        whole = leaves is None
+        if said != expected if whole else not expected.startswith(said):
+            self.fail(
+                f"to {talk.until(turn)[-1]['content']!r} behind {talk.until(turn)[:-1]}: {said!r}, not {expected!r}"
+            )
+        self.counts[f"turn {turn + 1}" if whole else "left by their clients"] += 1
+        return whole
+
+    def fail(self, why: str) -> None:
+        self.told.append(why)
+        self.failed.set()
+
+
+def run(soak: Soak, args: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Have the clients ask, and the server be killed half way; the table."""
+    began = time.monotonic()
+    clients = [threading.Thread(target=soak.client, args=(args.seed + n,), daemon=True) for n in range(args.clients)]
+    for client in clients:
+        client.start()
+    memory, killed = [], False
+    seconds = int(60 * args.minutes)
+    with tqdm(total=seconds, unit="s", file=sys.stderr) as bar:
+        try:
+            while time.monotonic() < soak.ends and not soak.failed.is_set():
+                time.sleep(1)
+                bar.n = min(seconds, int(time.monotonic() - began))
+                bar.set_postfix(answers=sum(soak.counts.values()))
+                memory.append(psutil.Process(soak.server.process.pid).memory_info().rss >> 20)
+                if not killed and bar.n > seconds // 2:
+                    killed = True
+                    soak.down.set()
+                    soak.server.kill()
+                    soak.server.start()
+                    soak.down.clear()
+                    halfway = len(memory)
+        except KeyboardInterrupt:
+            soak.ends = 0
+    for client in clients:
+        client.join(timeout=300)
+    table: list[tuple[str, Any]] = sorted(soak.counts.items())
+    if killed:
+        table += [("MiB at the end, first server", memory[halfway - 1]), ("the second's", memory[-1])]
+    return table
+
+
+def left(server: Server) -> list[str]:
+    """What is there of requests when all clients have gone."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        figures = server.figures()
+        there = [name for name in ("specache_queue", "specache_running") if figures[name]]
+        if not there:
+            return []
+        time.sleep(0.2)
+    return there
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="(%(default)s)")
+    parser.add_argument("--clients", type=int, default=32, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "model"
+        talks = talks_of(tiny(checkpoint), checkpoint, args.seed)
+        server = Server(checkpoint, Path(folder) / "sessions", args.clients)
+        soak = Soak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
+        try:
+            table = run(soak, args)
+            soak.told += [f"{name} is not 0, though all clients have gone" for name in left(server)]
+            evicted = sum(
+                value for name, value in server.figures().items() if name.startswith("specache_evicted_total")
+            )
+        finally:
+            server.kill()
+    print(tabulate([*table, ("sessions evicted by the second server", int(evicted))]))
+    for told in soak.told:
+        print(told, file=sys.stderr)
+    return int(bool(soak.told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
