@@ -463,6 +463,28 @@ def test_a_soak_compares_its_calls_and_tells_what_it_did(
     assert all(name in printed.out for name in (*report["calls"], *figures))
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(("wrong", "status"), [(False, 0), (True, 1)])
+def test_a_soak_of_the_server_compares_each_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: bool, status: int
+) -> None:
+    import serve_soak
+
+    talks_of = serve_soak.talks_of
+
+    def talks(*given: Any) -> Any:
+        found = talks_of(*given)
+        for talk in found:
+            talk.expected = ["?" if wrong else said for said in talk.expected]
+        return found
+
+    monkeypatch.setattr(serve_soak, "talks_of", talks)
+    assert serve_soak.main(["--minutes", "1.5", "--clients", "4"]) == status
+    printed = capsys.readouterr()
+    assert ("not '?'" in printed.err) == wrong
+    assert wrong or "turn 2" in printed.out
+
+
 def test_the_operations_of_a_soak_are_those_of_its_seed(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[Any]] = []
 
