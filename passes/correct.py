@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .plan import PassReport, Plan, call_by_name, state_input, tag_of
+from .plan import PassReport, Plan, call_by_name, counted_input, state_input, tag_of
 from .reading.nodes import arguments_of
 from .reading.sites import Site
 
@@ -23,7 +23,7 @@ def correct(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRep
 
     The choice is of the low-bit logits alone, so that it does not depend on what is in the slots: a right guess leaves
     nothing to correct, a wrong one costs time and no quality. The tokens of a widened decode share one choice, of what
-    all of them give most together.
+    all of them give most together; those that a row is filled up with have no say.
     """
     if not (plan.phase.stores and plan.phase.over_tiers):
         return graph_module, PassReport("correct", {"corrected": 0})
@@ -40,6 +40,7 @@ def split_attention(graph_module: GraphModule, plan: Plan, site: Site) -> None:
     call: Node = site.attention.args[0]  # type: ignore[assignment]
     state = {name: state_input(graph_module, plan, site.number, name) for name in ("host", "corrected")}
     given = {**arguments_of(call), **state}
+    counted = None if plan.phase.one_token else counted_input(graph_module, plan)
     # The hit rate, where it is measured, is of what is attended to.
     measures = graph.find_nodes(op="call_function", target=torch.ops.specache.measure.default)
     first = next((node for node in measures if (tag := tag_of(node)) is not None and tag.site == site.number), call)
@@ -47,8 +48,9 @@ def split_attention(graph_module: GraphModule, plan: Plan, site: Site) -> None:
         asked = call_by_name(graph_module, site, "score_low_bit", given)
         logits, base, scores = (graph.call_function(operator.getitem, (asked, part)) for part in range(3))
         chooser = scores
-        if not plan.phase.one_token:
-            chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (scores, [0], True))
+        if counted is not None:
+            chooser = graph.call_function(torch.ops.aten.mul.Tensor, (scores, counted))
+            chooser = graph.call_function(torch.ops.aten.sum.dim_IntList, (chooser, [0], True))
         chosen = call_by_name(graph_module, site, "correct", {**given, "scores": chooser})
     with graph.inserting_before(call):
         found = {"logits": logits, "base": base, "chosen": chosen}

@@ -24,7 +24,7 @@ class Input:
     site, field: the layer's number and the name of its state tensor, for "state".
     """
 
-    source: Literal["argument", "cursor", "padding", "state", "guess"]
+    source: Literal["argument", "cursor", "padding", "state", "guess", "counted"]
     argument: int = -1
     site: int = -1
     field: str = ""
@@ -70,6 +70,7 @@ class Plan:
     recipe: the method's, of each site.
     state: each layer's state tensors by field; as cursor and padding, fakes in the graph's own fake mode.
     padding: the session's; None where its stores take none.
+    counted: [lanes, B, 1, 1] float32 of a widened decode, 0 for a lane that its row is only filled up with, else 1.
     inputs: where each of the graph's inputs comes from.
     held_outputs: output positions that HF's cache will see as held tensors → the site's number, and which part of it.
     lanes: tokens that run side by side.
@@ -93,6 +94,7 @@ class Plan:
     one_lane: str | None = None
     counts_positions: bool = False
     guesses: bool = False
+    counted: Any = None
 
 
 Pass = Callable[[GraphModule, Plan], tuple[GraphModule, PassReport]]
@@ -179,3 +181,7 @@ def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:
     site.attention.replace_all_uses_with(new)
     graph_module.graph.erase_node(site.attention)
     site.attention = new
+
+
+def counted_input(graph_module: GraphModule, plan: Plan) -> Node:
+    return add_input(graph_module, plan, "counted", Input("counted"), plan.counted)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,25 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import drop, keep_rows, place_for, reason_against, row_of, take_in
+from specache_compile.caches.rows import crop_rows, drop, keep_rows, place_for, reason_against, row_of, take_in
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
+from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
+from specache_compile.runtime.session import Session, sessions_of
 
 from .admission import next_to_begin
 from .aside import bring_back, forget, put_aside, who_gives_way
+from .drafts import (
+    decoded_for,
+    drafting_session,
+    fed,
+    looked_up_for,
+    most_drafted,
+    note_round,
+    reason_not_to_draft,
+    said_of,
+    verifying,
+)
 from .memory import Bytes, Memory, Running
 from .request import End, Request, Stage, drawn, request_for
 
@@ -39,7 +54,13 @@ class Rows:
 
     def row(self, request: Request) -> DynamicCache:
         """The cache of one request alone."""
+        self.crop()
         return row_of(self.cache, self.requests.index(request)) if self.paged else self.cache
+
+    def crop(self) -> None:
+        """Take back what was drafted and not said, of a round too that failed half way."""
+        if drafting_session(self.cache) is not None and len(sessions_of(self.cache)) == 1:
+            crop_rows(self.cache, [request.cached for request in self.requests])
 
     def keep(self, requests: list[Request]) -> None:
         """Only these go on. The last row takes the place of one that has left, so that no other is moved."""
@@ -72,7 +93,8 @@ class Batch:
 
     A step reads one chunk of one prompt, and has all rows say a token. What a request says depends on no other: its
     tiers, its positions, its processors and its random numbers are its own. Rows that `join` refuses (sliding windows,
-    methods that drop pairs) say their tokens one after another.
+    methods that drop pairs) say their tokens one after another. Of a model compiled with `verify` or `lookup` all rows
+    draft, one call of the model verifies the drafts, and a step may have a row say several tokens.
 
     rows: the most that say tokens together.
     chunk: prompt tokens that are read between two steps.
@@ -102,6 +124,7 @@ class Batch:
         self.reading: list[Request] = []
         self.groups: list[Rows] = []
         self.told: list[tuple[Request, int]] = []  # said in a step that has not returned
+        self.told_why = False  # nothing is drafted
 
     @property
     def saying(self) -> list[Request]:
@@ -133,7 +156,7 @@ class Batch:
         if not read < len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
         request = request_for(self.model, prompt, {**asked, "seed": seed}, cache, read)
-        request.keeps, request.asks = keep, logprobs
+        request.keeps, request.asks, request.ahead = keep, logprobs, most_drafted(self.options)
         if cache is not None:
             self.memory.learn(cache, self.joins)
         self.memory.check_alone(request)
@@ -142,16 +165,16 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
-        """Admit who fits, read a chunk of the oldest prompt that is being read, and have each row say a token: what
-        was said, in no order but a request's own. A request whose prompt, or processor, fails is over, with its
-        `error`. Where the model fails over rows, the step raises, and can be taken again: what others have said by then
-        is among what the next one returns."""
+        """Admit who fits, read a chunk of the oldest prompt that is being read, and have each row say a token, or what
+        is right of its draft: what was said, in no order but a request's own. A request whose prompt, or processor,
+        fails is over, with its `error`. Where the model fails over rows, the step raises, and can be taken again: what
+        others have said by then is among what the next one returns."""
         self.admit()
         self.give_way()
         for group in list(self.groups):
-            self.told += self.say_together(group)
+            self.say_together(group)
         if self.reading:
-            self.told += self.read(self.reading[0])
+            self.read(self.reading[0])
         told, self.told = self.told, []
         return told
 
@@ -254,7 +277,7 @@ class Batch:
     def tokens_of(self, request: Request) -> int:
         """Tokens that the next turn caches of a request that runs."""
         if request.stage is Stage.SAYING:
-            return 1
+            return 1 + request.ahead
         return min(self.chunk, len(request.prompt) - request.read) if request is self.reading[0] else 0
 
     @property
@@ -280,7 +303,7 @@ class Batch:
         rows = [(request, group.cache, row) for group in self.groups for row, request in enumerate(group.requests)]
         return [*rows, *((request, request.cache, 0) for request in self.reading)]
 
-    def read(self, request: Request) -> list[tuple[Request, int]]:
+    def read(self, request: Request) -> None:
         """Read a chunk of a prompt; behind its last one the request has said a token, and is a row of the batch."""
         try:
             tokens = request.prompt[request.read : request.read + self.chunk].to(self.model.device)[None]
@@ -295,15 +318,17 @@ class Batch:
             request.cache = self.memory.taken_in(cache)
             self.memory.keep_beginning(request)
             if request.read < len(request.prompt):
-                return []
-            token = drawn(request, logits)
+                return
+            token = drawn(request, logits[:, -1])
             group = self.say_on(request)
         except Exception as error:
             self.reading.remove(request)
             self.over(request, End.FAILED, error)
-            return []
+            return
         self.reading.remove(request)
-        return self.heard(group, [(request, token)])
+        request.hear(token)
+        self.told.append((request, token))
+        self.let_go(group)
 
     def joined(self, cache: DynamicCache) -> Rows:
         """The rows that a cache of one row is now the last of."""
@@ -317,38 +342,79 @@ class Batch:
         self.groups.append(Rows(place_for(cache, self.most_rows) if first else cache, [], paged))
         return self.groups[-1]
 
-    def say_together(self, group: Rows) -> list[tuple[Request, int]]:
-        """One token of each row of a group."""
-        device = self.model.device
-        tokens = torch.tensor([[request.said[-1]] for request in group.requests], device=device)
-        positions = torch.tensor([[len(request.prompt) + len(request.said) - 1] for request in group.requests])
-        group.cache, logits = self.ask(tokens, positions.to(device), group.cache)
-        said = []
+    def say_together(self, group: Rows) -> None:
+        """One token of each row of a group, and before it what is right of the row's draft."""
+        start, compiled = time.perf_counter(), rewritten_so_far(self.model)
+        session = self.drafting(group)
+        drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
+        several = any(drafts)
+        with contextlib.nullcontext() if session is None else verifying(session, drafts):
+            logits = self.ask_rows(group, *fed(group.requests, drafts), every=several)
+        before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
             try:
-                said.append((request, drawn(request, logits[row : row + 1])))
+                for token in said_of(request, drafts[row], logits[row] if several else logits[row, -1:]):
+                    self.told.append((request, token))
             except Exception as error:  # of a processor: the row's alone
                 self.over(request, End.FAILED, error)
-        return self.heard(group, said)
+        if session is not None:
+            seconds = None if rewritten_so_far(self.model) != compiled else time.perf_counter() - start
+            note_round(session, drafts, before, [request.cached for request in group.requests], seconds)
+        try:
+            group.crop()
+        finally:
+            self.let_go(group)
 
-    def heard(self, group: Rows, said: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Requests of a group have said these tokens; the rows of those that are over leave."""
-        for request, token in said:
-            request.hear(token)
-        for request, _ in said:
-            if request.stage is Stage.OVER and request.keeps:
+    def drafting(self, group: Rows) -> Session | None:
+        """The session of rows that draft; a person is told once why others do not."""
+        session = drafting_session(group.cache)
+        if session is None:
+            return None
+        group.crop()
+        reason = reason_not_to_draft(self.model, group.cache, len(group.requests))
+        if reason is None:
+            return session
+        if not self.told_why:
+            self.told_why = True
+            tell_not_drafted(session.options, reason)
+        return None
+
+    def drafts(self, group: Rows, session: Session) -> list[list[int]]:
+        """Those of each row; the cache is as before."""
+        if session.options.lookup:
+            return looked_up_for(group.requests)
+
+        def one_token(tokens: Tensor, positions: Tensor) -> Tensor:
+            return self.ask_rows(group, tokens, positions)[:, -1]
+
+        drafts = decoded_for(group.requests, session, one_token)
+        group.crop()
+        return drafts
+
+    def ask_rows(self, group: Rows, tokens: Tensor, positions: Tensor, every: bool = False) -> Tensor:
+        device = self.model.device
+        group.cache, logits = self.ask(tokens.to(device), positions.to(device), group.cache, every)
+        return logits
+
+    def let_go(self, group: Rows) -> None:
+        """The rows of requests that are over leave a group."""
+        for request in group.requests:
+            if request.stage is Stage.OVER and request.keeps and request.end is not End.FAILED:
                 request.cache = kept_row(group, request)
         group.keep([request for request in group.requests if request.stage is not Stage.OVER])
         self.groups = [group for group in self.groups if group.requests]
-        return said
 
-    def ask(self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None) -> tuple[DynamicCache, Tensor]:
-        """The cache behind new tokens [B, T], and the last ones' logits [B, V]."""
-        more: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+    def ask(
+        self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None, every: bool = False
+    ) -> tuple[DynamicCache, Tensor]:
+        """The cache behind new tokens [B, T], and the last ones' logits [B, 1, V]; of every token, [B, T, V], where
+        asked, or where the model has no choice."""
+        # None is all: a number would make a graph for each number of drafted tokens.
+        more: dict[str, Any] = {"logits_to_keep": 0 if every else 1} if self.model._supports_logits_to_keep() else {}
         if self.joins:
             more["position_ids"] = positions
         out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **more)
-        return out.past_key_values, out.logits[:, -1]
+        return out.past_key_values, out.logits
 
 
 def kept_row(group: Rows, request: Request) -> DynamicCache | None:

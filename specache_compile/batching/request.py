@@ -58,6 +58,7 @@ class Request:
     from_its_first: they were read in this batch, from the prompt's first token on.
     began: its number among those that have begun.
     aside: the folder with its cache, while it gives way to others.
+    ahead: tokens that may be cached behind its last one, while a draft of them is verified.
     overtaken: how many later requests have begun before it.
     keeps: whether its cache is wanted when it is over.
     asks: of how many of the likeliest tokens `logprobs` tells; None: of none, nor of those that were said.
@@ -82,11 +83,12 @@ class Request:
     from_its_first: bool = True
     began: int = 0
     aside: Path | None = None
+    ahead: int = 0
 
     @property
     def longest(self) -> int:
         """Tokens that it may have cached at its end."""
-        return len(self.prompt) + int(self.config.max_new_tokens or 0)
+        return len(self.prompt) + int(self.config.max_new_tokens or 0) + self.ahead
 
     @property
     def cached(self) -> int:
@@ -95,8 +97,8 @@ class Request:
 
     @property
     def due(self) -> int:
-        """Tokens that are cached before it says its next token."""
-        return max(len(self.prompt), self.cached + 1)
+        """Tokens that may be cached before it says its next token."""
+        return max(len(self.prompt), self.cached + 1) + self.ahead
 
     @property
     def ids(self) -> Tensor:
@@ -144,17 +146,20 @@ def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: Dynami
 
 def drawn(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]."""
-    ids: Any = request.ids.to(logits.device)
-    scores: Any = logits.float()
+    scores = logits.float()
     known = None if request.asks is None else scores[0].log_softmax(-1)  # before a processor may write to them
-    scores = request.processors(ids, scores) if request.processors else scores
-    if request.generator is None:
-        token = int(scores.argmax(-1))
-    else:
-        token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
+    token = chosen(request, request.ids, scores)
     if known is not None and request.asks is not None:
         request.logprobs.append(logprobs_of(known, token, request.asks))
     return token
+
+
+def chosen(request: Request, ids: Any, scores: Any) -> int:
+    """The token that a request would say behind these [1, n], from logits [1, V] float32, which are written to."""
+    scores = request.processors(ids.to(scores.device), scores) if request.processors else scores
+    if request.generator is None:
+        return int(scores.argmax(-1))
+    return int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
 
 
 def logprobs_of(known: Tensor, token: int, most: int) -> Logprobs:

@@ -215,6 +215,28 @@ def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
         session_behind(cache)
 
 
+def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
+    """Keep of each row its first tokens, so many. SpecacheError where there are several rows, and a layer that is not
+    held."""
+    session = session_behind(cache)
+    gone = [length - keeps for length, keeps in zip(session.progress.lengths, kept, strict=True)]
+    if not any(gone):
+        return
+    if not is_held_whole(cache):
+        if len(gone) > 1:
+            raise refused("a layer that is not held cannot lose another number of tokens in each row")
+        cache.crop(-gone[0])
+        return
+    session.crop_rows(kept)
+    for site, layer in enumerate(cache.layers):
+        layer.keys, layer.values = (session.held(site, part) for part in PARTS)
+
+
+def is_held_whole(cache: DynamicCache) -> bool:
+    """Whether every layer's keys and values are held."""
+    return all(isinstance(getattr(layer, "keys", None), HeldTensor) for layer in cache.layers)
+
+
 def drop(cache: DynamicCache) -> None:
     """Nobody uses a cache any more, which is stale behind it: its memory is free now, and not when Python finds out."""
     session = session_of(cache)

@@ -159,6 +159,7 @@ class StateFakes:
             self.cursor = new_cursor(device, batch, columns - CURSOR_SIZE)
             self.guess = torch.empty(batch, 1, dtype=torch.int64, device=device)
             self.padding = torch.empty(batch, 1, 1, capacity, dtype=torch.bool, device=device)
+            self.counted = torch.empty(captured.tokens, batch, 1, 1, dtype=torch.float32, device=device)
 
     def of(self, source: Input) -> Any:
         """The fake of one graph input."""
@@ -184,6 +185,7 @@ def plan_of(captured: Captured, variant: Variant, fakes: StateFakes, graph: Grap
         state=fakes.state,
         cursor=fakes.cursor,
         padding=None if variant.ragged else fakes.padding,
+        counted=fakes.counted,
         inputs=[Input("argument", argument=i) for i in range(len(captured.placeholders))],
     )
 

@@ -51,7 +51,7 @@ class Drafts(CandidateGenerator):
         kwargs = given["model_kwargs"]
         self.cache = kwargs["past_key_values"]
         self.said = self.cache.get_seq_length()
-        self.start, self.compiles, self.drafted = time.perf_counter(), self.compiled(), 0
+        self.start, self.compiles, self.drafted = time.perf_counter(), rewritten_so_far(self.model), 0
         self.model_kwargs_overrides = {}
         self.session = None if given["is_first_iteration"] else next(iter(sessions_of(self.cache)), None)
         if self.session is None or not self.serves(self.session.options) or self.is_parted():
@@ -85,11 +85,7 @@ class Drafts(CandidateGenerator):
     def length(self) -> int:
         """γ of the next round."""
         assert self.session is not None
-        asked = self.session.options.verify
-        assert asked is not None
-        self.session.draft_length = self.session.draft_length or DraftLength(asked)
-        ranks = self.session.tiers.ranks
-        return everyones(ranks, self.session.draft_length.next())[0]  # each rank measures its own time
+        return draft_length_of(self.session)
 
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
         """ids [1, n] with at most `tokens` tokens of the decode phase behind them, and their processed logits, as
@@ -157,13 +153,22 @@ class Drafts(CandidateGenerator):
         held = session.tiers.host_bytes(self.said)
         session.statistics.verified.note(self.drafted, accepted, held, streamed=held)
         if session.draft_length is not None:
-            compiled = self.compiled() != self.compiles
+            compiled = rewritten_so_far(self.model) != self.compiles
             session.draft_length.note(self.drafted, accepted, None if compiled else seconds)
 
-    def compiled(self) -> int:
-        """The number of the model's graphs rewritten so far."""
-        record = find_record(self.model)
-        return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
+
+def draft_length_of(session: Session) -> int:
+    """Tokens that the decode phase drafts in a session's next round."""
+    asked = session.options.verify
+    assert asked is not None
+    session.draft_length = session.draft_length or DraftLength(asked)
+    return everyones(session.tiers.ranks, session.draft_length.next())[0]  # each rank measures its own time
+
+
+def rewritten_so_far(model: Any) -> int:
+    """The number of a model's graphs that were rewritten."""
+    record = find_record(model)
+    return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
 def tell_not_drafted(options: MethodOptions, reason: str) -> None:

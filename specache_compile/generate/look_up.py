@@ -33,12 +33,7 @@ class LookedUp(Drafts):
     def draft(self, ids: Tensor, kwargs: Mapping[str, Any], tokens: int) -> tuple[Tensor, Tensor | None]:
         """ids [1, n] with at most `tokens` tokens behind them, none of which stops the generation. No logits:
         sampling accepts a token if the model itself would draw it."""
-        ends = getattr(self.config, "_eos_token_tensor", None)
-        looks = PromptLookupCandidateGenerator(
-            eos_token_id=None if ends is None else ends.to(ids.device), num_output_tokens=tokens,
-            max_matching_ngram_size=NGRAM, max_length=self.config.max_length,
-        )  # fmt: skip
-        found, _ = looks.get_candidates(cast("torch.LongTensor", ids))
+        found = looked_up(ids, getattr(self.config, "_eos_token_tensor", None), tokens, self.config.max_length)
         first = ids.shape[1] + 1
         stops = (place for place in range(first, found.shape[1] + 1) if self.others and self.stops(found[:, :place]))
         return found[:, : next(stops, found.shape[1] + 1) - 1], None
@@ -46,3 +41,13 @@ class LookedUp(Drafts):
     def note(self, session: Session, accepted: int, seconds: float) -> None:
         """Note a round's result; it read the tiers like any decode."""
         session.statistics.verified.note(self.drafted, accepted, session.tiers.host_bytes(self.said), streamed=0)
+
+
+def looked_up(ids: Tensor, ends: Tensor | None, tokens: int, longest: int) -> Tensor:
+    """ids [1, n] with at most `tokens` tokens behind them, `longest` together: none of `ends` is among these."""
+    looks = PromptLookupCandidateGenerator(
+        eos_token_id=None if ends is None else ends.to(ids.device), num_output_tokens=tokens,
+        max_matching_ngram_size=NGRAM, max_length=longest,
+    )  # fmt: skip
+    found, _ = looks.get_candidates(cast("torch.LongTensor", ids))
+    return found

@@ -85,10 +85,8 @@ def reason_not_to_draft(
         return f"assisted decoding takes a batch of one, and this batch has {input_ids.shape[0]}"
     if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):
         return "it has no DynamicCache"
-    kept = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
-    forgetful = next((type(layer).__name__ for layer in cache.layers if type(layer) not in kept), None)
-    if forgetful is not None or model._is_stateful:
-        return f"in this version of transformers a {forgetful or type(model).__name__} cannot take back drafted tokens"
+    if (reason := forgetful(model, cache)) is not None:
+        return reason
     if config.is_assistant:
         return "it drafts for another model itself"
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
@@ -96,6 +94,15 @@ def reason_not_to_draft(
     if config.do_sample and others:
         return f"beside sampling, {others[0]} could only stop it a token late"
     return None
+
+
+def forgetful(model: Any, cache: DynamicCache) -> str | None:
+    """Why a cache cannot take back drafted tokens; None where it can."""
+    kept = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
+    name = next((type(layer).__name__ for layer in cache.layers if type(layer) not in kept), None)
+    if name is None and not model._is_stateful:
+        return None
+    return f"in this version of transformers a {name or type(model).__name__} cannot take back drafted tokens"
 
 
 def verified(

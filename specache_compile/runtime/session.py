@@ -133,6 +133,7 @@ class Session:
         self.view: tuple[int, tuple[Edit, ...]] | None = None
         self.moved: dict[int, tuple[Any, int]] = {}
         self.mode = Mode.PLAIN
+        self.drafted: Sequence[int] | None = None
         self.draft_length: DraftLength | None = None
         self.half_evicted = False
         self.capturable = True
@@ -212,13 +213,14 @@ class Session:
         return self.progress.length
 
     @contextlib.contextmanager
-    def steps_for(self, mode: Mode) -> Iterator[None]:
-        """The steps inside are for this."""
-        before, self.mode = self.mode, mode
+    def steps_for(self, mode: Mode, drafted: Sequence[int] | None = None) -> Iterator[None]:
+        """The steps inside are for this. drafted: of each row, the tokens of a draft that is verified; behind them the
+        row is only filled up. None: all."""
+        before, self.mode, self.drafted = self.mode, mode, drafted
         try:
             yield
         finally:
-            self.mode = before
+            self.mode, self.drafted = before, None
 
     @torch.inference_mode(False)
     def make_room(self, tokens: int) -> None:
@@ -304,10 +306,20 @@ class Session:
 
     def crop(self, length: int) -> None:
         """Keep the first `length` columns: each row loses as many of its newest tokens."""
-        before, gone = self.progress.lengths, self.length - length
-        lengths = tuple(max(0, tokens - gone) for tokens in before)
-        self.tiers.crop(lengths, before)
-        self.progress.length, self.progress.lengths = length, lengths
+        gone = self.length - length
+        self.crop_to(length, [max(0, tokens - gone) for tokens in self.progress.lengths])
+
+    @torch.inference_mode(False)
+    def crop_rows(self, lengths: Sequence[int]) -> None:
+        """Keep the first tokens of each row, so many; views of the cache taken before are stale from here on."""
+        self.drain()
+        self.crop_to(max(lengths), lengths)
+        self.version += 1
+        self.view = None
+
+    def crop_to(self, columns: int, lengths: Sequence[int]) -> None:
+        self.tiers.crop(lengths, self.progress.lengths)
+        self.progress.length, self.progress.lengths = columns, tuple(lengths)
         self.choose_again()
 
     def select(self, rows: Tensor) -> None:

@@ -241,9 +241,18 @@ class Step:
                 values.append(local(arguments[source.argument]))
             elif source.source == "state":
                 values.append(session.state[source.site][source.field])
+            elif source.source == "counted":
+                values.append(self.counted())
             else:
                 values.append(own[source.source])
         return values
+
+    def counted(self) -> Tensor:
+        """Which lanes a row is not only filled up with, float32 [lanes, B, 1, 1]."""
+        session = self.session
+        drafted = session.drafted or (self.tokens - 1,) * session.tiers.batch
+        there = torch.arange(self.tokens)[:, None] <= torch.tensor(drafted)
+        return there[:, :, None, None].to(session.layers[0].device, torch.float32)
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]], frequencies: Tensor | None) -> None:
         """Put each site's new keys and values [B, H, T, d] into its tiers, by the ops that a prefill stores with.

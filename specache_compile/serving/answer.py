@@ -78,7 +78,7 @@ class Likely:
 
 
 class Answer:
-    """`generate` hands its tokens to this, the prompt first; `ids` has all of them.
+    """It is given its tokens, the prompt first; `ids` has all of them.
 
     The event loop that made the answer reads its pieces: text, reasoning and tool calls.
 
@@ -108,7 +108,7 @@ class Answer:
         return "length" if not ended and self.said >= (self.question.config.max_new_tokens or 0) else "stop"
 
     def put(self, tokens: Tensor) -> None:
-        """Called by `generate`. ClientLeft and Stopped end it."""
+        """More tokens. ClientLeft and Stopped end them."""
         new = tokens.flatten().tolist()
         if not self.prompt:
             self.ids, self.prompt = new, len(new)
@@ -143,10 +143,6 @@ class Answer:
             self.send_text(self.stops.feed(text, self.said > (self.question.config.min_new_tokens or 0)))
             if self.stops.found:
                 raise Stopped
-
-    def end(self) -> None:
-        """Nothing: `generate` calls this before the conversation is kept, and the next turn may come at once. `close`
-        reports the end."""
 
     def close(self) -> None:
         self.send([*self.parts.feed(self.stops.withheld, last=True), None])

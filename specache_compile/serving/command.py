@@ -51,7 +51,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="answers that are made together; with --verify or --lookup one after another (%(default)s)",
+        help="answers that are made together (%(default)s)",
     )
     group = command.add_argument_group(
         "sessions", "the caches of conversations, kept for their next turns; the least recently used one goes first"

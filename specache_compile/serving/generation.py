@@ -1,4 +1,4 @@
-"""Requests run through the model, each on its conversation: rows of one batch, or one after another where it drafts."""
+"""Requests run through the model, each on its conversation: rows of one batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from fastapi import HTTPException
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cli.serving.utils import InferenceThread
 
-from specache_compile.compile.compiled_options import required_options
 from specache_compile.runtime.records import Statistics, find_record
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.stats import stats
 
-from .answer import Answer, ClientLeft, Question, Stopped, Ticket
+from .answer import Answer, Question, Ticket
 from .conversation import Conversation, can_crop
 from .conversations import Conversations
-from .interface.questions import processors_of
 from .metrics import Metrics
 from .model import ServedModel
 from .rows import RowsOfAnswers
@@ -46,10 +44,9 @@ class Generation:
         self.waiting: list[Answer] = []
         self.open: set[Answer] = set()
         self.stopping = False
-        self.rows: RowsOfAnswers | None = None
-        if not required_options(self.model, "serve").drafts:
-            memory = {**memory, "give_up": conversations.give_up}
-            self.rows = RowsOfAnswers(self.model, rows, self.taken, self.keep, self.ended, memory)
+        self.rows = RowsOfAnswers(
+            self.model, rows, self.taken, self.keep, self.ended, {**memory, "give_up": conversations.give_up}
+        )
         self.under_way = False
         self.used: list[Statistics] = []
         self.counted: Any = WeakIdKeyDictionary()  # Statistics → bytes to the device and to the host
@@ -74,8 +71,6 @@ class Generation:
         if room < least:
             more = f", and {least:,} would follow" if config.max_new_tokens or config.min_new_tokens else ""
             raise HTTPException(400, f"the prompt has {prompt:,} tokens{more}: the model's context is {self.longest:,}")
-        if question.logprobs is not None and self.rows is None:
-            raise HTTPException(400, "logprobs: not from a server that drafts (--verify, --lookup)")
         if self.stopping:
             raise HTTPException(503, STOPPING)
         if self.queued() >= self.queue:
@@ -84,24 +79,21 @@ class Generation:
         answer = Answer(ticket, question, self.tokenizer, self.metrics)
         self.waiting.append(answer)
         self.open.add(answer)
-        self.submit(partial(self.run if self.rows is None else self.arrive, answer))
+        self.submit(partial(self.arrive, answer))
         return answer
 
     def arrive(self, answer: Answer) -> None:
         """Queue an answer for a row, on the model's thread."""
-        assert self.rows is not None
         self.rows.arrived.append(answer)
         self.go_on_turning()
 
     def go_on_turning(self) -> None:
         """Turn by turn, so that other work of the thread comes between them."""
-        assert self.rows is not None
         if self.rows.busy and not self.under_way:
             self.under_way = True
             self.submit(self.turn)
 
     def turn(self) -> None:
-        assert self.rows is not None
         try:
             self.rows.turn()
         finally:
@@ -124,40 +116,6 @@ class Generation:
         if answer in self.waiting:
             self.waiting.remove(answer)
         self.open.discard(answer)
-
-    def run(self, answer: Answer) -> None:
-        """Generate the answer alone, on the model's thread."""
-        try:
-            if not answer.ticket.left.is_set():
-                with self.metrics.running.track_inprogress():
-                    self.go_on(answer)
-        except ClientLeft:
-            pass
-        except Exception as error:
-            answer.fail(error)
-        else:
-            answer.close()
-        finally:
-            self.ended(answer)
-
-    def go_on(self, answer: Answer) -> None:
-        question, conversation = answer.question, self.taken(answer)
-        if question.seed is None:  # do not continue another client's random numbers
-            torch.seed()
-        else:
-            torch.manual_seed(question.seed)
-        try:
-            self.model.generate(
-                **question.inputs, past_key_values=conversation.cache, generation_config=question.config,
-                logits_processor=processors_of(question), streamer=answer,
-            )  # fmt: skip
-        except Stopped:
-            self.keep(conversation, answer)
-        except ClientLeft:  # raised between two steps: the conversation is whole
-            self.keep(conversation, answer)
-            raise
-        else:
-            self.keep(conversation, answer)
 
     def keep(self, conversation: Conversation, answer: Answer) -> None:
         """Keep the conversation as it is after a generation, for the next turn."""
@@ -205,6 +163,5 @@ class Generation:
 
     def stop(self) -> None:
         """Stop after the queued requests. Conversations go to disk if there is a folder."""
-        if self.rows is not None:
-            self.submit(self.rows.end_all).result()
+        self.submit(self.rows.end_all).result()
         self.submit(self.conversations.close).result()

@@ -294,10 +294,10 @@ def test_a_step_that_fails_behind_some_rows_loses_none_of_what_they_said(monkeyp
         told += batch.step()
     ask, group = batch.ask, batch.groups[1]
 
-    def fail(tokens: Tensor, positions: Tensor, cache: Any) -> Any:
+    def fail(tokens: Tensor, positions: Tensor, cache: Any, *more: Any) -> Any:
         if cache is group.cache:
             raise RuntimeError("planted")
-        return ask(tokens, positions, cache)
+        return ask(tokens, positions, cache, *more)
 
     with monkeypatch.context() as patch:
         patch.setattr(batch, "ask", fail)

@@ -146,9 +146,8 @@ def test_several_answers_are_each_its_seeds(served: Served) -> None:
     assert (streamed, ends) == (alone, 3)
 
 
-@pytest.mark.parametrize("flags", [("--rows", "1"), ("--lookup",)])
-def test_several_answers_may_wait_for_each_other(checkpoint: Path, flags: tuple[str, ...]) -> None:
-    with serving(checkpoint, *flags) as one_by_one:
+def test_several_answers_may_wait_for_each_other(checkpoint: Path) -> None:
+    with serving(checkpoint, "--rows", "1") as one_by_one:
         ask: dict[str, Any] = {"model": one_by_one.name, "prompt": "Once upon a time. " * 4, "max_tokens": 4}
         texts = [choice.text for choice in one_by_one.client.completions.create(**ask, temperature=0, n=3).choices]
         assert len(texts) == 3

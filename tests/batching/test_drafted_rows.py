@@ -1,0 +1,192 @@
+"""Rows that draft (options verify and lookup) say what each says one token a step, whoever is beside them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+
+import specache_compile as sc
+from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
+from specache_compile.batching.request import End, Request
+from specache_compile.kernels.state.pages import PAGE
+
+pytestmark = pytest.mark.one_process
+
+CHUNK = 128
+# One drafted token in four is right, or so.
+VERIFY = {"lowering": "eager", "bits": 1, "group_size": 32, "residual_length": 32, "top_k": 8, "verify": 4}
+# Every pair is fetched, and the model says again what it has said.
+LOOKUP = {**LOSSLESS, "lookup": True}
+# Of each request its prompt's length and what it asks for. The first's draft crosses a page.
+ASKED: list[tuple[int, dict[str, Any]]] = [
+    (PAGE - 6, {"max_new_tokens": 22}),
+    (7, {"max_new_tokens": 30, "repetition_penalty": 1.2}),
+    (90, {"max_new_tokens": 25, "eos_token_id": list(range(0, 128, 9)), "min_new_tokens": 4, "pad_token_id": 0}),
+    (40, {"max_new_tokens": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def verifying(plain: LlamaForCausalLM) -> Any:
+    return compiled_with(plain, VERIFY)
+
+
+def all_free(batch: sc.Batch) -> bool:
+    """Whether no page is anybody's, once no beginning is kept."""
+    while batch.memory.prefixes.drop_oldest():
+        pass
+    assert batch.memory.pool is not None
+    return batch.memory.pool.held == 0
+
+
+@pytest.mark.parametrize("options", [VERIFY, LOOKUP], ids=["verify", "lookup"])
+def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[str, Any]) -> None:
+    reference = tiny_llama(1, initializer_range=0.1) if "lookup" in options else tiny_llama()
+    batch, chance = sc.Batch(compiled_with(reference, options), chunk=CHUNK), random.Random(2)
+    removed = batch.add(prompt(30, seed=50), max_new_tokens=200)
+    requests, told = list[Request](), dict[Request, list[int]]()
+    together = 0
+    while batch.open or len(requests) < len(ASKED):
+        if len(requests) < len(ASKED) and chance.random() < 0.6:
+            length, asked = ASKED[len(requests)]
+            requests.append(batch.add(prompt(length, seed=length), **asked))
+        for request, token in batch.step():
+            told.setdefault(request, []).append(token)
+        together = max(together, len(batch.saying))
+        if len(removed.said) > 24:
+            batch.remove(removed)
+    assert together > 2
+    for request, (length, asked) in zip(requests, ASKED, strict=True):
+        assert (
+            request.said
+            == told[request]
+            == greedy(reference, prompt(length, seed=length), tokens(asked), **rest(asked))[0, length:].tolist()
+        )
+    verification = sc.stats(batch.model).verification
+    assert verification is not None
+    assert 0 < verification.acceptance < 1
+    assert all_free(batch)
+
+
+@pytest.mark.parametrize("setting", [{"setting": "paper", "bits": 1}, {}], ids=["1 bit", "default"])
+def test_rows_look_up_what_each_looks_up_alone_in_a_lossy_setting(setting: dict[str, Any]) -> None:
+    """What a row is filled up with beside longer drafts has no say in which pairs it fetches."""
+    options = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 4, "lookup": True, **setting}
+    plain = tiny_llama(1, initializer_range=0.1)
+    model, lengths, made = compiled_with(plain, options), (200, 160, 230), []
+    for groups in ([[n] for n in lengths], [list(lengths)]):
+        for together in groups:
+            batch = sc.Batch(model, chunk=CHUNK)
+            made.append([batch.add(prompt(n, seed=n), max_new_tokens=40) for n in together])
+            batch.run()
+    *alone, beside = made
+    assert [request.said for request in beside] == [request.said for (request,) in alone]
+    exact = [greedy(plain, prompt(n, seed=n), 40)[0, n:].tolist() for n in lengths]
+    assert [request.said for request in beside] != exact, "it is lossy"
+
+
+def tokens(asked: dict[str, Any]) -> int:
+    return int(asked["max_new_tokens"])
+
+
+def rest(asked: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in asked.items() if name != "max_new_tokens"}
+
+
+def test_a_seed_draws_what_it_draws_without_drafts(plain: LlamaForCausalLM, verifying: Any) -> None:
+    """Drawn with the same random numbers, a draft is right about as often as a greedy one; each token is told with its
+    likelihood by the exact pass."""
+    asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "logprobs": 1}
+    made = []
+    for model in (compiled_with(plain, {"method": "offload", "lowering": "eager"}), verifying):
+        batch = sc.Batch(model, chunk=CHUNK)
+        made.append([batch.add(prompt(60, seed=seed), seed=seed, **asked) for seed in (1, 2)])
+        batch.run()
+    for exact, drafted in zip(*made, strict=True):
+        assert drafted.said == exact.said
+        assert [one.said for one in drafted.logprobs] == pytest.approx([one.said for one in exact.logprobs], abs=1e-4)
+    verification = sc.stats(verifying).verification
+    assert verification is not None
+    assert verification.acceptance > 0.1
+
+
+@torch.no_grad()
+def test_a_draft_writes_no_page_that_others_have(plain: LlamaForCausalLM, verifying: Any) -> None:
+    """Two go on from a conversation whose last page is half full; what is kept of that stays as it was."""
+    batch = sc.Batch(verifying, chunk=CHUNK)
+    first = batch.add(prompt(PAGE + 40, seed=8), max_new_tokens=3, keep=True)
+    batch.run()
+    assert first.cache is not None
+    kept = [(layer.keys.clone(), layer.values.clone()) for layer in sc.materialize(first.cache).layers]
+    begins, requests = first.ids[0], []
+    for seed in (1, 2):
+        ids = torch.cat([begins, prompt(9, seed=seed)[0]])
+        requests.append(batch.add(ids, cache=copy.deepcopy(first.cache), max_new_tokens=12))
+    batch.run()
+    for request in requests:
+        assert request.said == greedy(plain, request.prompt[None], 12)[0, len(request.prompt) :].tolist()
+    for layer, (keys, values) in zip(sc.materialize(first.cache).layers, kept, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+    del first.cache, layer
+    assert all_free(batch)
+
+
+class Failing(LogitsProcessor):
+    """Behind so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.tokens:
+            raise RuntimeError("no token is good enough")
+        return scores
+
+
+def test_a_processor_that_fails_within_a_draft_ends_its_request_where_it_would_without(
+    verifying: Any, plain: Any
+) -> None:
+    batch = sc.Batch(verifying, chunk=CHUNK)
+    good = batch.add(prompt(40), max_new_tokens=8)
+    bad = batch.add(prompt(30), max_new_tokens=20, logits_processor=LogitsProcessorList([Failing(37)]))
+    batch.run()
+    assert (bad.end, str(bad.error)) == (End.FAILED, "no token is good enough")
+    assert bad.said == greedy(plain, prompt(30), 7)[0, 30:].tolist()
+    assert good.said == greedy(plain, prompt(40), 8)[0, 40:].tolist()
+    assert all_free(batch)
+
+
+@pytest.mark.parametrize("call", [1, 4], ids=["in a draft", "before a verification"])
+def test_a_round_that_fails_half_way_can_be_taken_again(
+    verifying: Any, plain: Any, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = sc.Batch(verifying, chunk=CHUNK)
+    requests = [batch.add(prompt(length, seed=length), max_new_tokens=9) for length in (20, 50)]
+    while len(batch.saying) < 2:
+        batch.step()
+    ask, calls = batch.ask, iter(range(100))
+
+    def fail(*given: Any) -> Any:
+        if next(calls) == call:
+            raise RuntimeError("planted")
+        return ask(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "ask", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            batch.step()
+    batch.run()
+    for length, request in zip((20, 50), requests, strict=True):
+        assert request.said == greedy(plain, prompt(length, seed=length), 9)[0, length:].tolist()

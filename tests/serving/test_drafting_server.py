@@ -1,0 +1,38 @@
+"""`specache serve` with drafts (--verify, --lookup): rows of one batch as without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from served import answer, figures, grown, prompt_of, say, serving, write_checkpoint
+
+
+@pytest.mark.parametrize("flags", [("--verify", "4", "--top-k", "8"), ("--lookup",)], ids=["verify", "lookup"])
+def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Whose tokens come beside each other, and are the uncompiled model's, up to a stop string too; so are those of a
+    conversation's next turn."""
+    checkpoint = write_checkpoint(tmp_path)
+    uncompiled = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    prompt = "Once upon a time. " * 4
+    expected = answer(uncompiled, prompt, 24)
+    with serving(checkpoint, *flags) as drafting:
+        ask: dict[str, Any] = {"model": drafting.name, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+        texts, order = [""] * 3, []
+        for event in drafting.client.completions.create(**ask, n=3, stream=True, logprobs=1):
+            texts[event.choices[0].index] += event.choices[0].text
+            order.append(event.choices[0].index)
+        assert texts == [expected] * 3
+        assert order != sorted(order)
+        told = drafting.client.completions.create(**ask, logprobs=1).choices[0].logprobs
+        assert "".join(told.tokens) == expected
+        stopped = drafting.client.completions.create(**ask, stop=expected[9:12]).choices[0].text
+        assert stopped == expected[: expected.index(expected[9:12])]
+        talk = [{"role": "user", "content": "Why? " * 9}]
+        talk += [{"role": "assistant", "content": say(drafting, talk)}, {"role": "user", "content": "And?"}]
+        before = figures(drafting)
+        assert say(drafting, talk) == answer(uncompiled, prompt_of(talk), 8)
+        assert grown(drafting, before, "specache_prompt_tokens_total reused") > 40
