@@ -81,6 +81,7 @@ _shared: dict[str, Any] = {}
 def garbage() -> None:
     """What imports and other modules' tests have made stays: Python need not look through it for garbage, which took a
     tenth of Dynamo's time, and seconds in each `gc.collect()`."""
+    torch._dynamo.reset()  # a module's fixtures come before `dynamo`, and graphs of others count for their limit
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 100, 100)
