@@ -152,10 +152,11 @@ def own_copy(value: Tensor) -> Tensor:
 
 
 class RecordedSteps:
-    """The recorded steps of one session, by lowered graph and number of rows. Clear them whenever its state moves."""
+    """The recorded steps of one session, by lowered graph and its cursor's shape: rows, and pages of the longest. Clear
+    them whenever its state moves."""
 
     def __init__(self) -> None:
-        self.steps: dict[tuple[Lowered, int], RecordedStep | None] = {}
+        self.steps: dict[tuple[Lowered, tuple[int, ...]], RecordedStep | None] = {}
         # Captures in a row that were lost to one moving input.
         self.recaptures = 0
         self.replays = 0
@@ -168,15 +169,16 @@ class RecordedSteps:
         device: torch.device,
         give_up: Callable[[int], object],
         deferred: Deferred,
-        rows: int = 1,
+        shape: tuple[int, ...] = (1,),
     ) -> list[Any]:
         """Run a step: the first as it is, to warm up every kernel; the second is captured; later ones are replayed.
 
         give_up: called with the position of an input that has moved in several steps in a row, and will again. It must
             see to it that no further step of `lowered` comes here.
         deferred: the fetches that a replay leaves to the next one.
+        shape: the cursor's, which grids follow.
         """
-        key = lowered, rows
+        key = lowered, shape
         if key not in self.steps:
             deferred.make()
             self.steps[key] = None
@@ -190,7 +192,7 @@ class RecordedSteps:
             give_up(moved)
             return list(lowered(*inputs))
         if step is None or moved is not None:
-            step = self.steps[key] = capture(lowered, inputs, stays, device, deferred.fetches())
+            step = self.steps[key] = capture(lowered, inputs, stays, device, deferred.fetches(shape[0]))
         self.replays += 1
         deferred.owed = True
         return step(inputs)

@@ -74,11 +74,11 @@ def end_of(slots: Tensor) -> Any:
 class Deferred:
     """What a session's last replay has left undone.
 
-    fetches: () → those that a replay leaves.
+    fetches: rows → those that a replay of so many leaves; None: those of the rows that there are.
     owed: a replay has left them, and nobody has made them since.
     """
 
-    def __init__(self, fetches: Callable[[], Sequence[Fetch]] = tuple) -> None:
+    def __init__(self, fetches: Callable[[int | None], Sequence[Fetch]] = lambda rows: ()) -> None:
         self.fetches = fetches
         self.owed = False
 
@@ -86,7 +86,7 @@ class Deferred:
         """Before anything but another replay."""
         if self.owed:
             self.owed = False
-            for fetch in self.fetches():
+            for fetch in self.fetches(None):
                 torch.ops.specache.prefetch(*fetch)
 
     def drop(self) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specache_compile.caches.rows import crop_rows, drop, keep_rows, place_for, reason_against, row_of, take_in
+from specache_compile.caches.rows import (
+    crop_rows, drop, empty_places, keep_rows, place_for, reason_against, row_of, take_in,
+)  # fmt: skip
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
@@ -76,8 +78,6 @@ class Rows:
                 rows.pop()
         if rows:
             keep_rows(self.cache, rows)
-        elif self.paged:
-            drop(self.cache)
         self.requests = [self.requests[row] for row in rows]
 
 
@@ -123,6 +123,7 @@ class Batch:
         self.waiting: list[Request] = []
         self.reading: list[Request] = []
         self.groups: list[Rows] = []
+        self.places: DynamicCache | None = None  # where rows in pages were, until all of them had left
         self.told: list[tuple[Request, int]] = []  # said in a step that has not returned
         self.told_why = False  # nothing is drafted
 
@@ -216,8 +217,19 @@ class Batch:
                 requests.remove(request)
         group = self.group_of(request)
         if group is not None:
-            group.keep([other for other in group.requests if other is not request])
-        self.groups = [group for group in self.groups if group.requests]
+            self.keep(group, [other for other in group.requests if other is not request])
+
+    def keep(self, group: Rows, requests: list[Request]) -> None:
+        """Only these of a group go on. Where there are none, the places of rows in pages stay for those that come next,
+        and what is recorded over them."""
+        group.keep(requests)
+        if requests:
+            return
+        self.groups.remove(group)
+        if group.paged and self.places is None:
+            self.places = group.cache if empty_places(group.cache) else None
+        elif group.paged:
+            drop(group.cache)
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
@@ -339,8 +351,19 @@ class Batch:
                 drop(cache)
                 return group
         first = paged and not any(group.paged for group in self.groups)
-        self.groups.append(Rows(place_for(cache, self.most_rows) if first else cache, [], paged))
+        self.groups.append(Rows(self.placed(cache) if first else cache, [], paged))
         return self.groups[-1]
+
+    def placed(self, cache: DynamicCache) -> DynamicCache:
+        """A cache of one row in pages as the first of many: in the places of those that have left, if there are such."""
+        places, self.places = self.places, None
+        if places is None or reason_against([places, cache]) is not None:
+            if places is not None:
+                drop(places)
+            return place_for(cache, self.most_rows)
+        placed = take_in(places, cache)
+        drop(cache)
+        return placed
 
     def say_together(self, group: Rows) -> None:
         """One token of each row of a group, and before it what is right of the row's draft."""
@@ -401,8 +424,7 @@ class Batch:
         for request in group.requests:
             if request.stage is Stage.OVER and request.keeps and request.end is not End.FAILED:
                 request.cache = kept_row(group, request)
-        group.keep([request for request in group.requests if request.stage is not Stage.OVER])
-        self.groups = [group for group in self.groups if group.requests]
+        self.keep(group, [request for request in group.requests if request.stage is not Stage.OVER])
 
     def ask(
         self, tokens: Tensor, positions: Tensor, cache: DynamicCache | None, every: bool = False

@@ -191,21 +191,37 @@ def session_in_pages(session: Session, progress: Progress, pool: Pool) -> Sessio
     return session_with(session, paged(tiers, progress.lengths, pool), progress)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def place_for(cache: DynamicCache, rows: int) -> DynamicCache:
     """A cache in pages as the first of so many `rows`, which there are places for; `take_in` brings the others."""
     (session,) = drained([cache])
     assert isinstance(session.tiers, PagedTiers)
     session.tiers.make_places(rows)
+    session.new_cursor()
     session.note_memory()
     return cache
+
+
+def empty_places(cache: DynamicCache) -> bool:
+    """All rows leave. Whether others may come to the places that they had (`take_in`); where a copy has failed they may
+    not, and the cache is dropped."""
+    cache.batch_select_indices(torch.empty(0, dtype=torch.int64))
+    try:
+        session_behind(cache)
+    except SpecacheError:
+        drop(cache)
+        return False
+    return True
 
 
 def take_in(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
     """`join` of two caches in pages of one pool, where nothing of the rows that are there is copied: `cache`, which has
     gone on, is stale behind it."""
     session, other = drained([cache, newcomer])
+    others = [cache, newcomer] if session.tiers.batch else [newcomer]
     new_rows(session, other)
-    return cache_of(session, [cache, newcomer], [None, None])
+    return cache_of(session, others, [None] * len(others))
 
 
 def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:

@@ -21,6 +21,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, tell
+from specache_compile.lowering.row_buckets import row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 from specache_compile.passes.plan import Input, Plan
@@ -118,9 +119,10 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     once = variant.phase.once and not variant.options.drafts  # else it runs before each draft
     how = "op by op" if how == "inductor" and once else how
     run = lower(graph_module, [fakes.of(i) for i in plan.inputs], how, patches, captured.mode)
+    recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
-        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes,
-        is_to_capture(captured.mode, graph_module, plan), trace, plan.one_lane, plan.counts_positions,
+        variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes, recorded, trace,
+        plan.one_lane, plan.counts_positions, rows=row_dims(graph_module, plan) if recorded else None,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from specache_compile.kernels.state.pages import PAGE, Pages, pairs_by
 from specache_compile.methods.field import Field, LayerShape, LayerState
 from specache_compile.options import MethodOptions
-from specache_compile.runtime.state import adopt, bucket, empty, fields_of, rows_of
+from specache_compile.runtime.state import adopt, empty, fields_of, rows_of
 from specache_compile.runtime.tiers import Tiers
 
 from .pool import NOBODYS, Pool, paged_fields, pages_for
@@ -27,7 +27,7 @@ class PagedTiers(Tiers):
         is his alone gets a copy first: that is where its tokens are not all there.
     rounded: of each row, the tokens up to which those in its window may differ from what other rows have of them: they
         came back from a host tier that rounds.
-    most_rows: that there are places for; row b has the b-th.
+    most_rows: that there are places for; row b has the b-th, and those that no row has are empty.
     all_places: of each layer, the tensors with all of them.
     """
 
@@ -56,22 +56,27 @@ class PagedTiers(Tiers):
 
     def show(self) -> None:
         """Let `state` be the pool's pages, and the places of the rows that there are."""
-        self.state = []
-        for layer, own, pages in zip(self.layers, self.all_places, self.pool.state, strict=True):
-            by_row = {field.name for field in fields_of(self.options, layer) if field.by_row}
-            rows = {name: tensor[: self.batch] if name in by_row else tensor for name, tensor in own.items()}
-            self.state.append({**rows, **pages})
+        self.shown: dict[int, list[LayerState]] = {}
+        self.state = self.filled_up(self.batch)
+
+    def filled_up(self, rows: int) -> list[LayerState]:
+        if rows not in self.shown:
+            self.shown[rows] = []
+            for layer, own, pages in zip(self.layers, self.all_places, self.pool.state, strict=True):
+                by_row = {field.name for field in row_fields(self.options, layer)}
+                places = {name: tensor[:rows] if name in by_row else tensor for name, tensor in own.items()}
+                self.shown[rows].append({**places, **pages})
+        return self.shown[rows]
 
     def point(self) -> None:
-        """Write the table, for a capacity that stays as long as it holds the longest row, and is not twice what is
-        needed."""
-        longest = bucket(PAGE * max(map(len, self.pages), default=0))
-        if not longest <= self.capacity <= 2 * longest:
-            self.capacity = self.room = longest
+        """Write the table, as wide as the longest row has pages, up to a power of two: whatever comes and goes, few
+        widths are met, and a step is recorded once for each."""
+        longest = max(map(len, self.pages), default=0)
+        width = 1 << max(longest - 1, 0).bit_length()
+        self.capacity = self.room = width * PAGE
         self.allocated = (self.capacity, self.room)
-        width = self.capacity // PAGE
         rows = [[*row, *[NOBODYS] * (width - len(row))] for row in self.pages]
-        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, width)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), width)
 
     def runs(self, values: Sequence[T]) -> list[tuple[slice, T]]:
         return [(slice(row, row + 1), value) for row, value in enumerate(values)]
@@ -157,6 +162,8 @@ class PagedTiers(Tiers):
         moved = [(place, row) for place, row in enumerate(kept) if place != row]
         in_place = len(kept) <= self.most_rows and all(row >= len(kept) for _, row in moved)
         self.move(moved if in_place else list(enumerate(kept)), None if in_place else len(kept))
+        if in_place:
+            self.clear_places(slice(len(kept), self.batch))
         self.batch = len(kept)
         self.show()
         self.point()
@@ -175,6 +182,12 @@ class PagedTiers(Tiers):
                     new[field.name].copy_(old[field.name])
                 for place, row in moves if field.by_row else ():
                     new[field.name][place].copy_(old[field.name][row])
+
+    def clear_places(self, places: slice) -> None:
+        """A row that has left wants no fetch any more: its tokens would be looked for in the table of a dead row."""
+        for layer, own in zip(self.layers, self.all_places, strict=True):
+            for field in row_fields(self.options, layer):
+                own[field.name][places].fill_(field.empty)
 
     def make_places(self, rows: int) -> None:
         """Places for so many rows, where there are fewer."""

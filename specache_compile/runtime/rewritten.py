@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 from torch.fx import GraphModule
 
+from specache_compile.lowering.row_buckets import RowDims
 from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.plan import Input
 from specache_compile.passes.reading.sites import Part
@@ -24,6 +25,7 @@ class Rewritten:
     held_outputs: output positions that are to be held tensors → site and part.
     guesses: the last output is the next guess.
     capture: a CUDA graph is to be made of the callable.
+    rows: where its rows are, if others that are dead may fill them up.
     one_lane: why the graph was not widened, though it was to be.
     counts_positions: positions are counted from the cache's length in it; else the caller gives them.
     assumes: of Dynamo's symbols, what its guards do not say; each call is to be checked.
@@ -41,6 +43,7 @@ class Rewritten:
     one_lane: str | None = None
     counts_positions: bool = False
     assumes: tuple[sympy.Basic, ...] = ()
+    rows: RowDims | None = None
 
     @property
     def needs_guess(self) -> bool:

@@ -110,7 +110,8 @@ class Session:
     moved: layers that another session has taken over, and their numbers there (`regroup.py`).
     half_evicted: a step that drops pairs has started, and has not finished.
     capturable: a CUDA graph may hold a step; not where the host makes the copies.
-    every_cursor: the cursor, and behind it those of rows to come.
+    cursors: by the pages of a row's table, each with the cursors of all rows that there are places for. Behind those
+        that there are it says that a row is dead: it has no tokens, and no pages.
     shown: the table of pages that the cursor has.
     told: what a person has been told of this cache.
     """
@@ -146,7 +147,7 @@ class Session:
         device = self.layers[0].device
         self.queue = copy_stream.StreamCopies(device) if device.type == "cuda" else CopyQueue()
         self.recorded = RecordedSteps()
-        self.every_cursor: Tensor | None = None
+        self.cursors: dict[int, Tensor] = {}
         self.shown: Tensor | None = None
         self.statistics = Statistics(self.queue)
         self.new_cursor()
@@ -157,16 +158,25 @@ class Session:
     def new_cursor(self) -> None:
         """A cursor for the rows that there are, which names the queue, and their pages."""
         table, most = self.tiers.table, self.tiers.most_cursors
-        width = CURSOR_SIZE + (0 if table is None else table.shape[1])
-        if self.every_cursor is None or self.every_cursor.shape != (most, width):
-            if self.every_cursor is not None:  # recorded steps have its address, and copies read it
-                self.queue.settle()
-                self.recorded.clear()
-            self.every_cursor = new_cursor(self.layers[0].device, most, width - CURSOR_SIZE)
-            self.every_cursor[:, QUEUE] = self.queue.number
-        self.cursor = self.every_cursor[: self.tiers.batch]
-        self.shown = None
+        pages = 0 if table is None else table.shape[1]
+        if any(cursor.shape[0] != most for cursor in self.cursors.values()):
+            self.queue.settle()  # recorded steps have their addresses, and copies read them
+            self.recorded.clear()
+            self.cursors.clear()
+        if pages not in self.cursors:
+            self.cursors[pages] = new_cursor(self.layers[0].device, most, pages)
+        every = self.cursors[pages]
+        every[self.tiers.batch :].zero_()
+        every[:, QUEUE].fill_(self.queue.number)
+        self.cursor, self.shown = every[: self.tiers.batch], None
         self.show_pages()
+
+    def filled_up(self, rows: int) -> tuple[list[LayerState], Tensor]:
+        """The state and the cursor of so many rows, of which those behind the ones that there are are dead."""
+        if rows == self.tiers.batch:
+            return self.state, self.cursor
+        pages = self.cursor.shape[1] - CURSOR_SIZE
+        return self.tiers.filled_up(rows), self.cursors[pages][:rows]
 
     def show_pages(self) -> None:
         """Bring the cursor's table up to date."""
@@ -174,6 +184,7 @@ class Session:
         if table is None or table is self.shown:
             return
         if self.cursor.shape != (self.tiers.batch, CURSOR_SIZE + table.shape[1]):
+            self.queue.settle()  # copies read the one that was
             self.new_cursor()
             return
         self.cursor[:, CURSOR_SIZE:].copy_(table.pin_memory() if self.cursor.is_cuda else table, non_blocking=True)
@@ -185,11 +196,11 @@ class Session:
         """What its replays leave undone; it holds the session weakly, which must die with its cache."""
         own = weakref.ref(self)
 
-        def fetches() -> list[Fetch]:
+        def fetches(rows: int | None) -> list[Fetch]:
             session = own()
             if session is None or not selects(session.options):
                 return []
-            return deferrable(session.state, session.cursor)
+            return deferrable(*session.filled_up(session.tiers.batch if rows is None else rows))
 
         return Deferred(fetches)
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specache_compile.errors import SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, publish
+from specache_compile.lowering.row_buckets import filled_up, first_rows, row_bucket
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
@@ -211,36 +212,49 @@ class Step:
 
     def launch(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
         """Run one rewritten graph on the session's state, and keep its guess; returns the outputs."""
-        session, inputs = self.session, self.bind(form.inputs, arguments)
-        start = time.perf_counter()
+        session, start = self.session, time.perf_counter()
         captures = form.capture and form not in graph.uncaptured
         if captures and not session.capturable:
             session.tell(UNCAPTURED, not_pinned(graph.captured.mode))
         if captures and session.capturable:
-            stays = [source.source in ("state", "cursor", "padding") for source in form.inputs]
-            give_up = functools.partial(graph.stop_capturing, form)
-            outputs = session.recorded.run(
-                form.run, inputs, stays, session.cursor.device, give_up, session.deferred, session.tiers.batch
-            )
-            session.statistics.replays = session.recorded.replays
+            outputs = self.recorded(graph, form, arguments)
         else:
             session.deferred.make()
-            outputs = list(form.run(*inputs))
+            outputs = list(form.run(*self.bind(form.inputs, arguments)))
         self.inside += time.perf_counter() - start
         self.ran.append(form.variant.phase)
         session.progress.guess = outputs.pop() if form.guesses else None
         return outputs
 
-    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any]) -> list[Any]:
-        """The values of a rewritten graph's inputs: the caller's arguments, and the session's state."""
+    def recorded(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
+        """The outputs of a step that is a CUDA graph, or will be one: of as many rows as their bucket has, where dead
+        ones can fill the graph's up."""
+        session, live = self.session, self.session.tiers.batch
+        rows = live if form.rows is None else row_bucket(live, session.tiers.most_cursors)
+        inputs = self.bind(form.inputs, arguments, rows)
+        if form.rows is not None and rows > live:
+            inputs = filled_up(inputs, form.rows, rows)
+        stays = [source.source in ("state", "cursor", "padding") for source in form.inputs]
+        give_up = functools.partial(graph.stop_capturing, form)
+        shape = rows, session.cursor.shape[1]
+        outputs = session.recorded.run(
+            form.run, inputs, stays, session.cursor.device, give_up, session.deferred, shape
+        )
+        session.statistics.replays = session.recorded.replays
+        return first_rows(outputs, form.rows, live) if form.rows is not None and rows > live else outputs
+
+    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any], rows: int | None = None) -> list[Any]:
+        """The values of a rewritten graph's inputs: the caller's arguments, and the session's state. rows: of the
+        state, dead ones among them; None: those that there are."""
         session = self.session
-        own = {"cursor": session.cursor, "padding": session.progress.padding, "guess": session.progress.guess}
+        state, cursor = session.filled_up(session.tiers.batch if rows is None else rows)
+        own = {"cursor": cursor, "padding": session.progress.padding, "guess": session.progress.guess}
         values: list[Any] = []
         for source in inputs:
             if source.source == "argument":
                 values.append(local(arguments[source.argument]))
             elif source.source == "state":
-                values.append(session.state[source.site][source.field])
+                values.append(state[source.site][source.field])
             elif source.source == "counted":
                 values.append(self.counted())
             else:

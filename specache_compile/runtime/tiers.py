@@ -157,6 +157,11 @@ class Tiers:
     def bytes_by_tier(self) -> dict[str, int]:
         return bytes_by_tier(self.options, self.layers, self.state, self.room)
 
+    def filled_up(self, rows: int) -> list[LayerState]:
+        """The state with places of so many rows: of `most_cursors` at most, those that are here first."""
+        assert rows == self.batch
+        return self.state
+
     @property
     def most_cursors(self) -> int:
         """Rows that there may be while nothing moves."""
