@@ -2,7 +2,7 @@
 
 Inductor's graph trees cannot do this. They refuse graphs that write to inputs of others or have inputs in host memory,
 and a rewritten step does both. A capture of our own is easy: the state's tensors keep their addresses until the bucket
-grows, and every length is read on the device.
+grows, and every length is read on the device. Rows of a batch that come and go are `row_buckets.py`'s.
 """
 
 from __future__ import annotations
@@ -74,15 +74,18 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def record(
-    step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch]
-) -> tuple[Callable[[], object], list[Any]]:
-    """Record the launches of `step` on this device; returns the replay, and the outputs that each replay writes.
+    step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch], memory: Any = None
+) -> tuple[Callable[[], object], list[Any], Any]:
+    """Record the launches of `step` on this device; returns the replay, the outputs that each replay writes, and the
+    memory pool that it works in.
 
     first: its fetches that are made at the start, for the step before.
+    memory: the pool of a recorded step that there still is, since one without any cannot be captured into again; None:
+        a new one.
     """
     graph = torch.cuda.CUDAGraph()
-    # A memory pool of its own: a pool without graphs left cannot be captured into again.
-    capturing = torch.cuda.graph(graph, stream=capture_stream(device), capture_error_mode="thread_local")
+    stream = capture_stream(device)
+    capturing = torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local")
     # A capture synchronizes the current device and empties its cache. A failed capture leaves its stream current.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)), capturing:
         try:
@@ -95,15 +98,20 @@ def record(
         copy_stream.join(device)  # copies from outside the graph, such as a pre-decode's
         graph.replay()
 
-    return replay, outputs
+    return replay, outputs, graph.pool()
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded step. copied: maps positions of inputs to the tensors that the graph reads in their place."""
+    """A recorded step.
+
+    copied: maps positions of inputs to the tensors that the graph reads in their place.
+    memory: the pool that it works in, with others: what a replay leaves there is another's from the next one on.
+    """
 
     replay: Callable[[], object]
     outputs: list[Any]
+    memory: Any
     copied: dict[int, Tensor]
     addresses: dict[int, int]
 
@@ -125,11 +133,12 @@ def capture(
     stays: Sequence[bool],
     device: torch.device,
     first: Sequence[Fetch] = (),
+    memory: Any = None,
 ) -> RecordedStep:
     """Record `lowered` on these inputs.
 
     stays: stays[i]: input i is state and keeps its address. Small other inputs are copied for each replay.
-    first: as for `record`.
+    first, memory: as for `record`.
     """
     copied: dict[int, Tensor] = {}
     addresses: dict[int, int] = {}
@@ -141,8 +150,8 @@ def capture(
         else:
             copied[i] = own_copy(value)
     own = [copied.get(i, value) for i, value in enumerate(inputs)]
-    replay, outputs = record(lambda: lowered(*own), device, first)
-    return RecordedStep(replay, outputs, copied, addresses)
+    replay, outputs, memory = record(lambda: lowered(*own), device, first, memory)
+    return RecordedStep(replay, outputs, memory, copied, addresses)
 
 
 @torch.inference_mode(False)
@@ -192,7 +201,8 @@ class RecordedSteps:
             give_up(moved)
             return list(lowered(*inputs))
         if step is None or moved is not None:
-            step = self.steps[key] = capture(lowered, inputs, stays, device, deferred.fetches(shape[0]))
+            memory = next((known.memory for known in self.steps.values() if known is not None), None)
+            step = self.steps[key] = capture(lowered, inputs, stays, device, deferred.fetches(shape[0]), memory)
         self.replays += 1
         deferred.owed = True
         return step(inputs)

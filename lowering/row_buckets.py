@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -32,41 +33,50 @@ def row_bucket(rows: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class RowDims:
-    """Where a graph's rows are, by position: the dimension of a tensor; None: the input is their number."""
+    """Where a graph's rows are.
 
-    inputs: Mapping[int, int | None]
+    inputs, outputs: by position, the dimension of a tensor; an input that is no tensor is their number.
+    number: the symbol of their number.
+    assumed: what must hold of it for the graph to be right, of Dynamo's symbols.
+    """
+
+    inputs: Mapping[int, int]
     outputs: Mapping[int, int]
-
-
-class _NotFilled(Exception):
-    """A size depends on the rows in some other way."""
+    number: sympy.Symbol
+    assumed: tuple[sympy.Basic, ...]
 
 
 def row_dims(graph_module: GraphModule, plan: Plan) -> RowDims | None:
     """The rows of a rewritten graph; None where they cannot be filled up: their number is a constant, a mask comes with
     them, another size follows from them, or the graph writes to what the caller has of them (a recurrence's state)."""
     rows = value_of(plan.sites[0].k).shape[0] if plan.sites else 1
-    if not isinstance(rows, torch.SymInt):
+    number = rows.node.expr if isinstance(rows, torch.SymInt) else None
+    if not isinstance(number, sympy.Symbol):
         return None
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    try:
-        inputs = {
-            position: dim
-            for position, (node, source) in enumerate(zip(placeholders, plan.inputs, strict=True))
-            if source.source not in OF_THE_SESSION and is_read(node) and (dim := dim_of(node, rows)) != -1
-        }
-        outputs = {
-            position: dim
-            for position, node in enumerate(output_node(graph_module).args[0])  # type: ignore[arg-type]
-            if isinstance(node, Node) and position not in plan.held_outputs and (dim := dim_of(node, rows)) != -1
-        }
-    except _NotFilled:
+    given = {
+        position: node
+        for position, (node, source) in enumerate(zip(placeholders, plan.inputs, strict=True))
+        if source.source not in OF_THE_SESSION and is_read(node)
+    }
+    results: Any = enumerate(output_node(graph_module).args[0])  # type: ignore[arg-type]
+    made = {
+        position: node for position, node in results if isinstance(node, Node) and position not in plan.held_outputs
+    }
+    written_to = {written(node)[1] for node in graph_module.graph.nodes} - {None}
+    if (
+        any(source.source == "padding" for source in plan.inputs)
+        or any(memory_of(node) in written_to for node in given.values() if sizes_by_rows(node, number))
+        or not all(has_rows_in_one_dim(node, number) for node in (*given.values(), *made.values()))
+        or not all(isinstance(value_of(node), Tensor) for node in made.values())
+    ):
         return None
-    own = {memory_of(placeholders[position]) for position in inputs} - {None}
-    masked = any(source.source == "padding" for source in plan.inputs)
-    if masked or None in outputs.values() or any(written(node)[1] in own for node in graph_module.graph.nodes):
-        return None
-    return RowDims(inputs, {position: dim for position, dim in outputs.items() if dim is not None})
+    inputs, outputs = (
+        {position: next(iter(sizes)) for position, node in nodes.items() if (sizes := sizes_by_rows(node, number))}
+        for nodes in (given, made)
+    )
+    assumed = [rows.node.shape_env.replace(guard.expr) for guard in rows.node.shape_env.guards]
+    return RowDims(inputs, outputs, number, tuple(dict.fromkeys(x for x in assumed if number in x.free_symbols)))
 
 
 def is_read(node: Node) -> bool:
@@ -74,36 +84,34 @@ def is_read(node: Node) -> bool:
     return bool(node.users) or isinstance(value_of(node), torch.SymInt)
 
 
-def dim_of(node: Node, rows: torch.SymInt) -> int | None:
-    """The dimension of a node's value that is the rows; None: the value is their number; -1: it has none."""
+def sizes_by_rows(node: Node, number: sympy.Symbol) -> dict[int, sympy.Basic]:
+    """Of a node's value the sizes that follow from the number of rows, by dimension; the value itself, if it is one."""
     value = value_of(node)
-    if not isinstance(value, Tensor | torch.SymInt):
-        return -1
-    symbols = rows.node.expr.free_symbols
-    sizes = [x.node.expr for x in ([value] if isinstance(value, torch.SymInt) else value.shape) if hasattr(x, "node")]
-    following = [size for size in sizes if size.free_symbols & symbols]
-    if not following:
-        return -1
-    if following != [rows.node.expr]:
-        raise _NotFilled
-    if isinstance(value, torch.SymInt):
-        return None
-    return next(dim for dim, x in enumerate(value.shape) if hasattr(x, "node") and x.node.expr == rows.node.expr)
+    sizes = [value] if isinstance(value, torch.SymInt) else value.shape if isinstance(value, Tensor) else ()
+    known = {dim: size.node.expr for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
+    return {dim: size for dim, size in known.items() if number in size.free_symbols}
 
 
-def filled_up(inputs: Sequence[Any], dims: RowDims, rows: int) -> list[Any]:
-    """Inputs of a step of fewer rows, with zeros for those that are dead."""
+def has_rows_in_one_dim(node: Node, number: sympy.Symbol) -> bool:
+    """Or in none."""
+    return list(sizes_by_rows(node, number).values()) in ([], [number])
+
+
+def filled_up(inputs: Sequence[Any], dims: RowDims, live: int, rows: int) -> list[Any]:
+    """Inputs of a step of `live` rows as those of one of `rows`, with zeros for the dead ones."""
     filled = list(inputs)
-    for position, dim in dims.inputs.items():
+    for position, dim in dims.inputs.items() if live < rows else ():
         value = filled[position]
-        if dim is None:
-            filled[position] = rows
-            continue
-        shape = list(value.shape)
-        shape[dim] = rows
-        filled[position] = value.new_zeros(shape)
-        filled[position].narrow(dim, 0, value.shape[dim]).copy_(value)
+        filled[position] = with_zeros(value, dim, rows) if isinstance(value, Tensor) else rows
     return filled
+
+
+def with_zeros(value: Tensor, dim: int, rows: int) -> Tensor:
+    shape = list(value.shape)
+    shape[dim] = rows
+    longer = value.new_zeros(shape)
+    longer.narrow(dim, 0, value.shape[dim]).copy_(value)
+    return longer
 
 
 def first_rows(outputs: Sequence[Any], dims: RowDims, rows: int) -> list[Any]:

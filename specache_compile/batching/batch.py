@@ -355,7 +355,7 @@ class Batch:
         return self.groups[-1]
 
     def placed(self, cache: DynamicCache) -> DynamicCache:
-        """A cache of one row in pages as the first of many: in the places of those that have left, if there are such."""
+        """A cache of one row in pages as the first of many: where those were that have left, if there were such."""
         places, self.places = self.places, None
         if places is None or reason_against([places, cache]) is not None:
             if places is not None:

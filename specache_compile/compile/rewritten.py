@@ -21,7 +21,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.late import compile_lock, guards, made_late, made_within_tracing
 from specache_compile.lowering.lower import lower
 from specache_compile.lowering.progress import compiling, tell
-from specache_compile.lowering.row_buckets import row_dims
+from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 from specache_compile.passes.plan import Input, Plan
@@ -122,8 +122,14 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes, recorded, trace,
-        plan.one_lane, plan.counts_positions, rows=row_dims(graph_module, plan) if recorded else None,
+        plan.one_lane, plan.counts_positions, rows=rows_to_fill_up(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip
+
+
+def rows_to_fill_up(captured: Captured, graph_module: GraphModule, plan: Plan) -> RowDims | None:
+    """Where a recorded step has rows; None where dead ones may not fill them up, or no call shows whether they may."""
+    dims = row_dims(graph_module, plan)
+    return dims if dims is not None and all(map(captured.symbols.can_read, dims.assumed)) else None
 
 
 class StateFakes:

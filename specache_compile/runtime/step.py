@@ -212,42 +212,46 @@ class Step:
 
     def launch(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
         """Run one rewritten graph on the session's state, and keep its guess; returns the outputs."""
-        session, start = self.session, time.perf_counter()
+        session = self.session
         captures = form.capture and form not in graph.uncaptured
         if captures and not session.capturable:
             session.tell(UNCAPTURED, not_pinned(graph.captured.mode))
-        if captures and session.capturable:
-            outputs = self.recorded(graph, form, arguments)
+        captures = captures and session.capturable
+        rows = self.rows_recorded(graph, form, arguments) if captures else session.tiers.batch
+        inputs = self.bind(form.inputs, arguments, rows)
+        if form.rows is not None:
+            inputs = filled_up(inputs, form.rows, session.tiers.batch, rows)
+        start = time.perf_counter()
+        if captures:
+            stays = [source.source in ("state", "cursor", "padding") for source in form.inputs]
+            give_up = functools.partial(graph.stop_capturing, form)
+            device, shape = session.cursor.device, (rows, session.cursor.shape[1])
+            outputs = session.recorded.run(form.run, inputs, stays, device, give_up, session.deferred, shape)
+            session.statistics.replays = session.recorded.replays
         else:
             session.deferred.make()
-            outputs = list(form.run(*self.bind(form.inputs, arguments)))
+            outputs = list(form.run(*inputs))
         self.inside += time.perf_counter() - start
         self.ran.append(form.variant.phase)
+        if form.rows is not None:
+            outputs = first_rows(outputs, form.rows, session.tiers.batch)
         session.progress.guess = outputs.pop() if form.guesses else None
         return outputs
 
-    def recorded(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> list[Any]:
-        """The outputs of a step that is a CUDA graph, or will be one: of as many rows as their bucket has, where dead
-        ones can fill the graph's up."""
-        session, live = self.session, self.session.tiers.batch
-        rows = live if form.rows is None else row_bucket(live, session.tiers.most_cursors)
-        inputs = self.bind(form.inputs, arguments, rows)
-        if form.rows is not None and rows > live:
-            inputs = filled_up(inputs, form.rows, rows)
-        stays = [source.source in ("state", "cursor", "padding") for source in form.inputs]
-        give_up = functools.partial(graph.stop_capturing, form)
-        shape = rows, session.cursor.shape[1]
-        outputs = session.recorded.run(
-            form.run, inputs, stays, session.cursor.device, give_up, session.deferred, shape
-        )
-        session.statistics.replays = session.recorded.replays
-        return first_rows(outputs, form.rows, live) if form.rows is not None and rows > live else outputs
+    def rows_recorded(self, graph: Graph, form: Rewritten, arguments: Sequence[Any]) -> int:
+        """As many as a form's CUDA graph has, or will have: what their bucket has, where dead rows may fill it up."""
+        live, dims = self.session.tiers.batch, form.rows
+        if dims is None:
+            return live
+        rows = row_bucket(live, self.session.tiers.most_cursors)
+        holds = graph.captured.symbols.holds
+        return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
 
-    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any], rows: int | None = None) -> list[Any]:
-        """The values of a rewritten graph's inputs: the caller's arguments, and the session's state. rows: of the
-        state, dead ones among them; None: those that there are."""
+    def bind(self, inputs: Sequence[Input], arguments: Sequence[Any], rows: int) -> list[Any]:
+        """The values of a rewritten graph's inputs: the caller's arguments, and the session's state of so many rows, of
+        which some may be dead."""
         session = self.session
-        state, cursor = session.filled_up(session.tiers.batch if rows is None else rows)
+        state, cursor = session.filled_up(rows)
         own = {"cursor": cursor, "padding": session.progress.padding, "guess": session.progress.guess}
         values: list[Any] = []
         for source in inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -63,9 +63,14 @@ class SymbolReader:
             return self.read(expression, arguments)
         return int(expression.subs({symbol: self.read(symbol, arguments) for symbol in expression.free_symbols}))
 
-    def holds(self, statement: sympy.Basic, arguments: Sequence[Any]) -> bool:
-        """Whether a statement about sizes that can be read is true of a call with these arguments."""
-        return is_true(statement, tuple((symbol, self.read(symbol, arguments)) for symbol in statement.free_symbols))
+    def holds(
+        self, statement: sympy.Basic, arguments: Sequence[Any], instead: Mapping[sympy.Symbol, int] | None = None
+    ) -> bool:
+        """Whether a statement about sizes that can be read is true of a call with these arguments. instead: values that
+        count in place of theirs."""
+        given = instead or {}
+        symbols = statement.free_symbols
+        return is_true(statement, tuple((s, given[s] if s in given else self.read(s, arguments)) for s in symbols))
 
     def can_read(self, statement: sympy.Basic) -> bool:
         return statement.free_symbols <= self.places.keys()

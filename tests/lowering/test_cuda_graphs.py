@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from specache_compile.batching.request import Request
 from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch
@@ -44,8 +45,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     submit = CopyQueue.submit_prefetch
 
     def record(
-        step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch]
-    ) -> tuple[Callable[[], object], list[Any]]:
+        step: Callable[[], Sequence[Any]], device: torch.device, first: Sequence[Fetch], memory: Any
+    ) -> tuple[Callable[[], object], list[Any], Any]:
         outputs: list[Any] = []
 
         def replay() -> None:
@@ -61,7 +62,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                     old.copy_(new)
 
         recorded.append(len(first))
-        return replay, outputs
+        return replay, outputs, None
 
     def submit_prefetch(queue: CopyQueue, slots: Tensor, job: Callable[[], None]) -> None:
         if slots.data_ptr() not in left_out:
@@ -248,6 +249,84 @@ def test_a_forks_steps_are_its_own(
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
     assert len(stand_in) == 2
+
+
+# Of a batch with places for six rows: tokens of each prompt, tokens that it says, steps until the next one comes.
+COME_AND_GO = [
+    (40, 30, 4),
+    (9, 12, 3),
+    (70, 9, 3),
+    (20, 20, 2),
+    (33, 5, 2),
+    (5, 9, 40),
+    (60, 8, 2),
+    (12, 3, 9),
+    (3, 4, 9),
+]
+
+
+def come_and_go(batch: sc.Batch) -> tuple[list[Request], set[int]]:
+    """Requests that come and go, with steps in which there are none; and how many rows there have been."""
+    requests, rows = [], set()
+    for length, tokens, steps in COME_AND_GO:
+        requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens))
+        for _ in range(steps):
+            batch.step()
+            rows.add(len(batch.saying))
+    batch.run()
+    return requests, rows
+
+
+@pytest.mark.quick_for("two lanes", slow=("one lane",))
+@pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
+def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
+    llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each says what it says without recorded steps."""
+    expected, rows = come_and_go(sc.Batch(compile_copy(llama, **lossy), rows=6, chunk=48))
+    assert rows == {0, 1, 2, 3, 4, 5, 6}
+    torch._dynamo.reset()
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    batch = sc.Batch(compile_copy(llama, **lossy, mode="reduce-overhead"), rows=6, chunk=48)
+    requests, _ = come_and_go(batch)
+    assert [request.said for request in requests] == [request.said for request in expected]
+    assert len(stand_in) == len([1, 2, 4, 6])
+    come_and_go(batch)
+    assert len(stand_in) == 4
+    pool = batch.memory.pool
+    assert pool is not None
+    assert pool.held == 0
+
+
+def test_dead_rows_touch_page_0_and_the_places_of_rows_to_come(
+    llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows, of which one takes the place of one that has left, run as four."""
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    batch = sc.Batch(compile_copy(llama, top_k=8, mode="reduce-overhead"), rows=6, chunk=128)
+    requests = [batch.add(prompt(100, seed=seed), max_new_tokens=40) for seed in range(4)]
+    while len(batch.saying) < 4:
+        batch.step()
+    batch.remove(requests[1])
+    batch.step()
+    (group,), pool = batch.groups, batch.memory.pool
+    tiers = batch.memory.tiers_of(group.cache)
+    assert pool is not None
+    assert tiers is not None
+    nobodys = [x[0, 0] for layer in pool.state for name, x in layer.items() if name == "host"]
+    free = [(x[0] if name == "host" else x)[p] for s in pool.state for name, x in s.items() for p in pool.free]
+    behind = [x[4:] for layer in tiers.all_places for name, x in layer.items() if len(x) == 6]
+    for part in (*nobodys, *free, *behind):
+        part.view(torch.uint8).fill_(0x7F)
+    for _ in range(3):
+        batch.step()
+    assert len(batch.saying) == 3
+    assert not any(untouched(part) for part in nobodys)
+    assert all(untouched(part) for part in (*free, *behind))
+
+
+def untouched(part: Tensor) -> bool:
+    return bool((part.contiguous().view(torch.uint8) == 0x7F).all())
 
 
 def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
@@ -440,14 +519,14 @@ def test_a_step_is_captured_on_a_stream_of_its_device_while_that_is_current(monk
         told.append(settings.get("stream", given[0]))
         yield
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "its memory"))
     monkeypatch.setattr(torch.cuda, "graph", noted)
     monkeypatch.setattr(torch.cuda, "device", noted)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current stream of {device}")
     monkeypatch.setattr(torch.cuda, "stream", noted)
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(copy_stream, "join_capture", lambda device: None)
-    record(list, torch.device("cuda:1"), ())
+    assert record(list, torch.device("cuda:1"), ())[1:] == ([], "its memory")
     assert told == [torch.device("cuda:1"), "current stream of cuda:1", "stream of cuda:1"]
 
 
