@@ -1,20 +1,24 @@
-"""No kernel is compiled in the middle of a generation: one that a growing cache would make anew takes seconds."""
+"""No kernel is compiled, and no step recorded anew, in the middle of a generation: either takes seconds."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from one_run import set_schedule, undisturbed
 from transformers import LlamaForCausalLM
 
-from conftest import LOSSLESS, prompt
+import specache_compile as sc
+from conftest import LOSSLESS, greedy, prompt
 from specache_compile.compile import rewritten
 from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
 from specache_compile.kernels.state.cursor import new_cursor, publish
 from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.lowering import cuda_graphs
 from specache_compile.methods.field import LayerShape
 from specache_compile.methods.low_bit import APPENDED
 from specache_compile.methods.specache import SpecacheOptions
@@ -109,3 +113,41 @@ def test_a_generation_compiles_in_the_first_steps_of_its_buckets_alone(
         if len(compiled_forms) > before:
             lengths.append(length)
     assert lengths == [253, 254, 257]
+
+
+# Tokens of a prompt, tokens that it says, and steps until the next one comes: one row to three, and none.
+COME_AND_GO = [(90, 9, 4), (9, 6, 3), (5, 4, 4)]
+
+
+def come_and_go(batch: sc.Batch) -> list[list[int]]:
+    """What each says."""
+    requests = []
+    for length, tokens, steps in COME_AND_GO:
+        requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens))
+        for _ in range(steps):
+            batch.step()
+    batch.run()
+    return [request.said for request in requests]
+
+
+def test_rows_that_come_and_go_are_recorded_by_powers_of_two_and_then_never_again(
+    llama: LlamaForCausalLM, compiled_forms: list[Form], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each says what the uncompiled model says to it alone, across a group that one row alone quantises."""
+    captured, capture = list[int](), cuda_graphs.capture
+    monkeypatch.setattr(cuda_graphs, "capture", lambda *given: captured.append(len(compiled_forms)) or capture(*given))
+    monkeypatch.setattr(rewritten, "observers", [lambda rewrites, variant: compiled_forms.append((rewrites.name, ()))])
+    alone = [
+        greedy(llama, prompt(length, seed=length), tokens)[0, length:].tolist() for length, tokens, _ in COME_AND_GO
+    ]
+    model, options = copy.deepcopy(llama).cuda(), {**LOSSLESS, "top_k": 128, "min_context": 0}
+    model.compile(backend="specache", options={**options, "mode": "reduce-overhead"})
+    batch = sc.Batch(model, rows=4, chunk=48)
+    with undisturbed():
+        set_schedule("random:7")
+        assert come_and_go(batch) == alone
+        assert len(captured) == len([1, 2, 4])
+        known = len(compiled_forms)
+        assert come_and_go(batch) == alone
+    assert len(captured) == 3
+    assert len(compiled_forms) == known

@@ -57,16 +57,6 @@ def test_rows_that_are_padded(llama: LlamaForCausalLM) -> None:
     assert torch.equal(ours.cpu(), greedy(llama, ids, TOKENS, attention_mask=mask))
 
 
-def test_rows_that_join_and_leave(llama: LlamaForCausalLM) -> None:
-    """Each says what the uncompiled model says to it alone, across a group that one row alone quantises."""
-    batch = sc.Batch(on_device(llama), chunk=48)
-    asked = [(prompt(length, seed=length), tokens) for length, tokens in ((75, 20), (9, 6), (40, 12))]
-    requests = [batch.add(ids, max_new_tokens=tokens) for ids, tokens in asked]
-    batch.run()
-    for (ids, tokens), request in zip(asked, requests, strict=True):
-        assert request.said == greedy(llama, ids, tokens)[0, ids.shape[1] :].tolist()
-
-
 @pytest.mark.parametrize(
     "options",
     [
