@@ -137,7 +137,8 @@ def capture(
 ) -> RecordedStep:
     """Record `lowered` on these inputs.
 
-    stays: stays[i]: input i is state and keeps its address. Small other inputs are copied for each replay.
+    stays: stays[i]: input i is state, or written to, and keeps its address. Small other inputs are copied for each
+        replay.
     first, memory: as for `record`.
     """
     copied: dict[int, Tensor] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from specache_compile.passes.plan import Plan
-from specache_compile.passes.reading.in_place import memory_of, written
+from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.passes.reading.nodes import output_node, value_of
 
 # Where a session has given the rows already.
@@ -63,10 +63,10 @@ def row_dims(graph_module: GraphModule, plan: Plan) -> RowDims | None:
     made = {
         position: node for position, node in results if isinstance(node, Node) and position not in plan.held_outputs
     }
-    written_to = {written(node)[1] for node in graph_module.graph.nodes} - {None}
+    by_rows = {position for position, node in given.items() if sizes_by_rows(node, number)}
     if (
         any(source.source == "padding" for source in plan.inputs)
-        or any(memory_of(node) in written_to for node in given.values() if sizes_by_rows(node, number))
+        or by_rows & written_inputs(graph_module)
         or not all(has_rows_in_one_dim(node, number) for node in (*given.values(), *made.values()))
         or not all(isinstance(value_of(node), Tensor) for node in made.values())
     ):

@@ -7,7 +7,8 @@ table: token t of row b is token t of the tier's row b.
     codes       [P, H, 256, w]          key_params   [P, H, 256/g, 2, d]       value_params   [P, H, 256, 2, d/gv]
     host        [1, P, H, 256, 2, d]    full_cache   [P, H, 256, 2, d]
 
-All other state tensors have rows as ever. Page 0 is nobody's: what has no token yet is there.
+All other state tensors have rows as ever. Page 0 is nobody's: what has no token yet is there, and
+rows that are dead write there (`lowering/row_buckets.py`).
 """
 
 from __future__ import annotations

@@ -53,6 +53,13 @@ def written(node: Node) -> tuple[Any, int | None]:
     return target, memory_of(target) if isinstance(target, Node) else None
 
 
+def written_inputs(graph_module: GraphModule) -> frozenset[int]:
+    """Positions of the inputs that a graph writes to, itself or by a view."""
+    memory = {written(node)[1] for node in graph_module.graph.nodes} - {None}
+    inputs = graph_module.graph.find_nodes(op="placeholder")
+    return frozenset(position for position, node in enumerate(inputs) if memory_of(node) in memory)
+
+
 def memory_of(node: Node) -> int | None:
     """What two nodes share where one is a view of the other."""
     value = value_of(node)

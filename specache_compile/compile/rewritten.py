@@ -25,6 +25,7 @@ from specache_compile.lowering.row_buckets import RowDims, row_dims
 from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.state import fields_of
 from specache_compile.runtime.variant import Variant, selects
@@ -122,7 +123,8 @@ def rewrite(captured: Captured, variant: Variant, name: str) -> Rewritten:
     recorded = is_to_capture(captured.mode, graph_module, plan)
     return Rewritten(
         variant, run, graph_module, tuple(plan.inputs), plan.held_outputs, plan.guesses, plan.lanes, recorded, trace,
-        plan.one_lane, plan.counts_positions, rows=rows_to_fill_up(captured, graph_module, plan) if recorded else None,
+        plan.one_lane, plan.counts_positions, writes=written_inputs(graph_module) if recorded else frozenset(),
+        rows=rows_to_fill_up(captured, graph_module, plan) if recorded else None,
     )  # fmt: skip
 
 

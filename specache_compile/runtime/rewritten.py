@@ -25,6 +25,7 @@ class Rewritten:
     held_outputs: output positions that are to be held tensors → site and part.
     guesses: the last output is the next guess.
     capture: a CUDA graph is to be made of the callable.
+    writes: positions of inputs that it writes to; known where it is captured.
     rows: where its rows are, if others that are dead may fill them up.
     one_lane: why the graph was not widened, though it was to be.
     counts_positions: positions are counted from the cache's length in it; else the caller gives them.
@@ -43,6 +44,7 @@ class Rewritten:
     one_lane: str | None = None
     counts_positions: bool = False
     assumes: tuple[sympy.Basic, ...] = ()
+    writes: frozenset[int] = frozenset()
     rows: RowDims | None = None
 
     @property

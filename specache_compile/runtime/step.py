@@ -223,7 +223,8 @@ class Step:
             inputs = filled_up(inputs, form.rows, session.tiers.batch, rows)
         start = time.perf_counter()
         if captures:
-            stays = [source.source in ("state", "cursor", "padding") for source in form.inputs]
+            owned = [source.source in ("state", "cursor", "padding") for source in form.inputs]
+            stays = [own or position in form.writes for position, own in enumerate(owned)]
             give_up = functools.partial(graph.stop_capturing, form)
             device, shape = session.cursor.device, (rows, session.cursor.shape[1])
             outputs = session.recorded.run(form.run, inputs, stays, device, give_up, session.deferred, shape)

@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
+from families import FAMILIES
 from specache_compile.batching.request import Request
 from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
 from specache_compile.kernels.movement.copy_queue import CopyQueue
@@ -29,6 +30,7 @@ from specache_compile.lowering import cuda_graphs
 from specache_compile.lowering.cuda_graphs import RecordedSteps, capture, reason_not_to_capture, record
 from specache_compile.passes.phase import DECODE
 from specache_compile.passes.plan import Input, Plan
+from specache_compile.passes.reading.in_place import written_inputs
 from specache_compile.runtime.step import Step
 
 CPU = torch.device("cpu")
@@ -255,10 +257,10 @@ def test_a_forks_steps_are_its_own(
 COME_AND_GO = [(100, 30, 4), (70, 12, 3), (90, 9, 3), (75, 20, 2), (66, 5, 2), (80, 9, 40), (64, 8, 2), (5, 3, 9)]
 
 
-def come_and_go(batch: sc.Batch) -> tuple[list[Request], set[int]]:
+def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO) -> tuple[list[Request], set[int]]:
     """Requests that come and go, with steps in which there are none; and how many rows there have been."""
     requests, rows = [], set()
-    for length, tokens, steps in COME_AND_GO:
+    for length, tokens, steps in plan:
         requests.append(batch.add(prompt(length, seed=length), max_new_tokens=tokens, logprobs=1))
         for _ in range(steps):
             batch.step()
@@ -289,6 +291,22 @@ def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
     pool = batch.memory.pool
     assert pool is not None
     assert pool.held == 0
+
+
+@pytest.mark.slow
+def test_a_recurrences_state_is_written_where_the_caller_has_it(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small it is; and no dead row fills up rows that have one."""
+    hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
+    expected, rows = come_and_go(sc.Batch(compile_copy(hybrid), rows=6), COME_AND_GO[:3])
+    assert rows == {1, 2, 3}
+    torch._dynamo.reset()
+    monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
+    twin = compile_copy(hybrid, mode="reduce-overhead")
+    requests, _ = come_and_go(sc.Batch(twin, rows=6), COME_AND_GO[:3])
+    assert [request.said for request in requests] == [request.said for request in expected]
+    assert sc.stats(twin).replays > 15
 
 
 def test_dead_rows_touch_page_0_and_the_places_of_rows_to_come(
@@ -542,3 +560,15 @@ def test_nothing_is_captured_on_a_cpu(llama: LlamaForCausalLM, stand_in: list[in
     twin = compile_copy(llama, lowering="eager")
     greedy(twin, prompt(30), 5)
     assert not stand_in
+
+
+def test_inputs_that_a_graph_writes_to_are_known_through_views() -> None:
+    graph = torch.fx.Graph()
+    table, state, x = (graph.placeholder(name) for name in ("table", "state", "x"))
+    part = graph.call_function(torch.select, (state, 0, 1))
+    graph.call_method("copy_", (part, x))
+    graph.output((graph.call_function(torch.neg, (table,)),))
+    with FakeTensorMode():
+        table.meta["val"], state.meta["val"], x.meta["val"] = torch.empty(2), torch.empty(2, 3), torch.empty(3)
+        part.meta["val"] = state.meta["val"].select(0, 1)
+    assert written_inputs(torch.fx.GraphModule({}, graph)) == {1}
