@@ -49,7 +49,7 @@ class RowDims:
 def row_dims(graph_module: GraphModule, plan: Plan) -> RowDims | None:
     """The rows of a rewritten graph; None where they cannot be filled up: their number is a constant, a mask comes with
     them, another size follows from them, or the graph writes to what the caller has of them (a recurrence's state)."""
-    rows = value_of(plan.sites[0].k).shape[0] if plan.sites else 1
+    rows: Any = value_of(plan.sites[0].k).shape[0] if plan.sites else 1
     number = rows.node.expr if isinstance(rows, torch.SymInt) else None
     if not isinstance(number, sympy.Symbol):
         return None

@@ -206,7 +206,7 @@ def place_for(cache: DynamicCache, rows: int) -> DynamicCache:
 def empty_places(cache: DynamicCache) -> bool:
     """All rows leave. Whether others may come to the places that they had (`take_in`); where a copy has failed they may
     not, and the cache is dropped."""
-    cache.reorder_cache(torch.empty(0, dtype=torch.int64))
+    select_rows(cache, [])
     try:
         session_behind(cache)
     except SpecacheError:
@@ -226,7 +226,7 @@ def take_in(cache: DynamicCache, newcomer: DynamicCache) -> DynamicCache:
 
 def keep_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
     """Only these rows go on, in this order; what only others had in pages is free from here on."""
-    cache.reorder_cache(torch.tensor(rows))  # which knows the state of recurrences too
+    select_rows(cache, rows)
     with contextlib.suppress(SpecacheError):  # a copy has failed: whoever uses the cache next is told
         session_behind(cache)
 
@@ -251,6 +251,12 @@ def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
 def is_held_whole(cache: DynamicCache) -> bool:
     """Whether every layer's keys and values are held."""
     return all(isinstance(getattr(layer, "keys", None), HeldTensor) for layer in cache.layers)
+
+
+def select_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
+    """As `batch_select_indices`, which knows no recurrence's state."""
+    indices: Any = torch.tensor(rows, dtype=torch.int64)
+    cache.reorder_cache(indices)
 
 
 def drop(cache: DynamicCache) -> None:
