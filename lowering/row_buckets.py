@@ -1,7 +1,6 @@
 """Row buckets: a step of 3 rows is recorded, and replayed, as one of 4, whose last row is dead.
 
-    tokens [3, 1]     fill_up     [4, 1]    recorded step    logits [4, 1, V]     first_rows    [3, 1, V]
-    rows = 3          ------->    4         ------------>                         --------->
+    tokens [3, 1]  ── filled_up ──>  [4, 1]  ── recorded step ──>  logits [4, 1, V]  ── first_rows ──>  [3, 1, V]
 
 A batch whose rows join and leave so meets 1, 2, 4, 8, ... rows alone. A dead row has no tokens and no pages: it reads
 and writes page 0, which is nobody's, and the places of a row to come.
