@@ -16,7 +16,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specache_compile.caches.rows import (
-    crop_rows, drop, empty_places, keep_rows, place_for, reason_against, row_of, take_in,
+    crop_rows,
+    drop,
+    empty_places,
+    keep_rows,
+    place_for,
+    reason_against,
+    row_of,
+    take_in,
 )  # fmt: skip
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
