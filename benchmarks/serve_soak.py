@@ -39,6 +39,8 @@ LOSSLESS = {"bits": 1, "group-size": 32, "residual-length": 32, "top-k": 1024, "
 # Characters that prompts share: about ends of groups, windows, pages and chunks.
 SHARED = [n + by for n in (32, 64, 256, 512, 1024) for by in (-40, -32, 0)]
 TALKS = 48
+# Of memory for all tiers: few rows' pages, so that rows give way, and conversations and beginnings too.
+MIB = 24
 ANSWER = 24
 Messages = list[dict[str, str]]
 
@@ -66,6 +68,7 @@ class Server:
         self.command = [
             sys.executable, "-m", "specache_compile.cli", "serve", str(checkpoint), "--port", str(self.port),
             "--device", "cpu", "--session-folder", str(folder), "--queue", str(2 * clients), *flags,
+            "--session-host-gib", str(MIB / 1024), "--overcommit", str(folder.with_name("aside")),
         ]  # fmt: skip
         self.start()
 

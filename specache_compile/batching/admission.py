@@ -11,7 +11,7 @@ OVERTAKEN = 8
 
 
 def next_to_begin(waiting: Sequence[Request], fits: Callable[[Request], bool]) -> Request | None:
-    """The oldest waiting request that there is room for until it ends. None: there is none, or it would be one too many
+    """The oldest waiting request that there is room for. None: there is none, or it would be one too many
     to overtake an older one."""
     for place, request in enumerate(waiting):
         if fits(request):

@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import uuid
-from collections.abc import Sequence
+import weakref
 from pathlib import Path
-from typing import Any
 
 from transformers import DynamicCache
 
 from specache_compile.caches.rows import drop
 from specache_compile.caches.saving import load, save
+from specache_compile.errors import SpecacheError
 
-from .memory import Memory, Running
 from .request import Request, Stage
 
 
-def put_aside(request: Request, root: Path) -> None:
-    """Have a request wait again, with its cache of a row alone in a folder below `root`, and no more in pages. OSError
-    where the folder takes none: nothing has changed then."""
-    if request.cache is not None:
-        folder = root / uuid.uuid4().hex
-        try:
-            save(request.cache, folder)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        drop(request.cache)
-        request.aside = folder
-    request.cache, request.stage = None, Stage.WAITING
+class Aside:
+    """A folder of its own below one that is given, which goes with the batch."""
 
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="specache-", dir=folder))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
-def bring_back(request: Request, model: Any) -> DynamicCache:
-    """The cache of a request that was put aside, as one of a row alone."""
-    assert request.aside is not None
-    cache = load(request.aside, model)
-    forget(request)
-    return cache
+    def put(self, request: Request) -> None:
+        """Have a request wait, its cache of a row alone in the folder and no more in pages. Where that raises, nothing
+        has changed."""
+        if request.cache is not None:
+            place = self.folder / uuid.uuid4().hex
+            try:
+                save(request.cache, place)
+            except BaseException:
+                shutil.rmtree(place, ignore_errors=True)
+                raise
+            drop(request.cache)
+            request.aside = place
+        request.cache, request.stage = None, Stage.WAITING
 
 
 def forget(request: Request) -> None:
@@ -47,12 +47,17 @@ def forget(request: Request) -> None:
         request.aside = None
 
 
-def who_gives_way(memory: Memory, running: Sequence[Running], steps: Sequence[tuple[Running, int]]) -> Request | None:
-    """Of those that run, the one that began last, where pages are too few for a turn and somebody else goes on without
-    it. steps: who takes part in the turn, and with how many tokens."""
-    if memory.pool is None or memory.pool.left is None:
+def brought_or_none(request: Request, model: object) -> DynamicCache | None:
+    """The cache of a request that is aside, which stays there; None where it cannot be read, or there is no room."""
+    assert request.aside is not None
+    try:
+        return load(request.aside, model)  # type: ignore[arg-type]
+    except (SpecacheError, OSError, RuntimeError):
         return None
-    paged = [request for request, cache, _ in running if cache is None or memory.tiers_of(cache) is not None]
-    if len(paged) < 2 or memory.has(sum(memory.needed_for(*one, tokens) for one, tokens in steps)):
-        return None
-    return max(paged, key=lambda request: request.began)
+
+
+def nothing_runs_out() -> SpecacheError:
+    return SpecacheError(
+        "overcommit: there is no memory that could run out: say how much there is (device_memory or host_memory of the "
+        "batch, --session-device-gib or --session-host-gib of the server)"
+    )

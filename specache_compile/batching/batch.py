@@ -25,13 +25,14 @@ from specache_compile.caches.rows import (
     row_of,
     take_in,
 )  # fmt: skip
+from specache_compile.caches.saving import load
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
 from specache_compile.runtime.session import Session, sessions_of
 
 from .admission import next_to_begin
-from .aside import bring_back, forget, put_aside, who_gives_way
+from .aside import Aside, brought_or_none, forget, nothing_runs_out
 from .drafts import (
     decoded_for,
     drafting_session,
@@ -110,15 +111,16 @@ class Batch:
         (`prefixes.py`). On a CPU without device_memory, host_memory is for all tiers.
     give_up: has whoever keeps caches of requests that are over drop one, where a request waits for its pages; whether
         there was one.
-    overcommit: a folder; a request begins where its prompt's pages are free. Where the next ones run out, the request
-        that began last waits again, its cache in that folder until there is room, bit for bit.
+    overcommit: a folder; a request begins where its prompt's pages are free, and one for each other row. Where the next
+        ones run out, the request that began last waits again, its cache in that folder until there is room, bit for
+        bit. While it goes or comes back, its tiers are there once more, beside the memory that is kept to.
     """
 
     def __init__(
         self, model: Any, *, rows: int = 32, chunk: int = CHUNK, device_memory: int | None = None,
         host_memory: int | None = None, give_up: Callable[[], bool] = lambda: False, overcommit: Path | None = None,
     ) -> None:  # fmt: skip
-        """SpecacheError where this backend has not compiled the model."""
+        """SpecacheError where this backend has not compiled the model, or where overcommit has no bound of memory."""
         self.options = required_options(model, "Batch")
         # Rows of their own lengths have positions of their own.
         wrapped = getattr(model, "_orig_mod", model)
@@ -126,7 +128,9 @@ class Batch:
         self.model, self.most_rows, self.chunk = model, rows, chunk
         budget = Bytes(device_memory, host_memory)
         self.memory = Memory(self.options, budget, rows, chunk, give_up, overcommit is not None)
-        self.overcommit, self.begun = overcommit, 0
+        if overcommit is not None and budget == Bytes() and self.options.host_memory is None:
+            raise nothing_runs_out()
+        self.aside, self.begun = None if overcommit is None else Aside(overcommit), 0
         self.waiting: list[Request] = []
         self.reading: list[Request] = []
         self.groups: list[Rows] = []
@@ -206,10 +210,10 @@ class Batch:
         request.is_over(end, error)
 
     def take(self, request: Request) -> DynamicCache | None:
-        """`remove`, and its cache as one of a row alone; None where nothing of it was read."""
+        """`remove`, and its cache as one of a row alone; None where nothing of it was read, or can be read again."""
         group = self.group_of(request)
         if request.aside is not None:
-            request.cache = bring_back(request, self.model)
+            request.cache = brought_or_none(request, self.model)
         cache, request.cache = request.cache if group is None else kept_row(group, request), None
         self.remove(request)
         return cache
@@ -248,24 +252,25 @@ class Batch:
                 if self.running or not self.make_room():
                     return
                 continue
-            self.waiting.remove(chosen)
             self.begin(chosen)
 
     def begin(self, request: Request) -> None:
-        """Have a request read its prompt, or go on where it gave way."""
+        """Have a request that waits read its prompt, or go on where it gave way. It waits until it stands."""
         request.began, self.begun = self.begun, self.begun + 1
         try:
+            self.memory.check_alone(request)
             if request.aside is not None:
-                request.cache = self.memory.taken_in(bring_back(request, self.model))
+                request.cache = self.memory.taken_in(load(request.aside, self.model))
             if request.said:
                 self.say_on(request)
-                return
+            else:
+                self.memory.begin(request)
+                self.reading.append(request)
+                request.stage = Stage.READING
         except Exception as error:
             self.over(request, End.FAILED, error)
-            return
-        self.reading.append(request)
-        request.stage = Stage.READING
-        self.memory.begin(request)
+        self.waiting.remove(request)
+        forget(request)
 
     def say_on(self, request: Request) -> Rows:
         """A request that has read its prompt is a row now."""
@@ -276,28 +281,48 @@ class Batch:
         return group
 
     def give_way(self) -> None:
-        """Where the next turn's pages are not there, have requests wait that began last."""
-        while self.overcommit is not None:
-            running = self.running
-            steps = [(one, self.tokens_of(one[0])) for one in running if self.tokens_of(one[0])]
-            request = who_gives_way(self.memory, running, steps)
-            if request is None:
-                return
-            group = self.group_of(request)
-            request.cache = request.cache if group is None else group.row(request)
-            self.drop(request)
-            self.waiting.insert(0, request)
-            try:
-                put_aside(request, self.overcommit)
-            except Exception as error:
-                self.waiting.remove(request)
-                self.over(request, End.FAILED, error)
+        """Where the next turn's pages are not there: those that wait give theirs back, and then who began last."""
+        while self.aside is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
+            idle = [request for request in self.waiting if self.memory.tiers_of(request.cache) is not None]
+            running = [request for request, cache, _ in self.running if self.may_be_in_pages(request, cache)]
+            last = idle[-1] if idle else max(running, key=lambda request: request.began)
+            if idle or len(running) > 1:
+                self.put_aside(last, self.aside)
+            else:
+                self.drop(last)
+                self.over(last, End.FAILED, kept_elsewhere())
 
-    def tokens_of(self, request: Request) -> int:
+    def next_pages(self) -> int:
+        """Pages that the next turn takes."""
+        return sum(
+            self.memory.still_needed(*one, one[0].cached + self.next_tokens(one[0]))
+            for one in self.running
+            if self.next_tokens(one[0])
+        )
+
+    def next_tokens(self, request: Request) -> int:
         """Tokens that the next turn caches of a request that runs."""
         if request.stage is Stage.SAYING:
             return 1 + request.ahead
         return min(self.chunk, len(request.prompt) - request.read) if request is self.reading[0] else 0
+
+    def may_be_in_pages(self, request: Request, cache: DynamicCache | None) -> bool:
+        return request.stage is Stage.READING or self.memory.tiers_of(cache) is not None
+
+    def put_aside(self, request: Request, aside: Aside) -> None:
+        """A request waits, and its cache with it: where it waited, or in front of all that have not begun."""
+        group, waits = self.group_of(request), request in self.waiting
+        try:
+            if group is not None:
+                request.cache = group.row(request)
+            aside.put(request)
+        except Exception as error:
+            self.drop(request)
+            self.over(request, End.FAILED, error)
+            return
+        if not waits:
+            self.drop(request)
+            self.waiting.insert(0, request)
 
     @property
     def has_room(self) -> bool:

@@ -20,7 +20,7 @@ from specache_compile.runtime.session import Session, session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
 from .prefixes import Prefixes, ends_a_page
-from .request import Request
+from .request import Request, Stage
 
 # A request that runs, its cache, and its row there.
 Running = tuple[Request, DynamicCache | None, int]
@@ -104,35 +104,32 @@ class Memory:
         return tiers if isinstance(tiers, PagedTiers) and tiers.pool is self.pool else None
 
     def fits(self, request: Request, running: Sequence[Running]) -> bool:
-        """Whether there is room for a request until its end, beside those that run; beginnings that are kept make
+        """Whether there is room for what a request is promised, beside those that run; beginnings that are kept make
         room."""
         if not self.layers:
             return not running
         if self.pool is None:
             lengths = [other.longest for other, _, _ in running] + [request.longest]
             return self.budget.holds(alone(self.options, self.layers, lengths))
-        if not self.could_fit(request, running):
-            return False
-        promised = sum(self.still_needed(*other) for other in running)
-        while self.pool.left is not None:
-            need = self.still_needed(request, request.cache, 0) - self.beginning_of(request)[0] // PAGE
-            if need + promised <= self.pool.left:
-                break
-            if not self.makes_room():
-                return False
-        return True
 
-    def makes_room(self) -> bool:
-        """Whether somebody kept pages that no request needs, and has given them back."""
-        return self.prefixes.drop_oldest() or self.give_up()
+        def need() -> int:
+            promised = sum(self.still_needed(*other, self.until(other[0])) for other in running)
+            own = self.still_needed(request, request.cache, 0, self.until(request))
+            return promised + own - self.beginning_of(request)[0] // PAGE + self.margin(running)
 
-    def has(self, pages: int) -> bool:
-        """Whether so many can be taken; beginnings and conversations that are kept make room."""
+        return self.could_fit(request, running) and self.has(need)
+
+    def has(self, need: Callable[[], int]) -> bool:
+        """Whether so many pages can be taken; beginnings and conversations that are kept make room."""
         assert self.pool is not None
-        while self.pool.left is not None and pages > self.pool.left:
-            if not self.makes_room():
+        while self.pool.left is not None and need() > self.pool.left:
+            if not (self.prefixes.drop_oldest() or self.give_up()):
                 return False
         return True
+
+    def margin(self, running: Sequence[Running]) -> int:
+        """Pages that stay free when one more begins, so that nobody has to give way soon."""
+        return len(running) if self.overcommits else 0
 
     def beginning_of(self, request: Request) -> tuple[int, DynamicCache | None]:
         """What is kept of the beginning of a request that has read nothing yet."""
@@ -141,10 +138,8 @@ class Memory:
         return self.prefixes.longest(request.prompt)
 
     def until(self, request: Request) -> int:
-        """Tokens that a request is promised room for. Who comes back has a page more, so that he goes on a while."""
-        if not self.overcommits:
-            return request.longest
-        return min(request.longest, request.due + (0 if request.aside is None else PAGE))
+        """Tokens that a request is promised room for."""
+        return request.due if self.overcommits else request.longest
 
     def could_fit(self, request: Request, running: Sequence[Running]) -> bool:
         """Whether there would be room if nobody kept a beginning or a conversation."""
@@ -157,18 +152,17 @@ class Memory:
             tiers = self.tiers_of(cache)
             pages = [] if tiers is None else tiers.pages[row]
             named.update(pages)
-            lacking += max(0, pages_for(self.until(one)) - len(pages))
-        return len(named) + lacking <= self.pool.bound
+            if tiers is not None or one.stage is not Stage.SAYING:
+                lacking += max(0, pages_for(self.until(one)) - len(pages))
+        return len(named) + lacking + self.margin(running) <= self.pool.bound
 
-    def still_needed(self, request: Request, cache: DynamicCache | None, row: int) -> int:
-        """Pages that a request may yet take: those of tokens to come, and copies of what others have too."""
-        tiers, until = self.tiers_of(cache), self.until(request)
-        return pages_for(until) if tiers is None else tiers.still_needed(row, request.cached, until)
-
-    def needed_for(self, request: Request, cache: DynamicCache | None, row: int, tokens: int) -> int:
-        """Pages that so many more tokens of a request take."""
-        tiers, until = self.tiers_of(cache), request.cached + tokens
-        return pages_for(until) if tiers is None else tiers.still_needed(row, request.cached, until)
+    def still_needed(self, request: Request, cache: DynamicCache | None, row: int, until: int) -> int:
+        """Pages that a request may yet take until it has so many tokens: theirs, and copies of what others have too. A
+        row that is not in pages takes none."""
+        tiers = self.tiers_of(cache)
+        if tiers is None:
+            return 0 if request.stage is Stage.SAYING else pages_for(until)
+        return tiers.still_needed(row, request.cached, until)
 
     def check_alone(self, request: Request) -> None:
         """SpecacheError where the budget would not hold a request alone."""

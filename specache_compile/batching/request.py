@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 
 class Stage(Enum):
-    """Where a request is. It goes down this list, and is over from any of them."""
+    """Where a request is. It goes down this list, but for one that gives way, and is over from any of them."""
 
     WAITING = "waits for memory, or for a row"
     READING = "its prompt is being read"

@@ -266,6 +266,7 @@ def drop(cache: DynamicCache) -> None:
         session.settle()
         session.tiers.let_go()
         session.version += 1
+        session.view = None
 
 
 @torch.inference_mode(False)

@@ -301,19 +301,25 @@ class Session:
         self.check_copies()
         if self.half_evicted:
             raise evicted_half_way(self.options.method)
-        done = 0
-        if self.view is not None and self.view == (version, edits[: len(self.view[1])]):
-            done = len(self.view[1])  # this view has been edited further
-        elif version != self.version:
-            raise stale_cache()
-        for edit in edits[done:]:
+        done = self.edits_done(version, edits)
+        if not edits:
+            self.view = None
+        for number, edit in enumerate(edits[done:], done + 1):
             self.drain()
             if isinstance(edit, Crop):
                 self.crop(edit.length)
             else:
                 self.select(edit.indices)
             self.version += 1
-        self.view = (version, edits) if edits else None
+            self.view = (version, edits[:number])
+
+    def edits_done(self, version: int, edits: tuple[Edit, ...]) -> int:
+        """How many of a view's edits the tiers have had; HeldTensorError where the cache has gone on since."""
+        if self.view is not None and self.view == (version, edits[: len(self.view[1])]):
+            return len(self.view[1])
+        if version != self.version:
+            raise stale_cache()
+        return 0
 
     def crop(self, length: int) -> None:
         """Keep the first `length` columns: each row loses as many of its newest tokens."""
@@ -357,8 +363,7 @@ class Session:
     @torch.inference_mode(False)
     def fork(self, handle: Handle) -> Session:
         """A second session with copies of all tiers, for the view of the cache that `handle` has."""
-        if handle.version != self.version:
-            raise stale_cache()
+        self.edits_done(handle.version, handle.edits)
         self.drain()
         other = copy.copy(self)
         other.tiers = self.tiers.copy()

@@ -133,9 +133,11 @@ class RowsOfAnswers:
         self.ended(self.running.pop(request)[0])
 
     def end_all(self) -> None:
-        """Keep what every row has read, and end."""
+        """Keep what every row has read, and end. What gave way to others is not kept: there was no room for it."""
         self.arrived.clear()
         for request in list(self.running):
+            if request.aside is not None:
+                self.batch.remove(request)
             self.end(request, self.batch.take(request))
 
     def statistics(self) -> list[Statistics]:

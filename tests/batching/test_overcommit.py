@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.batching import aside
 from specache_compile.batching.memory import in_rows
 from specache_compile.batching.request import End, Request, Stage
+from specache_compile.errors import SpecacheError
 
 pytestmark = pytest.mark.one_process
 
 CHUNK, ROWS = 128, 4
-# Of each request its prompt's length and what it asks for: with its answer it needs two pages or three of the four.
+# Of each request its prompt's length and what it asks for: with its answer it needs two pages or three of the five.
 ASKED: list[tuple[int, dict[str, Any]]] = [
     (230, {"max_new_tokens": 60}),
     (240, {"max_new_tokens": 40, "do_sample": True, "temperature": 0.7, "seed": 3}),
@@ -56,7 +58,7 @@ def small(model: Any, pages: int, folder: Path | None) -> sc.Batch:
 
 
 def until(batch: sc.Batch, came: Callable[[], bool]) -> None:
-    for _ in range(200):
+    for _ in range(400):
         if came():
             return
         batch.step()
@@ -68,7 +70,7 @@ def test_a_request_that_gave_way_says_what_it_says_alone(model: Any, alone: list
     where each is promised its last page, and nothing is left in the folder or in pages."""
     most, gave_way = {}, set()
     for folder in (None, tmp_path):
-        batch = small(model, 4, folder)
+        batch = small(model, 5, folder)
         requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
         most[folder] = 0
         for _ in range(400):
@@ -76,34 +78,70 @@ def test_a_request_that_gave_way_says_what_it_says_alone(model: Any, alone: list
             most[folder] = max(most[folder], len(batch.saying))
             gave_way |= {place for place, request in enumerate(requests) if request.aside is not None}
         assert [request.said for request in requests] == [request.said for request in alone]
-        while batch.memory.prefixes.drop_oldest():
-            pass
         assert batch.memory.pool is not None
-        assert batch.memory.pool.bound == 4
-        assert batch.memory.pool.held == 0
+        assert batch.memory.pool.bound == 5
+        assert nothing_is_left(batch, tmp_path)
     assert most[None] == 2
     assert most[tmp_path] == 3
     assert gave_way
-    assert not list(tmp_path.iterdir())
 
 
-def test_the_last_to_begin_gives_way_and_can_be_removed_or_taken_there(
-    model: Any, alone: list[Request], tmp_path: Path
+def nothing_is_left(batch: sc.Batch, folder: Path) -> bool:
+    while batch.memory.prefixes.drop_oldest():
+        pass
+    assert batch.memory.pool is not None
+    return batch.memory.pool.held == 0 and not list(folder.glob("*/*"))
+
+
+@pytest.mark.parametrize("way", ["take", "remove"])
+def test_the_last_to_begin_gives_way_and_may_leave_meanwhile(
+    model: Any, alone: list[Request], tmp_path: Path, way: str
 ) -> None:
-    batch = small(model, 3, tmp_path)
+    batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED[:3]]
     until(batch, lambda: requests[2].aside is not None)
-    assert [request.stage for request in requests[:1]] == [Stage.SAYING]
+    assert [request.stage for request in requests] == [Stage.SAYING, Stage.SAYING, Stage.WAITING]
     said = len(requests[2].said)
     assert 0 < said < 30
-    cache = batch.take(requests[2])
-    assert cache is not None
-    assert sc.lengths(cache).tolist() == [250 + said - 1]
-    until(batch, lambda: requests[1].stage is Stage.WAITING)
-    batch.remove(requests[1])
-    assert not list(tmp_path.iterdir())
+    cache = getattr(batch, way)(requests[2])
+    assert cache is None or sc.lengths(cache).tolist() == [250 + said - 1]
+    assert (cache is None) == (way == "remove")
     batch.run()
-    assert requests[0].said == alone[0].said
+    assert [request.said for request in requests[:2]] == [request.said for request in alone[:2]]
+    assert nothing_is_left(batch, tmp_path)
+
+
+def test_what_nobody_needs_gives_way_before_who_runs(model: Any, alone: list[Request], tmp_path: Path) -> None:
+    """A beginning that is kept; and a next turn that waits with its cache, which says what it says alone later."""
+    batch, roomy = small(model, 4, tmp_path), sc.Batch(model, chunk=CHUNK)
+    length, more = ASKED[0][0], {"max_new_tokens": 300}
+    turns, others = [], []
+    for one in (batch, roomy):
+        kept = one.add(prompt(300, seed=1), max_new_tokens=4, keep=True)
+        one.run()
+        others.append(one.add(prompt(length, seed=length), **more))
+        until(one, lambda: bool(others[-1].said))
+        ids = torch.cat([kept.ids[0], prompt(400, seed=2)[0]])
+        turns.append(one.add(ids, cache=kept.cache, max_new_tokens=5))
+        kept.cache = None
+    assert batch.memory.prefixes.kept
+    until(batch, lambda: turns[0].aside is not None)
+    assert others[0].stage is Stage.SAYING
+    assert not batch.memory.prefixes.kept
+    batch.run()
+    roomy.run()
+    assert [turns[0].said, others[0].said] == [turns[1].said, others[1].said]
+    assert others[0].said[:60] == alone[0].said
+    assert nothing_is_left(batch, tmp_path)
+
+
+def test_who_would_never_fit_ends_alone(model: Any, alone: list[Request], tmp_path: Path) -> None:
+    """What a layer keeps was not known yet when it was added."""
+    batch = small(model, 4, tmp_path)
+    first, large = (batch.add(prompt(230, seed=230), max_new_tokens=tokens) for tokens in (60, 5000))
+    batch.run()
+    assert (first.said, large.end) == (alone[0].said, End.FAILED)
+    assert "needs 21 pages" in str(large.error)
 
 
 def test_who_cannot_be_put_aside_ends_alone(
@@ -115,14 +153,16 @@ def test_who_cannot_be_put_aside_ends_alone(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(aside, "save", full)
-    batch = small(model, 4, tmp_path)
+    batch = small(model, 5, tmp_path)
     requests = [batch.add(prompt(length, seed=length), **asked) for length, asked in ASKED]
     batch.run()
     failed = [request for request in requests if request.end is End.FAILED]
     assert failed
     assert all("No space left" in str(request.error) for request in failed)
     assert all(a.said == b.said for a, b in zip(requests, alone, strict=True) if a not in failed)
-    assert batch.memory.pool is not None
-    while batch.memory.prefixes.drop_oldest():
-        pass
-    assert batch.memory.pool.held == 0
+    assert nothing_is_left(batch, tmp_path)
+
+
+def test_without_a_bound_there_is_nothing_to_overcommit(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(SpecacheError, match="no memory that could run out"):
+        sc.Batch(model, overcommit=tmp_path)

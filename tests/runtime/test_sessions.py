@@ -165,7 +165,10 @@ def test_a_view_that_was_looked_at_can_be_edited_further(llama: LlamaForCausalLM
     assert sc.lengths(twice).tolist() == [90]
     with pytest.raises(sc.HeldTensorError, match="has gone on"):
         sc.lengths(between)
-    assert torch.equal(step(twin, token, twice).logits, step(twin, token, once).logits)
+    fork = copy.deepcopy(twice)
+    expected = step(twin, token, once).logits
+    assert torch.equal(step(twin, token, twice).logits, expected)
+    assert torch.equal(step(twin, token, fork).logits, expected)
 
 
 def test_two_caches_interleaved_do_not_see_each_other(llama: LlamaForCausalLM) -> None:
