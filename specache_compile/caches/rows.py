@@ -244,7 +244,8 @@ def crop_rows(cache: DynamicCache, kept: Sequence[int]) -> None:
         cache.crop(-gone[0])
         return
     session.crop_rows(kept)
-    for site, layer in enumerate(cache.layers):
+    layers: list[Any] = cache.layers
+    for site, layer in enumerate(layers):
         layer.keys, layer.values = (session.held(site, part) for part in PARTS)
 
 
