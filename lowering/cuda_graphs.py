@@ -167,8 +167,9 @@ class RecordedSteps:
 
     def __init__(self) -> None:
         self.steps: dict[tuple[Lowered, tuple[int, ...]], RecordedStep | None] = {}
-        # Captures in a row that were lost to one moving input.
+        # Captures in a row that one graph lost to a moving input.
         self.recaptures = 0
+        self.last: tuple[Lowered, tuple[int, ...]] | None = None
         self.replays = 0
 
     def run(
@@ -189,13 +190,14 @@ class RecordedSteps:
         shape: the cursor's, which grids follow.
         """
         key = lowered, shape
+        again, self.last = key == self.last, key
         if key not in self.steps:
             deferred.make()
             self.steps[key] = None
             return list(lowered(*inputs))
         step = self.steps[key]
         moved = step.moved(inputs) if step is not None else None
-        self.recaptures = 0 if moved is None else self.recaptures + 1
+        self.recaptures = 0 if moved is None else self.recaptures + 1 if again else 1
         if moved is not None and self.recaptures > RECAPTURES:
             del self.steps[key]
             deferred.make()

@@ -48,16 +48,9 @@ def forget(request: Request) -> None:
 
 
 def brought_or_none(request: Request, model: object) -> DynamicCache | None:
-    """The cache of a request that is aside, which stays there; None where it cannot be read, or there is no room."""
+    """The cache of a request that is aside; None where it cannot be read, or there is no room."""
     assert request.aside is not None
     try:
         return load(request.aside, model)  # type: ignore[arg-type]
     except (SpecacheError, OSError, RuntimeError):
         return None
-
-
-def nothing_runs_out() -> SpecacheError:
-    return SpecacheError(
-        "overcommit: there is no memory that could run out: say how much there is (device_memory or host_memory of the "
-        "batch, --session-device-gib or --session-host-gib of the server)"
-    )

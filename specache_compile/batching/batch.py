@@ -32,7 +32,7 @@ from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
 from specache_compile.runtime.session import Session, sessions_of
 
 from .admission import next_to_begin
-from .aside import Aside, brought_or_none, forget, nothing_runs_out
+from .aside import Aside, brought_or_none, forget
 from .drafts import (
     decoded_for,
     drafting_session,
@@ -68,9 +68,12 @@ class Rows:
         return row_of(self.cache, self.requests.index(request)) if self.paged else self.cache
 
     def crop(self) -> None:
-        """Take back what was drafted and not said, of a round too that failed half way."""
-        if drafting_session(self.cache) is not None and len(sessions_of(self.cache)) == 1:
-            crop_rows(self.cache, [request.cached for request in self.requests])
+        """Take back what was drafted and not said, of a round too that failed half way. A row that failed leaves as it
+        is."""
+        session = drafting_session(self.cache)
+        if session is not None and len(sessions_of(self.cache)) == 1:
+            there = zip(self.requests, session.progress.lengths, strict=True)
+            crop_rows(self.cache, [length if one.end is End.FAILED else one.cached for one, length in there])
 
     def keep(self, requests: list[Request]) -> None:
         """Only these go on. The last row takes the place of one that has left, so that no other is moved."""
@@ -237,10 +240,10 @@ class Batch:
         if requests:
             return
         self.groups.remove(group)
-        if group.paged and self.places is None:
+        if group.paged:
+            if self.places is not None:
+                drop(self.places)
             self.places = group.cache if empty_places(group.cache) else None
-        elif group.paged:
-            drop(group.cache)
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
@@ -252,10 +255,12 @@ class Batch:
                 if self.running or not self.make_room():
                     return
                 continue
-            self.begin(chosen)
+            if not self.begin(chosen):
+                return
 
-    def begin(self, request: Request) -> None:
-        """Have a request that waits read its prompt, or go on where it gave way. It waits until it stands."""
+    def begin(self, request: Request) -> bool:
+        """Have a request that waits read its prompt, or go on where it gave way. False where it waits on: there was no
+        room to bring it back, and others run that will leave some."""
         request.began, self.begun = self.begun, self.begun + 1
         try:
             self.memory.check_alone(request)
@@ -268,9 +273,13 @@ class Batch:
                 self.reading.append(request)
                 request.stage = Stage.READING
         except Exception as error:
+            if request.aside is not None and self.running:
+                request.cache = None
+                return False
             self.over(request, End.FAILED, error)
         self.waiting.remove(request)
         forget(request)
+        return True
 
     def say_on(self, request: Request) -> Rows:
         """A request that has read its prompt is a row now."""
@@ -382,7 +391,7 @@ class Batch:
                 group.cache = take_in(group.cache, cache)
                 drop(cache)
                 return group
-        first = paged and not any(group.paged for group in self.groups)
+        first = paged and (self.places is not None or not any(group.paged for group in self.groups))
         self.groups.append(Rows(self.placed(cache) if first else cache, [], paged))
         return self.groups[-1]
 
@@ -431,7 +440,7 @@ class Batch:
             return session
         if not self.told_why:
             self.told_why = True
-            tell_not_drafted(session.options, reason)
+            tell_not_drafted(session.options, reason, stacklevel=6)
         return None
 
     def drafts(self, group: Rows, session: Session) -> list[list[int]]:
@@ -463,7 +472,7 @@ class Batch:
     ) -> tuple[DynamicCache, Tensor]:
         """The cache behind new tokens [B, T], and the last ones' logits [B, 1, V]; of every token, [B, T, V], where
         asked, or where the model has no choice."""
-        # None is all: a number would make a graph for each number of drafted tokens.
+        # 0 is all: their number would make a graph for each number of drafted tokens.
         more: dict[str, Any] = {"logits_to_keep": 0 if every else 1} if self.model._supports_logits_to_keep() else {}
         if self.joins:
             more["position_ids"] = positions
@@ -477,6 +486,13 @@ def kept_row(group: Rows, request: Request) -> DynamicCache | None:
         return group.row(request)
     except (SpecacheError, RuntimeError):
         return None
+
+
+def nothing_runs_out() -> SpecacheError:
+    return SpecacheError(
+        "overcommit: there is no memory that could run out: say how much there is (device_memory or host_memory of the "
+        "batch, --session-device-gib or --session-host-gib of the server)"
+    )
 
 
 def kept_elsewhere() -> SpecacheError:

@@ -147,10 +147,12 @@ def note_round(
 ) -> None:
     """Count a round of rows that had so many tokens cached before and after it. seconds: None where it compiled."""
     length = session.draft_length
-    for row, (draft, had, has) in enumerate(zip(drafts, before, after, strict=True)):
+    for draft, had, has in zip(drafts, before, after, strict=True):
         if has == had:  # a row that failed has said nothing
             continue
         accepted, held = has - had - 1, session.tiers.host_bytes(had) // session.tiers.batch
         session.statistics.verified.note(len(draft), accepted, held, streamed=0 if session.options.lookup else held)
         if length is not None and draft:
-            length.note(len(draft), accepted, seconds if row == 0 else None)
+            length.note(len(draft), accepted, None)
+    if length is not None and seconds is not None and any(drafts):
+        length.took(max(map(len, drafts)), seconds)

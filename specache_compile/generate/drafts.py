@@ -171,10 +171,10 @@ def rewritten_so_far(model: Any) -> int:
     return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
-def tell_not_drafted(options: MethodOptions, reason: str) -> None:
-    """Warn once, at the caller of `generate`'s loop."""
+def tell_not_drafted(options: MethodOptions, reason: str, stacklevel: int = 4) -> None:
+    """Warn once, by default at the caller of `generate`'s loop."""
     tell = not_looked_up if options.lookup else not_drafted
-    warnings.warn(tell(reason), SpecacheWarning, stacklevel=4)
+    warnings.warn(tell(reason), SpecacheWarning, stacklevel=stacklevel)
 
 
 def not_drafted(reason: str) -> str:

@@ -27,7 +27,7 @@ class PagedTiers(Tiers):
         is his alone gets a copy first: that is where its tokens are not all there.
     rounded: of each row, the tokens up to which those in its window may differ from what other rows have of them: they
         came back from a host tier that rounds.
-    most_rows: that there are places for; row b has the b-th, and those that no row has are empty.
+    most_rows: that there are places for; row b has the b-th, and those that no row has want no fetch.
     all_places: of each layer, the tensors with all of them.
     """
 
@@ -52,7 +52,7 @@ class PagedTiers(Tiers):
 
     def let_go(self) -> None:
         self.pool.release(self.pages)
-        self.state, self.all_places = [], []
+        self.state, self.all_places, self.shown = [], [], {}
 
     def show(self) -> None:
         """Let `state` be the pool's pages, and the places of the rows that there are."""

@@ -54,8 +54,11 @@ class DraftLength:
         """What a round has shown; no seconds where it also compiled something."""
         self.accepted = self.accepted * DECAY + accepted
         self.rejected = self.rejected * DECAY + (accepted < drafted)
-        if seconds is None:
-            return
+        if seconds is not None:
+            self.took(drafted, seconds)
+
+    def took(self, drafted: int, seconds: float) -> None:
+        """How long a round of so many drafted tokens lasted."""
         self.rounds.append((drafted, seconds))
         slopes = [(t - s) / (n - m) for (m, s), (n, t) in itertools.combinations(self.rounds, 2) if n != m]
         if slopes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from conftest import greedy, prompt, tiny_llama
 from specache_compile.batching.admission import OVERTAKEN, next_to_begin
 from specache_compile.batching.memory import Bytes, in_rows
 from specache_compile.batching.request import End, Request
+from specache_compile.caches.rows import drop
 from specache_compile.errors import SpecacheError
 from specache_compile.runtime.session import Session
 
@@ -84,6 +86,19 @@ def test_each_request_says_what_it_says_alone(model: Any) -> None:
         assert (request.said, request.end) == (expected.said, expected.end)
         assert heard[request] == request.said
     assert not batch.groups
+
+
+def test_rows_that_are_dropped_have_their_memory_no_more(model: Any) -> None:
+    """Their places too, though the cache is still somebody's."""
+    batch = sc.Batch(model, chunk=CHUNK)
+    kept = batch.add(prompt(40), max_new_tokens=4, keep=True)
+    batch.run()
+    tiers = batch.memory.tiers_of(kept.cache)
+    assert tiers is not None
+    places = [weakref.ref(x) for own in tiers.all_places for name, x in own.items() if name not in MEASURED]
+    assert all(place() is not None for place in places)
+    drop(kept.cache)
+    assert all(place() is None for place in places)
 
 
 def test_several_may_leave_between_two_steps(model: Any) -> None:

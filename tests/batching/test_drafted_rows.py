@@ -13,7 +13,9 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
+from families import FAMILIES
 from specache_compile.batching.request import End, Request
+from specache_compile.errors import SpecacheWarning
 from specache_compile.kernels.state.pages import PAGE
 
 pytestmark = pytest.mark.one_process
@@ -167,6 +169,21 @@ def test_a_processor_that_fails_within_a_draft_ends_its_request_where_it_would_w
     assert bad.said == greedy(plain, prompt(30), 7)[0, 30:].tolist()
     assert good.said == greedy(plain, prompt(40), 8)[0, 40:].tolist()
     assert all_free(batch)
+
+
+@pytest.mark.slow
+def test_a_processor_that_fails_beside_rows_that_cannot_draft_ends_its_request_alone() -> None:
+    """A recurrence takes nothing back; the row that failed leaves with the token that it never said."""
+    hybrid = next(family for family in FAMILIES if family.name == "qwen3_5_text").model()
+    batch = sc.Batch(compiled_with(hybrid, VERIFY), chunk=CHUNK)
+    failing = LogitsProcessorList([Failing(40 + 3)])
+    first = batch.add(prompt(40, seed=1), max_new_tokens=9, logits_processor=failing)
+    second = batch.add(prompt(60, seed=2), max_new_tokens=9)
+    with pytest.warns(SpecacheWarning, match="not drafted"):
+        batch.run()
+    assert (first.end, len(first.said)) == (End.FAILED, 3)
+    assert second.end is End.LENGTH
+    assert torch.equal(second.ids, greedy(hybrid, prompt(60, seed=2), 9))
 
 
 @pytest.mark.parametrize("call", [1, 4], ids=["in a draft", "before a verification"])

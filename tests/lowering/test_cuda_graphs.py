@@ -128,6 +128,17 @@ def test_recaptures_with_replays_between_them_go_on(stand_in: list[int]) -> None
     assert len(stand_in) == 6
 
 
+def test_graphs_that_move_in_turn_go_on(stand_in: list[int]) -> None:
+    """As a hybrid's of one row, of two and of three, whose state moves with each row that joins."""
+    steps, state, kept = RecordedSteps(), torch.zeros(1), []
+    for _ in range(4):
+        for rows in (1, 2, 3):
+            kept.append(torch.nn.Parameter(torch.ones(1), requires_grad=False))
+            given = [torch.ones(1), kept[-1], state]
+            steps.run(step, given, [False, False, True], CPU, pytest.fail, Deferred(), (rows,))
+    assert len(stand_in) == 3 * 3
+
+
 def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_it(
     stand_in: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
