@@ -52,7 +52,8 @@ class PagedTiers(Tiers):
 
     def let_go(self) -> None:
         self.pool.release(self.pages)
-        self.state, self.all_places, self.shown = [], [], {}
+        self.state, self.all_places = [], []
+        self.shown.clear()
 
     def show(self) -> None:
         """Let `state` be the pool's pages, and the places of the rows that there are."""
