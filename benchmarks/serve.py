@@ -43,10 +43,14 @@ QUESTION = 64
 ANSWER = 16
 
 
-def write_checkpoint(folder: Path, layers: int) -> None:
-    """A model of ASCII characters, whose answers read back as the tokens that they were."""
+def random_model(layers: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMOLLM2, num_hidden_layers=layers)).save_pretrained(folder)
+    return LlamaForCausalLM(LlamaConfig(**SMOLLM2, num_hidden_layers=layers))
+
+
+def write_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
+    """A model of ASCII characters, whose answers read back as the tokens that they were."""
+    model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(BYTES)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -87,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = told.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
-            write_checkpoint(Path(folder), args.layers)
+            write_checkpoint(random_model(args.layers), Path(folder))
         model = args.model or folder
         served = parser().parse_args(["serve", model, "--port", "0", "--lowering", args.lowering])
         with running(served, options_of(served)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:

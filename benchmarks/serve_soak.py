@@ -30,12 +30,13 @@ import openai
 import psutil
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from serve import BYTES, TEMPLATE
+from serve import write_checkpoint
+from soak import LOSSLESS, tiny
 from tabulate import tabulate
 from tqdm import tqdm
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-LOSSLESS = {"bits": 1, "group-size": 32, "residual-length": 32, "top-k": 1024, "host-bits": 16, "lowering": "eager"}
+OPTIONS = {**LOSSLESS, "lowering": "eager"}
 # Characters that prompts share: about ends of groups, windows, pages and chunks.
 SHARED = [n + by for n in (32, 64, 256, 512, 1024) for by in (-40, -32, 0)]
 TALKS = 48
@@ -64,7 +65,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        flags = [word for name, value in LOSSLESS.items() for word in (f"--{name}", str(value))]
+        flags = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         self.command = [
             sys.executable, "-m", "specache_compile.cli", "serve", str(checkpoint), "--port", str(self.port),
             "--device", "cpu", "--session-folder", str(folder), "--queue", str(2 * clients), *flags,
@@ -97,22 +98,6 @@ class Server:
         self.process.wait()
 
 
-def tiny(folder: Path) -> LlamaForCausalLM:
-    """A model of ASCII characters, its weights large enough that logits are well apart."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.3, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(BYTES)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return model
-
-
 def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chance = random.Random(seed)
@@ -124,7 +109,8 @@ def talks_of(model: LlamaForCausalLM, folder: Path, seed: int) -> list[Talk]:
         for more in ("And then?", ""):
             text = tokenizer.apply_chat_template(talk.messages, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-            said = model.generate(ids, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
+            seen = torch.ones_like(ids)  # else it takes a token 0, which it may have said, for padding
+            said = model.generate(ids, attention_mask=seen, max_new_tokens=ANSWER, do_sample=False)[0, ids.shape[1] :]
             talk.expected.append(tokenizer.decode(said))
             answer = {"role": "assistant", "content": talk.expected[-1]}
             talk.messages += [answer, {"role": "user", "content": more}]
@@ -245,7 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "model"
-        talks = talks_of(tiny(checkpoint), checkpoint, args.seed)
+        model = tiny(args.seed, layers=2)
+        write_checkpoint(model, checkpoint)
+        talks = talks_of(model, checkpoint, args.seed)
         server = Server(checkpoint, Path(folder) / "sessions", args.clients)
         soak = Soak(server, str(checkpoint), talks, time.monotonic() + 60 * args.minutes)
         try:

@@ -7,6 +7,7 @@ import tempfile
 import uuid
 import weakref
 from pathlib import Path
+from typing import Any
 
 from transformers import DynamicCache
 
@@ -47,10 +48,10 @@ def forget(request: Request) -> None:
         request.aside = None
 
 
-def brought_or_none(request: Request, model: object) -> DynamicCache | None:
+def brought_or_none(request: Request, model: Any) -> DynamicCache | None:
     """The cache of a request that is aside; None where it cannot be read, or there is no room."""
     assert request.aside is not None
     try:
-        return load(request.aside, model)  # type: ignore[arg-type]
+        return load(request.aside, model)
     except (SpecacheError, OSError, RuntimeError):
         return None

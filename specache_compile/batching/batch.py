@@ -292,7 +292,7 @@ class Batch:
     def give_way(self) -> None:
         """Where the next turn's pages are not there: those that wait give theirs back, and then who began last."""
         while self.aside is not None and self.memory.pool is not None and not self.memory.has(self.next_pages):
-            idle = [request for request in self.waiting if self.memory.tiers_of(request.cache) is not None]
+            idle = self.waiting_in_pages
             running = [request for request, cache, _ in self.running if self.may_be_in_pages(request, cache)]
             last = idle[-1] if idle else max(running, key=lambda request: request.began)
             if idle or len(running) > 1:
@@ -303,11 +303,8 @@ class Batch:
 
     def next_pages(self) -> int:
         """Pages that the next turn takes."""
-        return sum(
-            self.memory.still_needed(*one, one[0].cached + self.next_tokens(one[0]))
-            for one in self.running
-            if self.next_tokens(one[0])
-        )
+        steps = [(one, self.next_tokens(one[0])) for one in self.running]
+        return sum(self.memory.still_needed(*one, one[0].cached + tokens) for one, tokens in steps if tokens)
 
     def next_tokens(self, request: Request) -> int:
         """Tokens that the next turn caches of a request that runs."""
@@ -341,7 +338,7 @@ class Batch:
     def make_room(self) -> bool:
         """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt
         anew; False, and the first one is over, where there is none."""
-        holding = [request for request in self.waiting[1:] if self.memory.tiers_of(request.cache) is not None]
+        holding = [request for request in self.waiting_in_pages if request is not self.waiting[0]]
         if not holding:
             self.over(self.waiting.pop(0), End.FAILED, kept_elsewhere())
             return False
@@ -350,6 +347,11 @@ class Batch:
         drop(last.cache)
         last.cache, last.read, last.from_its_first = None, 0, True
         return True
+
+    @property
+    def waiting_in_pages(self) -> list[Request]:
+        """Those that wait, and hold pages meanwhile."""
+        return [request for request in self.waiting if self.memory.tiers_of(request.cache) is not None]
 
     @property
     def running(self) -> list[Running]:
@@ -408,8 +410,8 @@ class Batch:
 
     def say_together(self, group: Rows) -> None:
         """One token of each row of a group, and before it what is right of the row's draft."""
-        start, compiled = time.perf_counter(), rewritten_so_far(self.model)
-        session = self.drafting(group)
+        start, session = time.perf_counter(), self.drafting(group)
+        compiled = 0 if session is None else rewritten_so_far(self.model)
         drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
         several = any(drafts)
         with contextlib.nullcontext() if session is None else verifying(session, drafts):

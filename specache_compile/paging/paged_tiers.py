@@ -29,6 +29,7 @@ class PagedTiers(Tiers):
         came back from a host tier that rounds.
     most_rows: that there are places for; row b has the b-th, and those that no row has want no fetch.
     all_places: of each layer, the tensors with all of them.
+    by_rows: the state of so many rows, the first ones.
     """
 
     def __init__(self, like: Tiers, pool: Pool, pages: Sequence[list[int]], places: int) -> None:
@@ -53,21 +54,21 @@ class PagedTiers(Tiers):
     def let_go(self) -> None:
         self.pool.release(self.pages)
         self.state, self.all_places = [], []
-        self.shown.clear()
+        self.by_rows.clear()
 
     def show(self) -> None:
         """Let `state` be the pool's pages, and the places of the rows that there are."""
-        self.shown: dict[int, list[LayerState]] = {}
+        self.by_rows: dict[int, list[LayerState]] = {}
         self.state = self.filled_up(self.batch)
 
     def filled_up(self, rows: int) -> list[LayerState]:
-        if rows not in self.shown:
-            self.shown[rows] = []
+        if rows not in self.by_rows:
+            self.by_rows[rows] = []
             for layer, own, pages in zip(self.layers, self.all_places, self.pool.state, strict=True):
                 by_row = {field.name for field in row_fields(self.options, layer)}
                 places = {name: tensor[:rows] if name in by_row else tensor for name, tensor in own.items()}
-                self.shown[rows].append({**places, **pages})
-        return self.shown[rows]
+                self.by_rows[rows].append({**places, **pages})
+        return self.by_rows[rows]
 
     def point(self) -> None:
         """Write the table, as wide as the longest row has pages, up to a power of two: whatever comes and goes, few

@@ -245,6 +245,8 @@ class Step:
         if dims is None:
             return live
         rows = row_bucket(live, self.session.tiers.most_cursors)
+        if rows == live:
+            return live
         holds = graph.captured.symbols.holds
         return rows if all(holds(each, arguments, {dims.number: rows}) for each in dims.assumed) else live
 

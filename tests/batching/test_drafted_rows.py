@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from test_batch import Failing
+from transformers import LlamaForCausalLM, LogitsProcessorList
 
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
@@ -144,18 +144,6 @@ def test_a_draft_writes_no_page_that_others_have(plain: LlamaForCausalLM, verify
         assert torch.equal(layer.values, values)
     del first.cache, layer
     assert all_free(batch)
-
-
-class Failing(LogitsProcessor):
-    """Behind so many tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] >= self.tokens:
-            raise RuntimeError("no token is good enough")
-        return scores
 
 
 def test_a_processor_that_fails_within_a_draft_ends_its_request_where_it_would_without(
