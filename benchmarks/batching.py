@@ -1,25 +1,29 @@
 """Many requests at once: tokens a second of `sc.Batch` by the rows that say tokens together, and the rows that fit.
 
 Each number of rows answers the same requests, prompts of lengths drawn log-normally around `--tokens`, all there from
-the beginning; rows of one are one request at a time. Beside it the rows of one length whose device tiers fit where
-a cache of 16 bits has one row (computed), and the host bytes for each byte on the device. On a CPU both lie in one
-memory, and a batch in 16 bits that fits is faster: what is won there is memory.
+the beginning; rows of one are one request at a time. Beside it the rows of one length that run at once in the device
+bytes of some rows in 16 bits, computed and counted, and the host bytes for each byte on the device. On a CPU both lie
+in one memory, and a batch in 16 bits that fits is faster: what is won there is memory.
 
     python benchmarks/batching.py                                               smollm2-135m, half an hour on two cores
-    python benchmarks/batching.py --model examples/needle-llama --tokens 80 --requests 4 --rows 1 4 --lowering eager
+    python benchmarks/batching.py --model examples/needle-llama --tokens 80 --requests 4 --rows 1 4 --context 1024
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from tabulate import tabulate
+from tqdm import tqdm
 
 import specache_compile as sc
 from specache_compile.batching.request import Request
@@ -31,10 +35,16 @@ from specache_compile.runtime.state import device_total, full_cache_bytes, predi
 SPREAD = 0.6
 
 
+def lengths(tokens: int, requests: int) -> list[int]:
+    """Of so many prompts, drawn log-normally around `tokens`."""
+    spread = SPREAD * torch.randn(requests, generator=torch.Generator().manual_seed(0))
+    return (tokens * torch.exp(spread)).int().clamp_min(8).tolist()
+
+
 def prompts(model: Any, args: argparse.Namespace) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    lengths = (args.tokens * torch.exp(SPREAD * torch.randn(args.requests, generator=generator))).int().clamp_min(8)
-    return [torch.randint(0, model.config.vocab_size, (int(n),), generator=generator) for n in lengths]
+    counts = lengths(args.tokens, args.requests)
+    return [torch.randint(0, model.config.vocab_size, (count,), generator=generator) for count in counts]
 
 
 def answered(model: Any, given: list[torch.Tensor], rows: int, args: argparse.Namespace) -> tuple[Any, list[Request]]:
@@ -58,12 +68,58 @@ def answered(model: Any, given: list[torch.Tensor], rows: int, args: argparse.Na
     return told, requests
 
 
-def fitting(batch: sc.Batch, context: int) -> dict[str, Any]:
-    """Rows of `context` tokens in the device bytes of one row in 16 bits, of a large batch; and the host's share."""
-    tiers = predicted_bytes(batch.options, batch.memory.layers, 1, context)
-    device = device_total(tiers)
-    full = full_cache_bytes(batch.memory.layers, 1, context)
-    return {"context": context, "rows_in_one": full / device, "host_bytes_per_device_byte": tiers["host"] / device}
+def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows of `--context` tokens that run at once in the device bytes of `--full-rows` rows in 16 bits: computed, and
+    counted in a batch of that memory and of so many rows, of a model of the same shape in bfloat16, two layers deep."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 2
+    torch.manual_seed(0)
+    small = type(model)(config).to(torch.bfloat16).eval()
+    small.compile(backend="specache", options={"lowering": args.lowering})
+    probe = sc.Batch(small)
+    probe.add(torch.zeros(8, dtype=torch.long), max_new_tokens=1)
+    probe.run()
+    options, layers = probe.options, probe.memory.layers
+    tiers = predicted_bytes(options, layers, 1, args.context)
+    budget = full_cache_bytes(layers, args.full_rows, args.context)
+    computed = budget / device_total(tiers)
+    batch, answer = sc.Batch(small, rows=math.ceil(computed), device_memory=budget), args.context // 2
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(math.ceil(computed)):
+        ids = torch.randint(0, config.vocab_size, (args.context - answer,), generator=generator)
+        batch.add(ids, max_new_tokens=answer, eos_token_id=None)
+    with tqdm(total=math.ceil(computed), desc="rows that begin", file=sys.stderr) as bar:
+        batch.admit()
+        while batch.reading:
+            batch.step()
+            batch.admit()
+            bar.update(len(batch.saying) - bar.n)
+    counted = len(batch.saying)
+    return {
+        "context": args.context, "full_rows": args.full_rows, "rows_computed": computed, "rows_counted": counted,
+        "host_bytes_per_device_byte": tiers["host"] / device_total(tiers),
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """By rows that say tokens together: tokens a second, and what a row waits for its next token."""
+    first = rows[0]["tokens_per_second"]
+    lines = [
+        [
+            row["rows"], f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_second'] / first:.2f}",
+            *(f"{1e3 * row[f'between_tokens_{of}']:.0f}" for of in ("p50", "p95")), row["as_alone"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    heads = ["rows", "tokens/s", "of the first", "between tokens, ms, p50", "p95", "answers as the first's"]
+    return tabulate(lines, headers=heads, disable_numparse=True, colalign=["right"] * len(heads))
+
+
+def fits_table(fits: dict[str, Any]) -> str:
+    heads = ["tokens of each", "rows in 16 bits", "rows, computed", "rows, counted", "host bytes for one on the device"]
+    computed, host = (f"{fits[name]:.1f}" for name in ("rows_computed", "host_bytes_per_device_byte"))
+    line = [f"{fits['context']:,}", fits["full_rows"], computed, fits["rows_counted"], host]
+    return tabulate([line], headers=heads, disable_numparse=True, colalign=["right"] * len(heads))
 
 
 def main() -> None:
@@ -75,6 +131,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--context", type=int, default=8192, help="of the rows that fit (%(default)s)")
+    parser.add_argument(
+        "--full-rows", type=int, default=4, help="rows in 16 bits whose device bytes they have (%(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--lowering", default="inductor")
     parser.add_argument("--out", type=Path)
@@ -84,27 +143,21 @@ def main() -> None:
     given = prompts(model, args)
     alone = None
     found: dict[int, list[Any]] = {rows: [] for rows in args.rows}
-    for repeat in range(args.repeats + 1):  # the first compiles
-        for rows in args.rows:
-            told, requests = answered(model, given, rows, args)
-            said = [request.said for request in requests]
-            alone = alone or said
-            told["as_alone"] = sum(ours == theirs for ours, theirs in zip(said, alone, strict=True))
-            if repeat:
-                found[rows].append(told)
+    turns = [(repeat, rows) for repeat in range(args.repeats + 1) for rows in args.rows]
+    for repeat, rows in tqdm(turns, file=sys.stderr, unit="turn"):  # the first repeat compiles
+        told, requests = answered(model, given, rows, args)
+        said = [request.said for request in requests]
+        alone = alone or said
+        told["as_alone"] = sum(ours == theirs for ours, theirs in zip(said, alone, strict=True))
+        if repeat:
+            found[rows].append(told)
     rows = [{name: statistics.median(run[name] for run in runs) for name in runs[0]} for runs in found.values()]
-    batch = sc.Batch(model)
-    batch.add(given[0], max_new_tokens=1)
-    batch.run()
-    fits = fitting(batch, args.context)
-    print(tabulate([row.values() for row in rows], headers=list(rows[0]), floatfmt=".4g"))
-    print(f"as_alone: of {len(given)} answers those equal to what the first number of rows says")
-    print("; ".join(f"{name} {value:.4g}" for name, value in fits.items()))
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    made_by = provenance(torch.device("cpu"), "benchmarks/batching.py")
+    report = {"provenance": made_by, "settings": settings, "rows": rows, "fits": held(model, args)}
+    print(table(rows), fits_table(report["fits"]), sep="\n\n")
     if args.out is not None:
-        settings = {name: value for name, value in vars(args).items() if name != "out"}
-        made_by = provenance(torch.device("cpu"), "benchmarks/batching.py")
-        result = {"provenance": made_by, "settings": settings, "rows": rows, "fits": fits}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -119,14 +119,15 @@ DECLARED = (
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "float scale, float? softcap) -> Tensor",
         attention.extend_attention, fake_of_query, ".attention.triton_extend:extend_attention",
-        fused=flash.extend_attention_fused, cost=costs.extend_attention, is_work=True, reads_host=True,
-        capturable=False,
+        fused=flash.extend_attention_fused, library=flash.library_of, cost=costs.extend_attention, is_work=True,
+        reads_host=True, capturable=False,
     ),
     Op(
         "extend_latents(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "Tensor weight, float scale, float? softcap) -> Tensor",
         latents.extend_latents, latents.fake_extend_latents,
-        fused=latents.extend_latents_fused, cost=costs.extend_latents, is_work=True, reads_host=True, capturable=False,
+        fused=latents.extend_latents_fused, library=flash.library_of, cost=costs.extend_latents, is_work=True,
+        reads_host=True, capturable=False,
     ),
     Op(
         "select_topk(Tensor scores, Tensor(a!) wanted) -> ()",

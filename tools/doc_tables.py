@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -215,36 +216,11 @@ def profiles(steps: list[dict[str, Any]]) -> str:
     return profile_table(shown) if shown else ""
 
 
-def cold_start() -> str:
-    """What benchmarks/cold_start.py prints."""
+def printed(program: str, results: str, name: str = "table", of: str = "rows") -> str:
+    """What a benchmark prints of some of its results: its function of this name makes it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from cold_start import table
-
-    return fenced(table(load("cold_start.json")["rows"]))
-
-
-def verification() -> str:
-    """What benchmarks/verify.py prints."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from verify import table
-
-    return fenced(table(load("verify.json")["rows"]))
-
-
-def verify_families() -> str:
-    """What benchmarks/verify_families.py prints."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from verify_families import table
-
-    return fenced(table(load("verify_families.json")["rows"]))
-
-
-def look_ups() -> str:
-    """What `benchmarks/verify.py --edits` prints."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from verify import edits_table
-
-    return fenced(edits_table(load("verify_edits.json")["rows"]))
+    table: str = getattr(import_module(program), name)(load(f"{results}.json")[of])
+    return fenced(table)
 
 
 def figures(name: str) -> str:
@@ -259,45 +235,6 @@ def gpu() -> str:
         return "Nothing has been measured on a GPU yet."
     tables: str = load("gpu_table.json")["tables"]
     return tables
-
-
-def masses() -> str:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from masses import table
-
-    return fenced(table(load("masses.json")["rows"]))
-
-
-def guesses() -> str:
-    """What benchmarks/guesses.py prints."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from guesses import table
-
-    return fenced(table(load("guesses.json")["rows"]))
-
-
-def latents() -> str:
-    """What benchmarks/latents.py prints."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from latents import table
-
-    return fenced(table(load("latents.json")["rows"]))
-
-
-def latent_extends() -> str:
-    """What benchmarks/latent_extends.py prints."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from latent_extends import table
-
-    return fenced(table(load("latent_extends.json")["rows"]))
-
-
-def latent_distances() -> str:
-    """What benchmarks/latent_distances.py prints."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from latent_distances import table
-
-    return fenced(table(load("latent_distances.json")["rows"]))
 
 
 def gains() -> str:
@@ -420,15 +357,23 @@ QUALITY = (
     ("paper", "closeness"), ("needles_smollm2", "needle"),
     ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
 )  # fmt: skip
+# Benchmarks whose results are one table.
+PRINTED = (
+    "cold_start", "verify_families", "masses", "guesses", "latents", "latent_extends", "latent_distances", "batching",
+    "serve_load",
+)  # fmt: skip
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, every_family, versions, options, methods, summary, demo, cold_start, verification,
-            verify_families, look_ups, gpu, masses, guesses, latents, latent_extends, latent_distances, gains,
-            computed_steps, diagnostics, tasks, devices, passes, ops, fields,
+            families, every_family, versions, options, methods, summary, demo, gpu, gains, computed_steps, diagnostics,
+            tasks, devices, passes, ops, fields,
         )
     },
+    **{name: partial(printed, name, name) for name in PRINTED},
+    "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
+    "verification": partial(printed, "verify", "verify"),
+    "look_ups": partial(printed, "verify", "verify_edits", "edits_table"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
     **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},

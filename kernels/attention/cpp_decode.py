@@ -24,6 +24,7 @@ from specache_compile.kernels.state.stored_tiers import StoredTiers
 from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
 from .flash import DTYPES as FLASH_DTYPES
 from .flash import attend_exact_rows
+from .flash import library_of as latents_library_of
 from .kept_logits import whole_logits
 
 
@@ -102,6 +103,7 @@ def has_exact_rows(q: Tensor, tiers: StoredTiers, layout: Layout) -> bool:
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
     """The library that a call with such arguments needs; None where the definition takes over."""
+    latents_library_of(q, k)
     return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import CDLL
 
 import torch
 from torch import Tensor
 
+from specache_compile.kernels.cpp.library import latents_library
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, length_of
@@ -28,6 +30,8 @@ BLOCK = 8192
 MASKED_BLOCK = 1024
 # The kernel shares out whole blocks of query rows; with fewer rows than one has, the tokens are shared out here.
 FEW_ROWS = 64
+# The kernel for latents takes whole pairs of tiles: so many channels.
+TILES = 32
 
 # Over some of the tokens: output [B, H, rows, d], and log Σ exp(logit) [B, H, rows]; a row that sees none: -inf.
 Part = tuple[Tensor, Tensor]
@@ -45,10 +49,39 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: f
     return out, total if seen is None else total.masked_fill(~seen.any(-1), -math.inf)
 
 
+def library_of(q: Tensor, k: Tensor, *rest: object) -> CDLL | None:
+    """The library that a call with such arguments may need: latents are rows of one head."""
+    return latents_library() if k.dtype == torch.bfloat16 and k.shape[1] == 1 else None
+
+
+def latents_kernel(q: Tensor, keys: Tensor, values: Tensor) -> CDLL | None:
+    """The library of `attend_latents` where it takes them: one and the same rows of one head, and few query rows."""
+    same = keys.data_ptr() == values.data_ptr() and keys.shape == values.shape and keys.stride() == values.stride()
+    width = keys.shape[3]
+    if not same or keys.shape[1] > 1 or q.shape[2] > FEW_ROWS or keys.stride()[2:] != (width, 1):
+        return None
+    fits = q.dtype == keys.dtype == torch.bfloat16 and q.shape[3] == width and width % TILES == 0
+    return latents_library() if fits and keys.numel() else None
+
+
+def attend_latents(library: CDLL, q: Tensor, rows: Tensor, scale: float) -> Part:
+    """`flash(q, rows, rows, None, scale)` by a C++ kernel that reads the rows once; the output is float32."""
+    (batch, _, count, width), q = rows.shape, q.contiguous()
+    out, total = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+    library.attend_latents(
+        q.data_ptr(), rows.data_ptr(), batch, q.shape[2], count, width, rows.stride(0), scale, out.data_ptr(),
+        total.data_ptr(),
+    )  # fmt: skip
+    return out, total
+
+
 def parts_of(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> list[Part]:
-    """`flash` of as many parts as there are threads without work else."""
+    """`flash` of as many parts as there are threads without work else, or the kernel for rows that are both halves."""
     batch, heads, rows, _ = q.shape
     tokens = keys.shape[2]
+    library = latents_kernel(q, keys, values) if mask is None else None
+    if library is not None:
+        return [attend_latents(library, q, keys, scale)]
     parts = torch.get_num_threads() // (batch * heads) if mask is None and heads == 1 and rows <= FEW_ROWS else 1
     if parts < 2 or tokens < 2 * parts:
         return [flash(q, keys, values, mask, scale)] if tokens else []

@@ -108,6 +108,21 @@ def rows_library(dtype: torch.dtype) -> CDLL:
 
 
 @functools.cache
+def latents_library() -> CDLL | None:
+    """cpp_latents.cpp, for rows of bfloat16; None where there is no compiler, or the processor has no tiles."""
+    if not has_compiler():
+        return None
+    files = ("cpp/cpp_registers.h", "cpp/cpp_tiles.h", "attention/cpp_latents.cpp")
+    library: Any = compiled(files, {"has_tiles": []})
+    library.has_tiles.restype = c_bool
+    if not library.has_tiles():
+        return None
+    library.attend_latents.argtypes = [c_void_p, c_void_p, *[c_int64] * 5, c_float, c_void_p, c_void_p]
+    library.attend_latents.restype = None
+    return library  # type: ignore[no-any-return]
+
+
+@functools.cache
 def tiers_library(dtype: torch.dtype = torch.float32) -> CDLL:
     """cpp_tiers.cpp, for pairs of any dtype; to and from a host tier that is rounded, of this one."""
     pointer, number = c_void_p, c_int64

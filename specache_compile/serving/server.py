@@ -71,7 +71,7 @@ def application(
         ticket, answers = request.state.ticket, body.n or 1
         reply = kind(name, [generation.begin(ticket, numbered(question, index)) for index in range(answers)])
         if body.stream:
-            return reply.stream(bool(body.stream_options and body.stream_options.include_usage))
+            return reply.stream(body.stream_options.usage if body.stream_options else "none")
         return await while_waited_for(request, reply.whole())
 
     @app.post("/v1/chat/completions")

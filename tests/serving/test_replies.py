@@ -18,6 +18,7 @@ from conftest import byte_tokenizer
 from served import parser_of
 from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
 from specache_compile.serving.interface.replies import ChatReply, Reply
+from specache_compile.serving.interface.requests import StreamOptions, Usage
 from specache_compile.serving.metrics import Metrics
 from specache_compile.serving.stops import Stops
 
@@ -28,7 +29,14 @@ PROMPT = torch.tensor([list(b"<user>Hi")])
 CALLING = 'Hm.</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'
 
 
-def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once: int = 1, **asked: Any) -> Any:
+def reply(
+    text: str,
+    kind: type[Reply] = Reply,
+    streamed: bool = False,
+    at_once: int = 1,
+    usage: Usage = "last",
+    **asked: Any,
+) -> Any:
     """What a client gets where a model says this text, so many tokens at once: a response, or a list of events."""
 
     async def said() -> Any:
@@ -46,7 +54,7 @@ def reply(text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once:
         answer.close()
         if not streamed:
             return json.loads((await kind("tiny", [answer]).whole()).body)
-        return [event.removeprefix("data: ").strip() async for event in kind("tiny", [answer]).events(True)]
+        return [event.removeprefix("data: ").strip() async for event in kind("tiny", [answer]).events(usage)]
 
     return asyncio.run(said())
 
@@ -103,6 +111,18 @@ def test_a_stream_begins_with_its_first_token_and_ends_with_done() -> None:
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("kind", [Reply, ChatReply])
+def test_every_event_of_a_stream_tells_its_usage_where_it_is_asked_for(kind: type[Reply]) -> None:
+    """As load tools ask for it, and as vLLM answers."""
+    usage = StreamOptions(include_usage=True, continuous_usage_stats=True).usage
+    *events, _ = reply("Yes", kind, streamed=True, usage=usage)
+    told = [json.loads(event)["usage"] for event in events]
+    assert {one["prompt_tokens"] for one in told} == {PROMPT.numel()}
+    assert all(one["completion_tokens"] >= said for said, one in enumerate(told[:-2], 1))
+    assert told[-1]["completion_tokens"] == 3
+    assert StreamOptions(continuous_usage_stats=True).usage == "none"
 
 
 def test_an_answer_of_nothing_has_a_role_too() -> None:

@@ -15,6 +15,8 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from specache_compile.serving.answer import Answer, Likely
 
+from .requests import Usage
+
 
 class Choice:
     """One answer to a completion; `ChatChoice` is a chat's."""
@@ -117,18 +119,19 @@ class Reply:
         choices = await asyncio.gather(*(choice.whole() for choice in self.choices))
         return JSONResponse(self.told(self.whole_object, choices, usage=self.usage()))
 
-    def stream(self, usage: bool) -> StreamingResponse:
-        """usage: whether a last event reports it."""
+    def stream(self, usage: Usage) -> StreamingResponse:
+        """usage: which events report it; the last one that does has nothing else."""
         return StreamingResponse(self.events(usage), media_type="text/event-stream")
 
-    async def events(self, usage: bool) -> AsyncIterator[str]:
+    async def events(self, usage: Usage) -> AsyncIterator[str]:
         try:
             async for part in together([choice.parts() for choice in self.choices]):
-                yield f"data: {json.dumps(self.told(self.part_object, [part]))}\n\n"
+                so_far = {"usage": self.usage()} if usage == "every" else {}
+                yield f"data: {json.dumps(self.told(self.part_object, [part], **so_far))}\n\n"
         except Exception as error:  # the stream has begun, so the status cannot tell it
             yield f"data: {json.dumps(told_error(error)[1])}\n\n"
             return
-        if usage:
+        if usage != "none":
             yield f"data: {json.dumps(self.told(self.part_object, [], usage=self.usage()))}\n\n"
         yield "data: [DONE]\n\n"
 

@@ -42,11 +42,23 @@ Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 
 
+# Events of a stream.
+Usage = Literal["none", "last", "every"]
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
     include_obfuscation: Literal[False] | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Which events report it. Without `include_usage` none does, as in vLLM."""
+        if not self.include_usage:
+            return "none"
+        return "every" if self.continuous_usage_stats else "last"
 
 
 class Body(BaseModel):

@@ -18,7 +18,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from specache_compile.serving.answer import Answer
 
 from .replies import told_error
-from .requests import Body, ChatBody, Count, Flag, ResponseFormat
+from .requests import Body, ChatBody, Count, Flag, ResponseFormat, Usage
 
 Kind = Literal["message", "reasoning"]
 
@@ -146,7 +146,7 @@ class ResponseReply:
             last = event
         return JSONResponse(last["response"])
 
-    def stream(self, usage: bool) -> StreamingResponse:
+    def stream(self, usage: Usage) -> StreamingResponse:
         """usage: nothing; the last event always reports it."""
         return StreamingResponse(self.events(), media_type="text/event-stream")
 
