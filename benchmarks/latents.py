@@ -4,7 +4,7 @@ cache in each step.
 Attention as in DeepSeek-V2-Lite and MiniCPM3, random weights, two layers of them, a small MLP. The floor is what the
 bytes of weights and cache take at the rate at which this machine reads a gigabyte.
 
-    python benchmarks/latents.py                                    1k, 4k and 16k tokens, float32 and bfloat16: an hour
+    python benchmarks/latents.py                 1k, 4k and 16k tokens, float32 and bfloat16: a quarter of an hour
     python benchmarks/latents.py --contexts 1024 --dtypes float32 --rounds 2 --lowering eager      a minute
 """
 
@@ -58,7 +58,15 @@ def measure(shape: str, dtype: str, args: argparse.Namespace, results: Results, 
     model = model_of(shape, getattr(torch, dtype))
     rate = results.once("bandwidth", lambda: bandwidth(torch.device("cpu")))
     plan = Plan(
-        METHODS, args.rounds, prompts=False, extend=0, profile=False, lowering=args.lowering, gguf=None, rate=rate
+        METHODS,
+        args.rounds,
+        prompts=False,
+        extend=0,
+        profile=False,
+        lowering=args.lowering,
+        gguf=None,
+        rate=rate,
+        in_a_row=args.in_a_row,
     )
     for context in contexts:
         rows = cell(model, context, 1, plan, bar)
@@ -83,11 +91,17 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each way; a turn is five steps")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each way (%(default)s)")
+    parser.add_argument("--in-a-row", type=int, default=20, help="steps of a turn (%(default)s)")
     parser.add_argument("--lowering", default="inductor", help="of ours")
     parser.add_argument("--out", type=Path, default=Path("build/latents.json"), help="goes on where that file ends")
     args = parser.parse_args()
-    settings = {"lowering": args.lowering, "rounds": args.rounds, "threads": torch.get_num_threads()}
+    settings = {
+        "lowering": args.lowering,
+        "rounds": args.rounds,
+        "in_a_row": args.in_a_row,
+        "threads": torch.get_num_threads(),
+    }
     results = Results(args.out, "benchmarks/latents.py", torch.device("cpu"), resume=True, **settings)
     cells = len(args.shapes) * len(args.dtypes) * len(args.contexts)
     with tqdm(total=cells * (len(METHODS) + args.rounds), file=sys.stderr, unit="turn") as bar:

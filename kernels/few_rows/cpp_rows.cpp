@@ -12,6 +12,22 @@ namespace {
 // What x, w, bias and y are made of: each has a build of its own.
 typedef DTYPE T;
 
+// Numbers of a register: gcc keeps sums of vectors that are longer in memory.
+#ifdef __AVX512F__
+constexpr int kRun = kLanes;
+#else
+constexpr int kRun = kLanes / 2;
+#endif
+typedef float Run __attribute__((vector_size(kRun * sizeof(float)), aligned(4)));
+
+inline Run run_of(const float* from) { return *reinterpret_cast<const Run*>(from); }
+
+inline Run run_of(const BFloat16* from) {
+  typedef uint16_t Shorts __attribute__((vector_size(kRun * sizeof(uint16_t)), aligned(2)));
+  typedef uint32_t Longs __attribute__((vector_size(kRun * sizeof(uint32_t)), aligned(4)));
+  return bits_of<Run>(__builtin_convertvector(*reinterpret_cast<const Shorts*>(from), Longs) << 16);
+}
+
 // Output channels whose sums are in registers at once, beside R rows.
 constexpr int64_t kOutputs = 2;
 // Output channels that weights are asked for ahead.
@@ -19,18 +35,22 @@ constexpr int64_t kAhead = 4;
 
 template <int R, int O>
 inline void dots(const float* x, const T* w, const T* bias, int64_t channels, int64_t outputs, T* y) {
-  Floats sums[O][R] = {};
+  constexpr int kRuns = kLanes / kRun;
+  Run sums[O][R][kRuns] = {};
   int64_t c = 0;
   for (; c + kLanes <= channels; c += kLanes)
     for (int o = 0; o < O; ++o) {
-      const Floats weights = load(w + o * channels + c);
       __builtin_prefetch(w + (o + kAhead) * channels + c);
-      for (int r = 0; r < R; ++r) sums[o][r] += load(x + r * channels + c) * weights;
+#pragma GCC unroll 2
+      for (int i = 0; i < kRuns; ++i) {
+        const Run weights = run_of(w + o * channels + c + i * kRun);
+        for (int r = 0; r < R; ++r) sums[o][r][i] += run_of(x + r * channels + c + i * kRun) * weights;
+      }
     }
   for (int o = 0; o < O; ++o)
     for (int r = 0; r < R; ++r) {
       float sum = bias ? static_cast<float>(bias[o]) : 0.0f;
-      for (int i = 0; i < kLanes; ++i) sum += sums[o][r][i];
+      for (int i = 0; i < kLanes; ++i) sum += sums[o][r][i / kRun][i % kRun];
       for (int64_t rest = c; rest < channels; ++rest) sum += x[r * channels + rest] * static_cast<float>(w[o * channels + rest]);
       store(sum, y + r * outputs + o);
     }

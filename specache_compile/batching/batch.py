@@ -332,8 +332,8 @@ class Batch:
 
     @property
     def has_room(self) -> bool:
-        """Whether there may be one more row."""
-        return len(self.reading) + len(self.saying) < self.most_rows
+        """Whether there may be one more row. Prompts are read one after another: each has a place beside the rows'."""
+        return not self.reading and len(self.saying) < self.most_rows
 
     def make_room(self) -> bool:
         """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt

@@ -24,8 +24,8 @@ from .request import Request, Stage
 
 # A request that runs, its cache, and its row there.
 Running = tuple[Request, DynamicCache | None, int]
-# Places of one row that may be there at once: the batch's, that of a prompt that is read, and a beginning's.
-PLACES = 3
+# The most beginnings that are kept: each has a place beside its pages.
+BEGINNINGS = 8
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Memory:
         self.overcommits = overcommits
         self.layers: list[LayerShape] = []
         self.pool: Pool | None = None
-        self.prefixes = Prefixes(rows)
+        self.prefixes = Prefixes(min(rows, BEGINNINGS))
         self.weights: list[tuple[int, int]] = []
 
     def learn(self, cache: DynamicCache, joins: bool) -> None:
@@ -214,10 +214,11 @@ def alone(options: MethodOptions, layers: Sequence[LayerShape], lengths: Iterabl
 def in_rows(
     options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int]
 ) -> Bytes:
-    """The most bytes of a batch of so many rows, of which some end with these tokens: their pages, and page 0; what
-    each row has beside them; and tiers of its own that a prompt's first chunk has."""
+    """The most bytes of a batch of so many rows, of which some end with these tokens: their pages, and page 0; what a
+    row, the prompt that is read, and a beginning that is kept have beside them; and tiers of its own that a prompt's
+    first chunk has."""
     pages = of_tiers(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
-    places = of_tiers(row_bytes(options, layers)).times(PLACES * rows)
+    places = of_tiers(row_bytes(options, layers)).times(rows + 1 + min(rows, BEGINNINGS))
     return pages + places + alone(options, layers, [chunk])
 
 

@@ -23,7 +23,7 @@ from .ways import Decoding, Way, can_extend, first_tokens, read, twin_of, way
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
-# Steps in a row of a way that has its turn.
+# Steps in a row of a way that has its turn: few, so that a busy second of the machine affects all ways alike.
 IN_A_ROW = 5
 # Timed calls of several tokens behind the context, and one before them that compiles.
 EXTENSIONS = 3
@@ -33,13 +33,14 @@ EXTENSIONS = 3
 class Plan:
     """What is measured.
 
-    rounds: turns of each way; a turn is `IN_A_ROW` steps.
+    rounds: turns of each way.
     prompts: whether first tokens are timed too.
     extend: tokens of a call behind the context that is timed too; 0: none.
     profile: whether a step is profiled too.
     lowering: this backend's.
     gguf: llama.cpp's file.
     rate: bytes a second that the device reads.
+    in_a_row: steps of a turn; behind many a processor's caches hold what they hold within a text.
     """
 
     methods: tuple[str, ...]
@@ -50,11 +51,12 @@ class Plan:
     lowering: str
     gguf: Path | None
     rate: float
+    in_a_row: int = IN_A_ROW
 
 
-def steps_behind(rounds: int) -> int:
+def steps_behind(rounds: int, in_a_row: int = IN_A_ROW) -> int:
     """The number of tokens that each way decodes behind a context."""
-    return WARM_UP + rounds * IN_A_ROW + PROFILED + 1
+    return WARM_UP + rounds * in_a_row + PROFILED + 1
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
@@ -81,7 +83,7 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
     ids = ids.to(model.device)
     bar.set_postfix_str(f"reading {context:,} tokens")
     plain, token = read(model, ids)
-    room = steps_behind(plan.rounds)
+    room = steps_behind(plan.rounds, plan.in_a_row)
     inductor = KERNELS_SHOW if plan.profile else {}
     twins = {name: twin_of(model, name, plan.lowering, inductor) for name in plan.methods}
     ways: dict[str, Way] = {}
@@ -97,7 +99,7 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
                 ways[name].step()
             bar.update()
         del plain
-        steps = steps_in_turn(ways, model.device, plan.rounds, context, bar)
+        steps = steps_in_turn(ways, model.device, plan.rounds, context, bar, plan.in_a_row)
         rows = {name: row_of(name, ways[name], steps[name], model, plan) for name in plan.methods}
         if plan.extend:
             for name, seconds in extensions_in_turn(ways, ids[:, : plan.extend], bar).items():
@@ -118,7 +120,7 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
 
 
 def steps_in_turn(
-    ways: Mapping[str, Way], device: torch.device, rounds: int, context: int, bar: tqdm
+    ways: Mapping[str, Way], device: torch.device, rounds: int, context: int, bar: tqdm, in_a_row: int = IN_A_ROW
 ) -> dict[str, list[float]]:
     """Milliseconds of each way's steps. In turns, a busy second of the machine affects all ways alike."""
     steps: dict[str, list[float]] = {name: [] for name in ways}
@@ -126,7 +128,7 @@ def steps_in_turn(
         bar.set_postfix_str(f"steps at {context:,} tokens, round {number + 1} of {rounds}")
         for name, one in ways.items():
             one.step()  # untimed: the processor's caches hold the other ways' data
-            steps[name] += [1e3 * timed(one.step, device) for _ in range(IN_A_ROW - 1)]
+            steps[name] += [1e3 * timed(one.step, device) for _ in range(in_a_row - 1)]
         bar.update()
     return steps
 
