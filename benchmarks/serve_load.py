@@ -52,11 +52,11 @@ FIGURES = {
 
 def write_model(name: str, folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """The checkpoint in 16 bits, as both servers load it. No answer ends early: it has no end token."""
-    model, tokenizer = load(name, "cpu", torch.bfloat16)
+    model, reader = load(name, "cpu", torch.bfloat16)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model, tokenizer
+    reader.tokenizer.save_pretrained(folder)
+    return model, reader.tokenizer
 
 
 def write_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int], seed: int) -> list[str]:
