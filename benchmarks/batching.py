@@ -106,8 +106,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]["tokens_per_second"]
     lines = [
         [
-            row["rows"], f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_second'] / first:.2f}",
-            *(f"{1e3 * row[f'between_tokens_{of}']:.0f}" for of in ("p50", "p95")), row["as_alone"],
+            int(row["rows"]), f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_second'] / first:.2f}",
+            *(f"{1e3 * row[f'between_tokens_{of}']:.0f}" for of in ("p50", "p95")), int(row["as_alone"]),
         ]
         for row in rows
     ]  # fmt: skip
