@@ -1,9 +1,9 @@
 """Servers under the same load: requests that come at random moments, with prompts of many lengths, to one model.
 
 `specache serve` with one row (one answer at a time) and with several, and `transformers serve --continuous-batching`,
-in turn on this machine; guidellm asks each the same prompts at the same moments (Poisson) and measures. Prompts have
+in turn on this machine; guidellm asks each the same prompts at random moments (Poisson) and measures. Prompts have
 lengths drawn log-normally around each of `--tokens`. All caches have the same bytes on the device, those of so many
-tokens in 16 bits as `--cache` says.
+tokens in 16 bits as `--cache` says; specache has its host tier beside.
 
     pip install guidellm                         in an environment of its own: it brings a transformers of its own
     python benchmarks/serve_load.py --guidellm PATH/TO/guidellm                smollm2-135m, half an hour on two cores
@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import torch
 from batching import lengths
 from tabulate import tabulate
@@ -115,6 +114,8 @@ def answers() -> bool:
 
 def warm(name: str, texts: Sequence[str], answer: int) -> None:
     """Requests that compile what the load runs: some alone, some together."""
+    import openai
+
     with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", timeout=900) as client:
 
         def ask(text: str) -> None:
@@ -211,7 +212,7 @@ def main() -> None:
             if not loads:
                 continue
             bar.set_postfix_str(f"{server}, starting")
-            with serving(served[server], args.out.with_name(f"{server.replace(' ', '_')}.log")):
+            with serving(served[server], Path("build", f"{server.replace(' ', '_')}.log")):
                 warm(str(folder / "model"), warming, args.answer)
                 for tokens in loads:
                     bar.set_postfix_str(f"{server}, {tokens:,} tokens")

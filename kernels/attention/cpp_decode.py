@@ -103,7 +103,7 @@ def has_exact_rows(q: Tensor, tiers: StoredTiers, layout: Layout) -> bool:
 
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
     """The library that a call with such arguments needs; None where the definition takes over."""
-    latents_library_of(q, k)
+    latents_library_of(q, k)  # `attend_exact_rows` needs it
     return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 

@@ -234,6 +234,7 @@ extern "C" void attend_latents(const void* q, const void* tokens, int64_t batch,
   const int64_t blocks = (count + kBlock - 1) / kBlock;
   const int64_t each = std::max<int64_t>(1, std::min(threads() / batch, blocks));
   std::vector<Part> parts;
+  parts.reserve(batch * each);
   for (int64_t job = 0; job < batch * each; ++job) parts.emplace_back(rows, width);
 #pragma omp parallel for schedule(static) num_threads(threads()) if (parts.size() > 1)
   for (int64_t job = 0; job < batch * each; ++job) {

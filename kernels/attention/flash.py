@@ -1,4 +1,5 @@
 """Exact attention by torch's flash kernel for CPUs, part by part: what an extend, and a decode over 16 bits, comes to.
+Latents in bfloat16 have a kernel of their own where a processor has tiles (`cpp_latents.cpp`).
 
 Each part of the tokens gives an output and the logarithm of its softmax's sum, by which parts are merged. The kernel
 rounds weights to the model's dtype before they meet the values, as `scaled_dot_product_attention` does.

@@ -13,10 +13,12 @@ namespace {
 typedef DTYPE T;
 
 // Numbers of a register: gcc keeps sums of vectors that are longer in memory.
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 constexpr int kRun = kLanes;
-#else
+#elif defined(__AVX__)
 constexpr int kRun = kLanes / 2;
+#else
+constexpr int kRun = kLanes / 4;
 #endif
 typedef float Run __attribute__((vector_size(kRun * sizeof(float)), aligned(4)));
 
@@ -41,7 +43,7 @@ inline void dots(const float* x, const T* w, const T* bias, int64_t channels, in
   for (; c + kLanes <= channels; c += kLanes)
     for (int o = 0; o < O; ++o) {
       __builtin_prefetch(w + (o + kAhead) * channels + c);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int i = 0; i < kRuns; ++i) {
         const Run weights = run_of(w + o * channels + c + i * kRun);
         for (int r = 0; r < R; ++r) sums[o][r][i] += run_of(x + r * channels + c + i * kRun) * weights;

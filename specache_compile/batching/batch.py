@@ -112,6 +112,8 @@ class Batch:
     device_memory, host_memory: bytes that tiers may have; None: as many as there are. A request begins where its bytes
         are free until its end. Rows have their tokens in pages of 256, and share those of prompts that begin alike
         (`prefixes.py`). On a CPU without device_memory, host_memory is for all tiers.
+    kept: caches that whoever uses the batch holds at once, of requests that are over (`keep`), or wait with theirs
+        (`cache`). The memory is kept to with so many; each further one has a place beside it.
     give_up: has whoever keeps caches of requests that are over drop one, where a request waits for its pages; whether
         there was one.
     overcommit: a folder; a request begins where its prompt's pages are free, and one for each other row. Where the next
@@ -121,7 +123,8 @@ class Batch:
 
     def __init__(
         self, model: Any, *, rows: int = 32, chunk: int = CHUNK, device_memory: int | None = None,
-        host_memory: int | None = None, give_up: Callable[[], bool] = lambda: False, overcommit: Path | None = None,
+        host_memory: int | None = None, kept: int = 0, give_up: Callable[[], bool] = lambda: False,
+        overcommit: Path | None = None,
     ) -> None:  # fmt: skip
         """SpecacheError where this backend has not compiled the model, or where overcommit has no bound of memory."""
         self.options = required_options(model, "Batch")
@@ -130,7 +133,7 @@ class Batch:
         self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
         budget = Bytes(device_memory, host_memory)
-        self.memory = Memory(self.options, budget, rows, chunk, give_up, overcommit is not None)
+        self.memory = Memory(self.options, budget, rows, chunk, kept, give_up, overcommit is not None)
         if overcommit is not None and budget == Bytes() and self.options.host_memory is None:
             raise nothing_runs_out()
         self.aside, self.begun = None if overcommit is None else Aside(overcommit), 0
@@ -180,7 +183,7 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
-        """Admit who fits, read a chunk of the oldest prompt that is being read, and have each row say a token, or what
+        """Admit who fits, read a chunk of the prompt that is read, and have each row say a token, or what
         is right of its draft: what was said, in no order but a request's own. A request whose prompt, or processor,
         fails is over, with its `error`. Where the model fails over rows, the step raises, and can be taken again: what
         others have said by then is among what the next one returns."""
@@ -249,8 +252,8 @@ class Batch:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
         if self.waiting and self.has_room:
             self.memory.notice_weights(self.model)
-        while self.waiting and self.has_room:
-            chosen = next_to_begin(self.waiting, functools.partial(self.memory.fits, running=self.running))
+        while self.has_room and (asking := self.may_begin):
+            chosen = next_to_begin(asking, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
                 if self.running or not self.make_room():
                     return
@@ -304,13 +307,13 @@ class Batch:
     def next_pages(self) -> int:
         """Pages that the next turn takes."""
         steps = [(one, self.next_tokens(one[0])) for one in self.running]
-        return sum(self.memory.still_needed(*one, one[0].cached + tokens) for one, tokens in steps if tokens)
+        return sum(self.memory.still_needed(*one, one[0].cached + tokens) for one, tokens in steps)
 
     def next_tokens(self, request: Request) -> int:
         """Tokens that the next turn caches of a request that runs."""
         if request.stage is Stage.SAYING:
             return 1 + request.ahead
-        return min(self.chunk, len(request.prompt) - request.read) if request is self.reading[0] else 0
+        return min(self.chunk, len(request.prompt) - request.read)
 
     def may_be_in_pages(self, request: Request, cache: DynamicCache | None) -> bool:
         return request.stage is Stage.READING or self.memory.tiers_of(cache) is not None
@@ -332,8 +335,14 @@ class Batch:
 
     @property
     def has_room(self) -> bool:
-        """Whether there may be one more row. Prompts are read one after another: each has a place beside the rows'."""
-        return not self.reading and len(self.saying) < self.most_rows
+        """Whether there may be one more row."""
+        return len(self.reading) + len(self.saying) < self.most_rows
+
+    @property
+    def may_begin(self) -> list[Request]:
+        """Of those that wait: prompts are read one after another, since the one that is read has a place beside the
+        rows'; who has read his comes back meanwhile."""
+        return [request for request in self.waiting if request.said] if self.reading else self.waiting
 
     def make_room(self) -> bool:
         """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt

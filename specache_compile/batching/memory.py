@@ -52,18 +52,21 @@ class Memory:
     layers: known when a first prompt has begun to be read.
     pool: None before that, and where rows cannot be in pages: then each has tiers of its own.
     give_up: has whoever keeps caches of ended requests drop one; whether there was one.
+    kept: caches that others hold, of requests that are over or wait.
     overcommits: a request is promised what it needs next, and not all until its end (`aside.py`).
     """
 
     def __init__(
-        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, give_up: Callable[[], bool],
+        self, options: MethodOptions, budget: Bytes, rows: int, chunk: int, kept: int, give_up: Callable[[], bool],
         overcommits: bool,
     ) -> None:  # fmt: skip
         self.options, self.budget, self.rows, self.chunk, self.give_up = options, budget, rows, chunk, give_up
+        self.kept = kept
         self.overcommits = overcommits
         self.layers: list[LayerShape] = []
         self.pool: Pool | None = None
-        self.prefixes = Prefixes(min(rows, BEGINNINGS))
+        unbounded = budget == Bytes() and options.host_memory is None
+        self.prefixes = Prefixes(rows if unbounded else beginnings(rows))
         self.weights: list[tuple[int, int]] = []
 
     def learn(self, cache: DynamicCache, joins: bool) -> None:
@@ -74,7 +77,8 @@ class Memory:
         layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache]) is None:
             options = options_of(session)
-            self.pool = Pool(options, layers, bound(options, layers, self.budget, self.rows, self.chunk))
+            fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
+            self.pool = Pool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
 
     def notice_weights(self, model: torch.nn.Module) -> None:
@@ -202,6 +206,11 @@ def options_of(session: Session) -> MethodOptions:
     return session.tiers.pending or session.options
 
 
+def beginnings(rows: int) -> int:
+    """The most that are kept beside so many rows."""
+    return min(rows, BEGINNINGS)
+
+
 def of_tiers(tiers: Mapping[str, int]) -> Bytes:
     return Bytes(device_total(tiers), tiers["host"])
 
@@ -212,13 +221,13 @@ def alone(options: MethodOptions, layers: Sequence[LayerShape], lengths: Iterabl
 
 
 def in_rows(
-    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int]
+    options: MethodOptions, layers: Sequence[LayerShape], rows: int, chunk: int, lengths: Iterable[int], kept: int = 0
 ) -> Bytes:
     """The most bytes of a batch of so many rows, of which some end with these tokens: their pages, and page 0; what a
-    row, the prompt that is read, and a beginning that is kept have beside them; and tiers of its own that a prompt's
-    first chunk has."""
+    row, the prompt that is read, a beginning, and a cache that others hold have beside them; and tiers of its own that
+    a prompt's first chunk has."""
     pages = of_tiers(page_bytes(options, layers)).times(1 + sum(map(pages_for, lengths)))
-    places = of_tiers(row_bytes(options, layers)).times(rows + 1 + min(rows, BEGINNINGS))
+    places = of_tiers(row_bytes(options, layers)).times(rows + 1 + beginnings(rows) + kept)
     return pages + places + alone(options, layers, [chunk])
 
 
@@ -228,10 +237,10 @@ def too_large(request: Request, needs: str, asked: str) -> SpecacheError:
     )
 
 
-def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, rows: int, chunk: int) -> int | None:
-    """Pages that a budget holds, and the option host_memory; None: no bound. On a CPU all are in the host's memory, of
-    which a budget of that alone is."""
-    page, fixed = of_tiers(page_bytes(options, layers)), in_rows(options, layers, rows, chunk, [])
+def bound(options: MethodOptions, layers: Sequence[LayerShape], budget: Bytes, fixed: Bytes) -> int | None:
+    """Pages that a budget holds beside what is `fixed`, and the option host_memory; None: no bound. On a CPU all are in
+    the host's memory, of which a budget of that alone is."""
+    page = of_tiers(page_bytes(options, layers))
     if layers[0].device.type == "cpu" and budget.device is None:
         page, fixed = (Bytes(0, (size.device or 0) + (size.host or 0)) for size in (page, fixed))
     on_host = page_bytes(options, layers)["host"]

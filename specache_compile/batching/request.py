@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 class Stage(Enum):
     """Where a request is. It goes down this list, but for one that gives way, and is over from any of them."""
 
-    WAITING = "waits for memory, or for a row"
+    WAITING = "waits for memory, for a row, or for another's prompt to be read"
     READING = "its prompt is being read"
     SAYING = "a row of the batch"
     OVER = "over"

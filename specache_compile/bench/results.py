@@ -68,7 +68,9 @@ class Results:
         if resume and out is not None and out.exists():
             found = json.loads(out.read_text())
             old, new = ({**report["settings"], **report["provenance"]} for report in (found, self.report))
-            other = [f"{name} {old[name]}, not {new[name]}" for name in (*SAME, *settings) if old[name] != new[name]]
+            other = [
+                f"{name} {old.get(name)}, not {new[name]}" for name in (*SAME, *settings) if old.get(name) != new[name]
+            ]
             if other:
                 raise SpecacheError(f"{out} was measured with {'; '.join(other)}: give another file")
             self.report = found

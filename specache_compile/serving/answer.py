@@ -100,7 +100,7 @@ class Answer:
     @property
     def said(self) -> int:
         """Tokens of the answer."""
-        return len(self.ids) - self.prompt
+        return max(0, len(self.ids) - self.prompt)
 
     @property
     def finish(self) -> str:
@@ -111,7 +111,7 @@ class Answer:
         """More tokens. ClientLeft and Stopped end them."""
         new = tokens.flatten().tolist()
         if not self.prompt:
-            self.ids, self.prompt = new, len(new)
+            self.prompt, self.ids = len(new), new  # in this order: others ask for `said` meanwhile
             if self.question.continued:
                 self.decoder = DecodeStream(new[-BEFORE:], skip_special_tokens=True)
         else:

@@ -170,6 +170,7 @@ def make_server(args: argparse.Namespace, options: dict[str, Any], listener: soc
         "device_memory": int(args.session_device_gib * GIB) if args.session_device_gib else None,
         "host_memory": int(args.session_host_gib * GIB) if args.session_host_gib else None,
         "overcommit": args.overcommit,
+        "kept": args.rows,
     }
     generation = Generation(served, conversations, metrics, limit_of(served.model), args.queue, args.rows, memory)
     app = application(served, generation, metrics, names_of(listener, args.host), key)

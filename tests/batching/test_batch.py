@@ -196,6 +196,25 @@ def test_bytes_stay_within_the_budget_and_are_those_predicted(model: Any) -> Non
         batch.add(prompt(8990), max_new_tokens=10)
 
 
+def test_caches_that_are_kept_and_beginnings_are_within_the_budget(model: Any) -> None:
+    rows, chunk = 4, 128
+    first = sc.Batch(model, chunk=chunk)
+    first.add(prompt(40), max_new_tokens=1)
+    first.step()
+    room = in_rows(first.options, first.memory.layers, rows, chunk, [302] * 2 * rows, kept=rows)
+    batch = sc.Batch(model, rows=rows, chunk=chunk, device_memory=room.device, host_memory=room.host, kept=rows)
+    kept = [batch.add(prompt(300, seed=seed), max_new_tokens=2, keep=True) for seed in range(rows)]
+    batch.run()
+    assert all(request.cache is not None for request in kept)
+    others = [batch.add(prompt(300, seed=rows + seed), max_new_tokens=2) for seed in range(rows)]
+    while batch.open:
+        batch.step()
+        assert len(batch.reading) <= 1
+        assert room.holds(live(batch))
+    assert len(batch.memory.prefixes.kept) == rows
+    assert [request.end for request in others] == [End.LENGTH] * rows
+
+
 def test_a_beginning_that_was_read_once_is_shared_page_by_page(model: Any) -> None:
     """By who comes while it is there, and later; each says what it says alone, and nothing is left behind."""
     begins, chunk = prompt(600, seed=9)[0], 128

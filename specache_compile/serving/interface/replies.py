@@ -120,7 +120,7 @@ class Reply:
         return JSONResponse(self.told(self.whole_object, choices, usage=self.usage()))
 
     def stream(self, usage: Usage) -> StreamingResponse:
-        """usage: which events report it; the last one that does has nothing else."""
+        """usage: which events report it, as far as it has come; the last one that does has nothing else."""
         return StreamingResponse(self.events(usage), media_type="text/event-stream")
 
     async def events(self, usage: Usage) -> AsyncIterator[str]:

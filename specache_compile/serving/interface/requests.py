@@ -42,7 +42,7 @@ Penalty = Annotated[Number, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-# Events of a stream.
+# Which events of a stream report usage.
 Usage = Literal["none", "last", "every"]
 
 
