@@ -75,7 +75,7 @@ class Memory:
         if session is None or self.layers:
             return
         layers = list(session.layers)
-        if joins and len(sessions_of(cache)) == 1 and reason_against([cache]) is None:
+        if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
             options = options_of(session)
             fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
             self.pool = Pool(options, layers, bound(options, layers, self.budget, fixed))

@@ -71,8 +71,8 @@ def lengths(cache: DynamicCache) -> Tensor:
     return torch.tensor(session.progress.lengths, device=session.layers[0].device)
 
 
-def reason_against(caches: Sequence[Any]) -> str | None:
-    """Why the rows of these caches cannot be those of one; None where they can."""
+def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
+    """Why the rows of these caches cannot be those of one; None where they can. apart: they will differ in length."""
     if any(type(cache) is not DynamicCache for cache in caches):
         return "a cache of another class than DynamicCache may hold more than its layers do"
     if any(session_of(cache) is None for cache in caches):
@@ -92,7 +92,7 @@ def reason_against(caches: Sequence[Any]) -> str | None:
             return f"their options differ: {told}"
         if session.options != first.options:
             return "one of them is still in 16 bits (option min_context): min_context=0 has none be"
-    apart = len({length for session in sessions for length in session.progress.lengths}) > 1
+    apart = apart or len({length for session in sessions for length in session.progress.lengths}) > 1
     for number, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         if reason := reason_of_layer(layers[0], apart):
             return f"layer {number}, {type(layers[0]).__name__}, {reason}"

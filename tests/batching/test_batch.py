@@ -308,14 +308,23 @@ def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
     assert not batch.open
 
 
-def test_rows_that_do_not_join_say_their_tokens_all_the_same() -> None:
-    dropping = tiny_llama()
-    dropping.compile(backend="specache", options={"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"})
-    batch = sc.Batch(dropping)
+@pytest.mark.filterwarnings("ignore:specache rewrote 1")
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "snapkv", "budget": 48, "window": 16, "lowering": "eager"}, {**SMALL, "exact_layers": (0,)}],
+    ids=["pairs are dropped", "a layer is not held"],
+)
+def test_rows_that_do_not_join_say_their_tokens_all_the_same(options: dict[str, Any]) -> None:
+    """Each has tiers of its own, and no place in pages."""
+    alone = tiny_llama()
+    alone.compile(backend="specache", options=options)
+    batch = sc.Batch(alone)
     requests = [batch.add(prompt(length, seed=length), max_new_tokens=5) for length in (60, 20)]
     batch.run()
+    assert batch.memory.layers
+    assert batch.memory.pool is None
     for length, request in zip((60, 20), requests, strict=True):
-        assert request.said == greedy(dropping, prompt(length, seed=length), 5)[0, length:].tolist()
+        assert request.said == greedy(alone, prompt(length, seed=length), 5)[0, length:].tolist()
 
 
 def test_a_step_that_fails_behind_some_rows_loses_none_of_what_they_said(monkeypatch: pytest.MonkeyPatch) -> None:
