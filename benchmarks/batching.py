@@ -85,15 +85,18 @@ def held(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     computed = budget / device_total(tiers)
     batch, answer = sc.Batch(small, rows=math.ceil(computed), device_memory=budget), args.context // 2
     generator = torch.Generator().manual_seed(0)
-    for _ in range(math.ceil(computed)):
-        ids = torch.randint(0, config.vocab_size, (args.context - answer,), generator=generator)
-        batch.add(ids, max_new_tokens=answer, eos_token_id=None)
+    shape = math.ceil(computed), args.context - answer
+    asked = torch.randint(0, config.vocab_size, shape, generator=generator)
+    requests = [batch.add(ids, max_new_tokens=answer, eos_token_id=None) for ids in asked]
     with tqdm(total=math.ceil(computed), desc="rows that begin", file=sys.stderr) as bar:
         batch.admit()
         while batch.reading:
             batch.step()
             batch.admit()
             bar.update(len(batch.saying) - bar.n)
+    for request in requests:
+        if request.error is not None:  # what rows have beside their pages fills a small memory
+            raise request.error
     counted = len(batch.saying)
     return {
         "context": args.context, "full_rows": args.full_rows, "rows_computed": computed, "rows_counted": counted,

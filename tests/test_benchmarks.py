@@ -134,21 +134,8 @@ def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
 
 @pytest.mark.slow
 def test_the_benchmark_of_batches_tells_what_rows_say_together(tmp_path: Path) -> None:
-    small = (
-        "--tokens",
-        "60",
-        "--requests",
-        "4",
-        "--rows",
-        "1",
-        "4",
-        "--answer",
-        "6",
-        "--repeats",
-        "1",
-        "--context",
-        "1024",
-    )
+    loads = ("--tokens", "60", "--requests", "4", "--rows", "1", "4", "--answer", "6", "--repeats", "1")
+    small = (*loads, "--context", "4096", "--full-rows", "2")
     run("batching", *small, "--model", "examples/needle-llama", "--lowering", "eager", "--out", str(tmp_path / "out"))
     report = json.loads((tmp_path / "out").read_text())
     assert [row["as_alone"] for row in report["rows"]] == [4, 4]
