@@ -5,8 +5,8 @@ the beginning; rows of one are one request at a time. Beside it the rows of one 
 bytes of some rows in 16 bits, computed and counted, and the host bytes for each byte on the device. On a CPU both lie
 in one memory, and a batch in 16 bits that fits is faster: what is won there is memory.
 
-    python benchmarks/batching.py                                               smollm2-135m, half an hour on two cores
-    python benchmarks/batching.py --model examples/needle-llama --tokens 80 --requests 4 --rows 1 4 --context 1024
+    python benchmarks/batching.py                                               smollm2-135m, eight minutes on two cores
+    python benchmarks/batching.py --model examples/needle-llama --tokens 80 --requests 4 --rows 1 4 --context 4096
 """
 
 from __future__ import annotations

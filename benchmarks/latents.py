@@ -58,16 +58,9 @@ def measure(shape: str, dtype: str, args: argparse.Namespace, results: Results, 
     model = model_of(shape, getattr(torch, dtype))
     rate = results.once("bandwidth", lambda: bandwidth(torch.device("cpu")))
     plan = Plan(
-        METHODS,
-        args.rounds,
-        prompts=False,
-        extend=0,
-        profile=False,
-        lowering=args.lowering,
-        gguf=None,
-        rate=rate,
+        METHODS, args.rounds, prompts=False, extend=0, profile=False, lowering=args.lowering, gguf=None, rate=rate,
         in_a_row=args.in_a_row,
-    )
+    )  # fmt: skip
     for context in contexts:
         rows = cell(model, context, 1, plan, bar)
         results.add(*({"shape": shape, "dtype": dtype, **row} for row in rows))
@@ -96,12 +89,8 @@ def main() -> None:
     parser.add_argument("--lowering", default="inductor", help="of ours")
     parser.add_argument("--out", type=Path, default=Path("build/latents.json"), help="goes on where that file ends")
     args = parser.parse_args()
-    settings = {
-        "lowering": args.lowering,
-        "rounds": args.rounds,
-        "in_a_row": args.in_a_row,
-        "threads": torch.get_num_threads(),
-    }
+    settings = {name: getattr(args, name) for name in ("lowering", "rounds", "in_a_row")}
+    settings["threads"] = torch.get_num_threads()
     results = Results(args.out, "benchmarks/latents.py", torch.device("cpu"), resume=True, **settings)
     cells = len(args.shapes) * len(args.dtypes) * len(args.contexts)
     with tqdm(total=cells * (len(METHODS) + args.rounds), file=sys.stderr, unit="turn") as bar:

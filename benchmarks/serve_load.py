@@ -85,13 +85,13 @@ def commands(model: Any, folder: Path, args: argparse.Namespace) -> dict[str, li
 
 @contextmanager
 def serving(command: list[str], log: Path) -> Iterator[None]:
-    if answers():
+    if answers(PORT):
         raise SystemExit(f"port {PORT} is taken: another server runs there")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as told, subprocess.Popen(command, stdout=told, stderr=told) as process:
         try:
             ends = time.monotonic() + 300
-            while not answers():
+            while not answers(PORT):
                 if process.poll() is not None or time.monotonic() > ends:
                     raise SystemExit(f"did not start: {' '.join(command)}\n{log.read_text()[-2000:]}")
                 time.sleep(0.5)
@@ -104,9 +104,10 @@ def serving(command: list[str], log: Path) -> Iterator[None]:
                 process.kill()
 
 
-def answers() -> bool:
+def answers(port: int) -> bool:
+    """Whether a server is up."""
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5).close()
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
     except OSError:
         return False
     return True

@@ -31,6 +31,7 @@ import psutil
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from serve import write_checkpoint
+from serve_load import answers
 from soak import LOSSLESS, tiny
 from tabulate import tabulate
 from tqdm import tqdm
@@ -76,17 +77,10 @@ class Server:
     def start(self) -> None:
         self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
         end = time.monotonic() + 120
-        while not self.answers():
+        while not answers(self.port):
             if self.process.poll() is not None or time.monotonic() > end:
                 raise SystemExit(f"the server did not start: {' '.join(self.command)}")
             time.sleep(0.1)
-
-    def answers(self) -> bool:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-        except OSError:
-            return False
-        return True
 
     def figures(self) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as page:
@@ -159,7 +153,7 @@ class Soak:
                         if pieces == leaves:
                             break
         except (openai.APIError, OSError) as error:
-            if down or self.down.is_set() or not self.server.answers():
+            if down or self.down.is_set() or not answers(self.server.port):
                 self.counts["broken off with the server"] += 1
                 time.sleep(0.5)
             else:

@@ -140,6 +140,7 @@ def test_the_benchmark_of_batches_tells_what_rows_say_together(tmp_path: Path) -
     report = json.loads((tmp_path / "out").read_text())
     assert [row["as_alone"] for row in report["rows"]] == [4, 4]
     fits = report["fits"]
+    assert fits["rows_computed"] > 6 * fits["full_rows"]
     assert fits["full_rows"] < fits["rows_counted"] <= fits["rows_computed"]
 
 

@@ -30,12 +30,7 @@ CALLING = 'Hm.</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x"
 
 
 def reply(
-    text: str,
-    kind: type[Reply] = Reply,
-    streamed: bool = False,
-    at_once: int = 1,
-    usage: Usage = "last",
-    **asked: Any,
+    text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once: int = 1, usage: Usage = "last", **asked: Any
 ) -> Any:
     """What a client gets where a model says this text, so many tokens at once: a response, or a list of events."""
 
