@@ -138,8 +138,11 @@ TABLES = {
         "own texts of 2,048 tokens behind 128: how far from the full cache, as errors feed on themselves",
         SMOLLM2,
         ("long",),
-        ("uncompiled", "specache", "kivi:bits=4", "specache:bits=1", "kivi:bits=2", PAPER),
-        (*UNSEEN, "--lengths", "2176", "--samples", "4"),
+        (
+            "uncompiled", "specache", "specache:bits=1", "kivi:bits=4", "h2o:budget=512", "kivi:bits=2", PAPER, "fp8",
+            "streaming_llm:budget=512",
+        ),
+        (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
     ),
     "own_output": Table(
         "summaries, reconstructions and answers against the full cache's own output (RoCo, Tables 2 to 4)",
