@@ -19,7 +19,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from specache_compile.checkpoints.names import cache_folder
+from specache_compile.cache_folder import cache_folder
 
 FILES = "https://files.pythonhosted.org/packages/"
 

@@ -25,7 +25,8 @@ import torch
 from tabulate import tabulate
 
 from needle import sample
-from specache_compile.checkpoints.names import resolved, tell_origin, tokenizer_of
+from specache_compile.checkpoints.loaded import tokenizer_of
+from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.evaluation.tasks.haystack import library_source
 from specache_compile.evaluation.tasks.needle import KEY_DIGITS
 

@@ -21,7 +21,8 @@ from transformers.distributed import DistributedConfig
 
 import specache_compile as sc
 from needle import sample
-from specache_compile.checkpoints.names import resolved, tokenizer_of
+from specache_compile.checkpoints.loaded import tokenizer_of
+from specache_compile.checkpoints.names import resolved
 from specache_compile.evaluation.tasks.haystack import library_source
 
 SMALL = str(Path(__file__).parent / "needle-llama")

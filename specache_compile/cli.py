@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .bench.command import add_bench, run_bench
-from .checkpoints.names import limit_of, placed, resolved, tell_origin, tokenizer_of
+from .checkpoints.loaded import limit_of, placed, tokenizer_of
+from .checkpoints.names import resolved, tell_origin
 from .demo.command import add_demo, run_demo
 from .errors import OptionError, SpecacheError
 from .evaluation.command import MODEL, add_eval, run_eval

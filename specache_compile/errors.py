@@ -11,6 +11,11 @@ class OptionError(SpecacheError, ValueError):
     """An option's name or value is not accepted; the message lists what is."""
 
 
+def first_line(error: BaseException) -> str:
+    """An error of somebody else's, as part of a sentence."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def split_heads(heads: int, ranks: int) -> SpecacheError:
     return SpecacheError(
         f"{heads} KV heads do not divide by {ranks} ranks: each rank has whole heads. Take a number of ranks "

@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from conftest import tiny_llama
+from specache_compile.checkpoints import gguf as conversion
 from specache_compile.checkpoints import names as checkpoints
 from specache_compile.cli import main
+from specache_compile.errors import SpecacheError
 from specache_compile.explaining.explain import load_config
 
 gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the extra smollm2")
@@ -138,7 +140,7 @@ def smollm2() -> Path:
     """The known checkpoint, converted once a machine."""
     try:
         checkpoints.wheel_file(NAME)
-    except checkpoints.SpecacheError as error:
+    except SpecacheError as error:
         pytest.skip(str(error))
     return Path(checkpoints.resolved(NAME))
 
@@ -233,7 +235,7 @@ def test_a_gguf_file_is_converted_once_to_its_own_weights(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.tokenize(" t  1") == ["Ġt", "ĠĠ", "1"]
     assert tokenizer.decode(tokenizer("text, é")["input_ids"]) == "text, é"
-    monkeypatch.setattr(checkpoints, "convert", lambda *arguments: pytest.fail("converted again"))
+    monkeypatch.setattr(conversion, "convert", lambda *arguments: pytest.fail("converted again"))
     assert checkpoints.resolved(str(own.rename(own.with_name("moved")).rename(own))) == folder
 
 
@@ -334,7 +336,7 @@ def test_a_bad_file_is_one_line_and_leaves_nothing(
 def test_what_reads_gguf_files_is_named_where_it_is_missing(
     own: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checkpoints, "READERS", ("no-such-reader",))
+    monkeypatch.setattr(conversion, "READERS", ("no-such-reader",))
     assert generate(own) == 2
     assert said(capsys) == "specache: reading a GGUF file needs no-such-reader: pip install no-such-reader"
 
@@ -398,9 +400,9 @@ def test_two_processes_convert_one_after_the_other(
         waits.append(arguments[0])
         told.set()
 
-    monkeypatch.setattr(checkpoints, "print", note, raising=False)
+    monkeypatch.setattr(conversion, "print", note, raising=False)
     found: list[str] = []
-    with checkpoints.alone(cache / "checkpoints"):
+    with conversion.alone(cache / "checkpoints"):
         other = threading.Thread(target=lambda: found.append(checkpoints.resolved(str(own))))
         other.start()
         assert told.wait(60)

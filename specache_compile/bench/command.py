@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints.names import gguf_of, is_installed, resolved
+from specache_compile.checkpoints.gguf import is_installed
+from specache_compile.checkpoints.names import gguf_of, resolved
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES, MODEL
 from specache_compile.options import LOWERINGS

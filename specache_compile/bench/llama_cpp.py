@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specache_compile.checkpoints.names import is_installed
+from specache_compile.checkpoints.gguf import is_installed
 
 LIBRARY = "llama-cpp-python"
 # The cache's type, by its name in ggml's enumeration. On a CPU ggml's attention shares a token's work among threads

@@ -8,7 +8,8 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specache_compile.checkpoints.names import config_source, placed, resolved, tell_origin
+from specache_compile.checkpoints.loaded import placed
+from specache_compile.checkpoints.names import config_source, resolved, tell_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES
 

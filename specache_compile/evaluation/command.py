@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints.names import KNOWN, limit_of, origin, placed, resolved, tell_origin, tokenizer_of
+from specache_compile.checkpoints.loaded import limit_of, placed, tokenizer_of
+from specache_compile.checkpoints.names import KNOWN, origin, resolved, tell_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from specache_compile.checkpoints.names import config_source, first_line
+from specache_compile.checkpoints.names import config_source
 from specache_compile.compat import GENERATE_MASKS_ALL
 from specache_compile.compile.backend import compile_graph
 from specache_compile.compile.captured import Captured, capture
 from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import Rewrites
-from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, SpecacheWarning, first_line
 from specache_compile.kernels.costs import CORRECTED
 from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions

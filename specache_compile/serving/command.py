@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from specache_compile.checkpoints.names import limit_of, tell_origin
+from specache_compile.checkpoints.loaded import limit_of
+from specache_compile.checkpoints.names import tell_origin
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from specache_compile.checkpoints.names import placed, resolved, tokenizer_of
+from specache_compile.checkpoints.loaded import placed, tokenizer_of
+from specache_compile.checkpoints.names import resolved
 
 
 class ServedModel:

@@ -11,7 +11,8 @@ import torch
 from tabulate import tabulate
 
 from specache_compile.cache_folder import VARIABLE
-from specache_compile.checkpoints.names import placed, resolved, tell_origin
+from specache_compile.checkpoints.loaded import placed
+from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.errors import SpecacheError
 
 from . import store

@@ -20,7 +20,7 @@ from transformers import Qwen3NextConfig
 from conftest import greedy, tiny_llama
 from specache_compile.bench.measure import steps_behind
 from specache_compile.bench.ways import check_name, twin_of
-from specache_compile.checkpoints.names import is_installed
+from specache_compile.checkpoints.gguf import is_installed
 from specache_compile.cli import main
 from specache_compile.demo import command, measure
 from specache_compile.demo.asking import asks_of

@@ -13,7 +13,8 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from specache_compile.checkpoints.names import limit_of, origin
+from specache_compile.checkpoints.loaded import limit_of
+from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines.eviction import check_block, tokens_or_prompt
 from specache_compile.evaluation.command import DTYPES, MODEL, check_inputs, load, text_identity
