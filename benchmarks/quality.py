@@ -149,7 +149,7 @@ TABLES = {
         SMOLLM2,
         ("own_output",),
         (
-            "uncompiled", "specache", "specache:bits=1", PAPER, "kivi:bits=4", "kivi:bits=2",
+            "uncompiled", "specache:bits=16", "specache", "specache:bits=1", PAPER, "kivi:bits=4", "kivi:bits=2",
             *(f"{name}:budget=0.5,eviction_block=prompt" for name in ("h2o", "roco")),
         ),
         ("--text", *LICENCES, *FAST, "--lengths", "1024", "--samples", "32"),
