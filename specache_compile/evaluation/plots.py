@@ -98,7 +98,7 @@ def by_position(rows: Sequence[Row]) -> Any:
         axis.set_xlabel("token position", fontsize=8)
         axis.set_ylabel(rows[0].metric, fontsize=8)
         axis.grid(alpha=0.3)
-    axes.flat[-1].legend(fontsize=6)
+    axes.flat[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
 
