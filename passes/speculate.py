@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from specache_compile.errors import SpecacheError
+from specache_compile.errors import SpecacheError, first_line
 
 from .plan import Input, PassReport, Plan, Tag, tag_of
 from .reading.attention_forms import argument
@@ -71,7 +71,7 @@ def speculate(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassR
     except RuntimeError as error:
         if isinstance(error, SpecacheError | GuardOnDataDependentSymNode):
             raise
-        return graph_module, one_lane(plan, f"torch.vmap refuses its graph ({first_line(error)})")
+        return graph_module, one_lane(plan, f"torch.vmap refuses its graph ({cause(error)})")
     plan.inputs.append(Input("guess"))
     plan.lanes, plan.guesses = LANES, True
     follow_sites(widened, plan)
@@ -189,9 +189,9 @@ def widen_copy(graph_module: GraphModule, ids: Node, logits: int, sources: list[
     return widen(copied, twins[ids], logits, [twins[source] for source in sources])
 
 
-def first_line(error: Exception) -> str:
-    """Of what is said, without the place in torch's sources that some of it begins with."""
-    line = re.sub(r"^\S+\.(cpp|h):\d+: ", "", str(error).strip().split("\n")[0])
+def cause(error: Exception) -> str:
+    """An error's first line, without the place in torch's sources that some of them begin with."""
+    line = re.sub(r"^\S+\.(cpp|h):\d+: ", "", first_line(error))
     return line if len(line) <= 120 else f"{line[:117]}..."
 
 

@@ -15,7 +15,7 @@ from .bench.command import add_bench, run_bench
 from .checkpoints.loaded import limit_of, placed, tokenizer_of
 from .checkpoints.names import resolved, tell_origin
 from .demo.command import add_demo, run_demo
-from .errors import OptionError, SpecacheError
+from .errors import OptionError, SpecacheError, first_line
 from .evaluation.command import MODEL, add_eval, run_eval
 from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .evaluation.reader import chat_turn
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
             parse_options(options_of(args))
             RUN[args.command](args)
     except (SpecacheError, OptionError, OSError, ValueError) as error:
-        print(f"specache: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"specache: {first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
 
 import specache_compile as sc
-from specache_compile.errors import OptionError, SpecacheError
+from specache_compile.errors import OptionError, SpecacheError, first_line
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
@@ -83,7 +83,7 @@ def why_not(
         try:
             QuantizedCache(config=config, **QUANTIZED[name])
         except (ImportError, ValueError) as error:
-            return str(error).strip().splitlines()[0]
+            return first_line(error)
     return None
 
 

@@ -12,7 +12,7 @@ def placed(model: Any, device: str) -> Any:
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:  # no such name, or a kind that this torch was built without
-        raise SpecacheError(f"--device {device}: {str(error).splitlines()[0]}") from error
+        raise SpecacheError(f"--device {device}: {first_line(error)}") from error
 
 
 def limit_of(model: Any) -> int:
