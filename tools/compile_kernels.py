@@ -85,7 +85,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 def build(
     kernel: Any, label: str, dtype: str = "bf16", warps: int = 4, types: dict[str, str] | None = None, stages: int = 3,
-    **constants: Any,
+    registers: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
     """Compile one kernel with these constants, for all targets or for the next; other arguments have types by name."""
     if ONLY not in label:
@@ -96,7 +96,7 @@ def build(
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in ALIGNED]
     hints = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     for name in next(ROUNDS):
         made = compile_kernel(ASTSource(kernel, signature, places, hints), target=TARGETS[name], options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -242,11 +242,12 @@ def build_attention(
         "ROTATED": False, "CENTERED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
         "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span,
         "EXACT": decode.EXACT_BLOCK, "CIRCLE": circle,
-        "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-    }  # fmt: skip
+        "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "SHARES": decode.ALL_SHARES,
+    } | changes  # fmt: skip
+    built = decode.build_of(layout, constants["KEYS"], constants["VALUES"], trellis, d)
     build(
-        decode.attend_tiers, label, dtype, warps=decode.WARPS,
-        types={"codes": codes if layout.is_quantised else f"*{dtype}", **(types or {})}, **constants | changes,
+        decode.attend_tiers, label, dtype, warps=decode.WARPS, stages=built.stages, registers=built.registers,
+        types={"codes": codes if layout.is_quantised else f"*{dtype}", **(types or {})}, **constants,
     )  # fmt: skip
 
 
@@ -284,7 +285,18 @@ def main() -> None:
     for dtype, d in (("bf16", 128), ("bf16", 64), ("fp16", 80)):
         label = f"{dtype}, 2 bits and a trellis, d {d}, g 64"
         build_attention(label, dtype, 2, 1, d, 64, trellis=True)
-        build_attention(f"{label}, from logits", dtype, 2, 1, d, 64, trellis=True, KEYS=False, stored=2)
+        build_attention(
+            f"{label}, from logits",
+            dtype,
+            2,
+            1,
+            d,
+            64,
+            trellis=True,
+            KEYS=False,
+            stored=2,
+            SHARES=decode.LOW_BIT_SHARES,
+        )
         build_attention(f"{label}, to logits", dtype, 2, 1, d, 64, {"slot_index": "*i64"}, trellis=True, VALUES=False,
                         top_k=0, ROTATED=True, stored=2)  # fmt: skip
         build_quantiser(label, dtype, 2, 1, d, 64, rotated=True, trellis=True)
@@ -293,13 +305,15 @@ def main() -> None:
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
     build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True)
     build_attention("in pages", "bf16", 2, 2, 128, 64, PAGED=True)
+    build_attention("in 16 bits, after a correction", "bf16", 2, 1, 128, 64, trellis=True, KEYS=False, stored=2,
+                    SHARES=decode.EXACT_SHARES)  # fmt: skip
     for bits, d, group in [(2, 128, 64), (16, 128, decode.PLAIN_BLOCK), (1, 16, 32)]:
         half = {"dtype": "bf16", "key_bits": bits, "value_bits": bits, "d": d, "group": group, "stored": 2}
         unused = {"slot_index": "*i64"}  # the cursor stands for what is not read
         build_attention(
             f"{bits} bits, d {d}, to logits", types=unused, top_k=0, VALUES=False, ROTATED=bits < 16, **half
         )
-        build_attention(f"{bits} bits, d {d}, from logits", KEYS=False, **half)
+        build_attention(f"{bits} bits, d {d}, from logits", KEYS=False, SHARES=decode.LOW_BIT_SHARES, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip
     build(center.find_center, "bf16, d 128", d=128, turning=64, window=128, PADDED=True, CHANNELS=128,

@@ -43,6 +43,8 @@ from .triton_softmax import biased, capped, finite, grown, shown
 
 # An additive mask below this hides its token.
 HIDDEN = tl.constexpr(SEEN)
+# Which shares a launch has: a program of one kind alone needs fewer registers.
+ALL_SHARES, EXACT_SHARES, LOW_BIT_SHARES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # What a mask is, as a kernel sees it; padding is a bool one of one row for all heads and lanes.
 NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING = range(4)
 # A mask's strides that grow with the cache, as the counts of shares do: a kernel made anew for each that is, or is not,
@@ -54,12 +56,9 @@ FEWEST_ROWS, FEWEST_CHANNELS = 8, 16
 # one base), and of a low-bit tier that is not quantised.
 EXACT_BLOCK, PLAIN_BLOCK = LOGIT_BLOCK, 32
 SCORE_BLOCK = 1024
-# Warps of a program of `attend_tiers`, see `triton_low_bit`, and the programs that a multiprocessor's registers hold at
-# once; the shared memory of one, and what the driver keeps of it. At d 256 two warps would spill nothing, where one
-# does in the exact tiers' loop, but spend a fifth more instructions on the low-bit tier.
+# Warps of a program of `attend_tiers`, see `triton_low_bit`. At d 256 two warps would spill nothing, where one does in
+# the exact tiers' loop, but spend a fifth more instructions on the low-bit tier.
 WARPS = 1
-PROGRAMS_PER_SM = 8
-SHARED_BYTES = 20 << 10
 # Parts that `merge_splits` holds in registers, padded: few sizes, for each is a kernel that a growing cache comes to.
 PART_SIZES = (8, 32, 128)
 # Parts, at most; programs that follow one another in one place, at most; the fewest tiles in 16 bits that are worth a
@@ -68,6 +67,30 @@ MOST_PARTS, MOST_ROUNDS, FEWEST_TILES = PART_SIZES[-1], 4, 3
 # In tiles of the low-bit tier, by their instructions (tools/compile_kernels.py): a tile in 16 bits, and a program's
 # beginning and end.
 EXACT_TILE, PROLOGUE = 0.75, 1.5
+
+
+@dataclass(frozen=True)
+class Build:
+    """How `attend_tiers` is compiled, and so how many of its programs run at once.
+
+    programs: on a multiprocessor, by their registers.
+    shared: bytes of shared memory of one, and of what the driver keeps for it.
+    stages: tiles of which the compiler has loads under way; 1: as many as there are programs.
+    registers: of a thread, at most; None: as many as there are.
+    """
+
+    programs: int
+    shared: int
+    stages: int = 3
+    registers: int | None = None
+
+
+# An instruction waits for the one before, and a scheduler has two warps of eight programs: twice as many are worth more
+# than loads that begin a tile ahead (measured on an H200). What keys spill for it lies outside their loop. Channels
+# beyond MOST_CHANNELS take all registers.
+WHOLE, PLAIN_VALUES = Build(8, 20 << 10), Build(8, 20 << 10, stages=1)
+KEYS_ALONE, TRELLIS_ALONE = Build(16, 8 << 10, registers=128), Build(16, 3 << 10, stages=1)
+MOST_CHANNELS = 128
 
 
 @triton.jit
@@ -186,7 +209,7 @@ def attend_tiers(
     window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr,
     stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr, PAGED: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr, PAGED: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over a share of its tiers.
 
@@ -217,7 +240,8 @@ def attend_tiers(
     at = (bh * (exact + splits) + split) * ROWS + row
 
     out_row, sink_row = out + at * d, sink_index + batch * sink_tokens
-    if split >= exact:  # at short contexts the exact shares take longest, so they start first
+    # At short contexts the exact shares take longest, so they start first.
+    if SHARES == LOW_BIT_SHARES or (SHARES == ALL_SHARES and split >= exact):
         if ROTATED:
             q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
         shares_row = shares + ((batch * heads * queries + query_head) * lanes + lane) * capacity
@@ -412,14 +436,16 @@ def attend(
     queries = query_heads // heads
     rows = max(FEWEST_ROWS, triton.next_power_of_2(queries * lanes))
     top_k, window, sink_tokens = slots.shape[2] if values else 0, recent.shape[2], sink_index.shape[2]
-    blocks, apart = exact_blocks(top_k, window, sink_tokens), chosen is not None
-    exact, splits = shares_of(batch * heads, capacity // group, blocks, programs_at_once(q.device), apart)
+    blocks = exact_blocks(top_k, window, sink_tokens)
     kind, mask, mask_strides = form
     value_group = d // value_params.shape[-1] if layout.is_quantised and values else d
     key_width, value_width = layout.widths(d)
     in_trellis = layout.is_quantised and is_trellis(value_params)
     circle = circle_of(d) // 8 if in_trellis else 0
     span = 2 * value_width if in_trellis else math.gcd(value_width, value_group)
+    build, apart = build_of(layout, keys, values, in_trellis, d), chosen is not None
+    at_once = [programs_at_once(q.device, how) for how in (build, WHOLE)]
+    exact, splits = shares_of(batch * heads, capacity // group, blocks, at_once[0], at_once[1] if apart else None)
     if layout.is_quantised and key_width % 2 == (circle or span) % 2 == 0:
         codes = codes.view(torch.int16)
 
@@ -448,13 +474,26 @@ def attend(
         SPAN=span, EXACT=EXACT_BLOCK, CIRCLE=circle,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
+    built = {"num_stages": build.stages, "maxnreg": build.registers}
     if chosen is None:
-        attend_tiers[batch * heads, exact + splits](*given, slot_index, *written, first=0, **settings)
+        attend_tiers[batch * heads, exact + splits](
+            *given, slot_index, *written, first=0, SHARES=ALL_SHARES, **settings, **built
+        )
     else:
-        attend_tiers[batch * heads, splits](*given, chosen, *written, first=exact, **settings)
+        attend_tiers[batch * heads, splits](
+            *given, chosen, *written, first=exact, SHARES=LOW_BIT_SHARES, **settings, **built
+        )
         wait_for_correction(slots)
-        attend_tiers[batch * heads, exact](*given, slot_index, *written, first=0, **settings)
+        attend_tiers[batch * heads, exact](*given, slot_index, *written, first=0, SHARES=EXACT_SHARES, **settings)
     return Sums(exact, partial, peaks, totals)
+
+
+def build_of(layout: Layout, keys: bool, values: bool, in_trellis: bool, d: int) -> Build:
+    if not layout.is_quantised:
+        return WHOLE if keys else PLAIN_VALUES
+    if d > MOST_CHANNELS or (keys and values):
+        return WHOLE
+    return KEYS_ALONE if keys else TRELLIS_ALONE if in_trellis else WHOLE
 
 
 def merged(
@@ -514,22 +553,22 @@ def exact_blocks(top_k: int, window: int, sink_tokens: int) -> int:
 
 
 @functools.cache
-def shares_of(rows: int, tiles: int, blocks: int, slots: int, apart: bool = False) -> tuple[int, int]:
+def shares_of(rows: int, tiles: int, blocks: int, slots: int, apart: int | None = None) -> tuple[int, int]:
     """E and S: how many shares a head's exact tiers have, and how many its low-bit tier has.
 
     rows: B·H.
     tiles: of the low-bit tier.
     blocks: tiles of 16 bits in the exact tiers.
     slots: programs that the GPU runs at a time.
-    apart: each kind of share has a launch, and the GPU, of its own.
+    apart: those of the exact shares, which have a launch, and the GPU, of their own; None: both kinds have one launch.
 
     E: as many shares of three tiles or more as fill a quarter of the GPU at most, those of all heads together.
     S: of the numbers that leave a share four tiles or more, and make a few rounds of programs in all, the one that ends
     first.
     """
-    room = slots if apart else slots // 4
+    room = slots // 4 if apart is None else apart
     exact = max(1, min(blocks // FEWEST_TILES, room // rows, MOST_PARTS // 2))
-    first = [] if apart else rows * exact * [PROLOGUE + EXACT_TILE * triton.cdiv(blocks, exact)]
+    first = [] if apart is not None else rows * exact * [PROLOGUE + EXACT_TILE * triton.cdiv(blocks, exact)]
     most = max(1, min(tiles // 4, MOST_PARTS - exact, MOST_ROUNDS * slots // rows))
 
     def end(splits: int) -> float:
@@ -547,13 +586,13 @@ def makespan(slots: int, programs: list[float]) -> float:
 
 
 @functools.cache
-def programs_at_once(device: torch.device) -> int:
+def programs_at_once(device: torch.device, build: Build) -> int:
     """Programs of attend_tiers that the GPU's registers and shared memory hold.
 
     The interpreter runs one after another, and is told those of two multiprocessors.
     """
     if device.type != "cuda":
-        return 2 * PROGRAMS_PER_SM
+        return 2 * WHOLE.programs
     properties = torch.cuda.get_device_properties(device)
-    fit = min(PROGRAMS_PER_SM, properties.shared_memory_per_multiprocessor // SHARED_BYTES)
+    fit = min(build.programs, properties.shared_memory_per_multiprocessor // build.shared)
     return fit * properties.multi_processor_count

@@ -52,16 +52,25 @@ Worked through for d = 16 channels at 2 bits both, groups of g = 4 tokens, gv = 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from specache_compile.kernels.codes.triton_levels import read_scale, read_zero
+from specache_compile.kernels.codes.triton_levels import DROPPED, EIGHTH, read_scale, read_zero
 from specache_compile.kernels.codes.triton_trellis import load_expanded, load_expanded_words
 from specache_compile.kernels.state.triton_cursor import place_in_page
 
-from .triton_softmax import biased, capped, finite, grown, shown
+from .triton_softmax import biased, capped, exponential, grown, shown
 
 SLOT_BLOCK = tl.constexpr(64)
+# The base of a tile of which nothing is seen: below every other, but finite.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+# The smallest side of a product's left one: a tensor core instruction has sixteen rows of it.
+FEWEST_COLUMNS = tl.constexpr(16)
+# Bases that are looked at together for the highest.
+BASE_BLOCK = tl.constexpr(64)
+# What lies between the exponents of a float16 and those of a bfloat16 of the same bits.
+BIASES_APART = tl.constexpr(2.0**112)
 
 
 @triton.jit
@@ -207,20 +216,34 @@ def load_keys(
 
 
 @triton.jit
-def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr, kind: tl.constexpr):
-    """A tile's key scales and zeros in `kind`, each [d] in `key_columns`' order, of params [2, d].
+def key_params_in(scale, zero, kind: tl.constexpr):
+    """A key's scale and zero point in `kind`. Of 8 bits they are exact there, and the zero point counts eighths of a
+    scale; no float32 comes between them."""
+    if scale.dtype == tl.uint8:
+        if kind == tl.bfloat16:  # five bits of exponent and what is left of the mantissa, where a bfloat16 has them
+            scale = (scale.to(tl.int16) << DROPPED - 3).to(tl.bfloat16, bitcast=True) * BIASES_APART
+        else:
+            scale = (scale.to(tl.int16) << DROPPED).to(tl.float16, bitcast=True).to(kind)
+        zero = zero.to(tl.int8, bitcast=True)
+    return scale.to(kind), zero.to(kind)
 
-    Loaded as they lie, 16 bytes a thread, which is what the compiler makes asynchronous copies of, and brought into
-    order in registers: loads of single channels wait for memory in every tile.
+
+@triton.jit
+def in_key_columns(x, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr):
+    """x [d], whose channels are as they lie, in `key_columns`' order."""
+    x = tl.reshape(x, [planes // 2, 2, d // planes // halves // 2, 2, halves])
+    return tl.reshape(tl.permute(x, (4, 0, 2, 1, 3)), [d])
+
+
+@triton.jit
+def load_key_params(params, d: tl.constexpr, planes: tl.constexpr, halves: tl.constexpr, kind: tl.constexpr):
+    """A tile's `key_params_in`, each [d] in `key_columns`' order, of params [2, d].
+
+    Loaded as they lie, many bytes a thread, which is what the compiler makes asynchronous copies of, and brought into
+    order in registers, each by itself: loads of single channels wait for memory in every tile.
     """
-    if params.dtype.element_ty == tl.uint8:
-        scale = read_scale(tl.load(params + tl.arange(0, d)))
-        zero = read_zero(tl.load(params + d + tl.arange(0, d)), scale)
-        both = tl.trans(tl.join(scale.to(kind), zero.to(kind)))
-    else:
-        both = tl.load(params + tl.arange(0, 2)[:, None] * d + tl.arange(0, d)[None, :])
-    both = tl.reshape(both, [2, planes // 2, 2, d // planes // halves // 2, 2, halves])
-    return tl.split(tl.reshape(tl.permute(both, (5, 1, 3, 2, 4, 0)), [d, 2]))
+    scale, zero = key_params_in(tl.load(params + tl.arange(0, d)), tl.load(params + d + tl.arange(0, d)), kind)
+    return in_key_columns(scale, d, planes, halves), in_key_columns(zero, d, planes, halves)
 
 
 @triton.jit
@@ -243,6 +266,17 @@ def load_value_params(params, group: tl.constexpr, groups: tl.constexpr):
     for at in tl.static_range(groups):
         found = found + (tl.reshape(columns[at], [group]),)
     return found + (zeros,)
+
+
+@triton.jit
+def highest_base(base_row, real, first, end):
+    """float32 [ROWS]: each row's highest base of the blocks from `first` to `end`."""
+    found = tl.full([base_row.shape[0], BASE_BLOCK], float("-inf"), tl.float32)
+    for start in range(first, end, BASE_BLOCK):
+        block = start + tl.arange(0, BASE_BLOCK)
+        there = real[:, None] & (block < end)[None, :]
+        found = tl.maximum(found, tl.load(base_row[:, None] + block[None, :], there, float("-inf")))
+    return tl.max(found, 1)
 
 
 @triton.jit
@@ -304,6 +338,7 @@ def attend_low_bit(
         query = tl.load(q_row[:, None] + key_channel[None, :], real[:, None] & inside[None, :], 0.0)
         powers = lift / (1 << key_plane * key_bits).to(tl.float32)
         lifted = (query.to(tl.float32) * powers[None, :]).to(kind)
+        plane_worth = (1 << key_plane * key_bits).to(kind)
         if sink_tokens > 0:  # loaded here: every turn of the loop would wait for them
             sink = tl.arange(0, triton.next_power_of_2(sink_tokens))
             sinks = tl.load(sink_row + sink, sink < sink_tokens, -1)
@@ -322,11 +357,15 @@ def attend_low_bit(
     within = tl.arange(0, group)
     value_number = tl.arange(0, GROUPS)
     constants = tl.zeros([GROUPS, ROWS], tl.float32)
+    scales_seen = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     tiles = (low_bit // group).to(tl.int32)
     share = tl.cdiv(tiles, splits)
-    for tile in range(split * share, tl.minimum(tiles, (split + 1) * share)):
+    begin, end = split * share, tl.minimum(tiles, (split + 1) * share)
+    if not KEYS:
+        peak = highest_base(base_row, real, begin * (group // EXACT), end * (group // EXACT))
+    for tile in range(begin, end):
         # The tile's own offset is 64 bits wide, what lies inside it 32.
         first = bh * capacity + tile * group
         if PAGED:
@@ -337,22 +376,25 @@ def attend_low_bit(
         if KEYS:
             key_codes = load_keys(tile_codes, group=group, width=key_width, stride=stride, WIDTH=KEY_WIDTH, WORDS=WORDS)
             if plain:
-                logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION)
+                logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION) * scale
             else:
                 params = key_params + first // group * (2 * d)
                 if KEYS_AS_THEY_LIE:
                     key_scale, key_zero = load_key_params(params, d=d, planes=key_planes, halves=halves, kind=kind)
                 else:
-                    key_scale = tl.load(params + key_channel, inside, 0)
-                    key_zero = tl.load(params + d + key_channel, inside, 0)
-                    if key_scale.dtype == tl.uint8:
-                        steps = read_scale(key_scale)
-                        key_scale, key_zero = steps.to(kind), read_zero(key_zero, steps).to(kind)
+                    key_scale, key_zero = key_params_in(
+                        tl.load(params + key_channel, inside, 0), tl.load(params + d + key_channel, inside, 0), kind
+                    )
                 keys = unpacked_keys(key_codes, planes=key_planes, bits=key_bits, kind=kind)
-                logits = tl.dot(keys, tl.trans(lifted * key_scale[None, :]), input_precision=PRECISION)
-                zeros = tl.broadcast_to(key_zero[None, :], keys.shape)
-                logits = logits * undo + tl.dot(zeros, tl.trans(query), input_precision=PRECISION)
-            logits = logits * scale
+                scaled_query = tl.trans(lifted * key_scale[None, :])
+                logits = tl.dot(keys, scaled_query, input_precision=PRECISION) * (undo * scale)
+                # Zero points are the same for all tokens: sixteen rows of them are as few as a product has.
+                zeros, against, zero_worth = key_zero, tl.trans(query), scale
+                if key_params.dtype.element_ty == tl.uint8:
+                    zeros, against, zero_worth = key_zero * plane_worth, scaled_query, scale * (EIGHTH / lift)
+                zeros = tl.broadcast_to(zeros[None, :], [FEWEST_COLUMNS, keys.shape[1]])
+                constant = tl.max(tl.dot(zeros, against, input_precision=PRECISION), 0)
+                logits += (constant * zero_worth)[None, :]
             if CENTERED:
                 logits += tl.load(shares_row[None, :] + tokens[:, None], real[None, :], 0.0)
             logits = tl.trans(capped(logits, softcap, CAP))
@@ -365,29 +407,30 @@ def attend_low_bit(
                 apart = set_in(bits | bits_of(sinks, tile * group, group=group), group=group)
             seen = real[:, None] & shown(~apart, mask, tokens * m_token, MASK)[None, :]
             logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
+            highest = tl.max(logits, 1)
+            if stored > 0:
+                logits_at = logits_row[:, None] + tokens[None, :]
+                if VALUES:
+                    tl.store(logits_at, logits, kept[:, None] & ~fetched[None, :])
+                else:
+                    block = tile * (group // EXACT) + tl.arange(0, group // EXACT)
+                    base = tl.where(highest == float("-inf"), LOWEST, highest)[:, None]
+                    tl.store(base_row[:, None] + block[None, :], base, kept[:, None])
+                    tl.store(logits_at, logits - base, kept[:, None])
+            weights, shrink, peak, total = grown(logits, highest, peak, total)
         else:
             # Whole rows, for a mask of single tokens would make a load of each.
             above = tl.load(logits_row[:, None] + tokens[None, :], real[:, None], 0.0).to(tl.float32)
             base = tl.load(base_row + tile * (group // EXACT), real, 0.0)
-            logits = tl.where(real[:, None] & ~fetched[None, :], above + base[:, None], float("-inf"))
-        highest = tl.max(logits, 1)
-        if KEYS and stored > 0:
-            logits_at = logits_row[:, None] + tokens[None, :]
-            if VALUES:
-                tl.store(logits_at, logits, kept[:, None] & ~fetched[None, :])
-            else:
-                block = tile * (group // EXACT) + tl.arange(0, group // EXACT)
-                base = finite(highest)[:, None]
-                tl.store(base_row[:, None] + block[None, :], base, kept[:, None])
-                tl.store(logits_at, logits - base, kept[:, None])
-        weights, shrink, peak, total = grown(logits, highest, peak, total)
+            weights = exponential(above + (base - peak)[:, None])
+            weights = tl.where(real[:, None] & ~fetched[None, :], weights, 0.0)
+            total += tl.sum(weights, 1)
 
         if VALUES:
             if not plain:
                 params = value_params + first * (2 * groups)
                 if CIRCLE > 0:
                     value_scales = (read_scale(tl.load(value_params + first + within)),)
-                    value_zeros = -1.5 * value_scales[0][None, :]
                 elif VALUES_AS_THEY_LIE:
                     value_scales = load_value_params(params, group=group, groups=groups)
                     value_zeros = tl.trans(value_scales[groups])
@@ -396,10 +439,14 @@ def attend_low_bit(
                     at = scales[None, :] + value_number[:, None]
                     known = (value_number < groups)[:, None]
                     value_zeros = read_zero(tl.load(at + groups, known, 0), read_scale(tl.load(at, known, 0)))
-                constants = constants * shrink[None, :]
-                constants = tl.dot(
-                    value_zeros.to(kind), tl.trans(weights.to(kind)), constants, input_precision=PRECISION
-                )
+                if CIRCLE > 0:
+                    scales_seen = scales_seen * shrink if KEYS else scales_seen
+                    scales_seen += tl.sum(weights * value_scales[0][None, :], 1)
+                else:
+                    constants = constants * shrink[None, :] if KEYS else constants
+                    constants = tl.dot(
+                        value_zeros.to(kind), tl.trans(weights.to(kind)), constants, input_precision=PRECISION
+                    )
             added = ()
             for part in tl.static_range(parts):
                 at = tile_codes + (key_width + part // runs * span)
@@ -414,7 +461,7 @@ def attend_low_bit(
                 else:
                     value_codes = tl.load(at + within[:, None] * stride + piece, piece < span, 0)
                 value_codes = tl.trans(value_codes)
-                before = sums[part] * shrink[None, :]
+                before = sums[part] * shrink[None, :] if KEYS else sums[part]
                 if plain:
                     values, scaled = value_codes, weights
                 else:
@@ -438,7 +485,9 @@ def attend_low_bit(
             WORDED=WORDED,
         )  # fmt: skip
         number = (part % runs * shared * plane_width + part // runs * SPAN) // value_group
-        constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
+        constant = -1.5 * scales_seen
+        if CIRCLE == 0:
+            constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
         result = sums[part] * (undo / (1 << plane * level_bits).to(tl.float32))[:, None] + constant[None, :]
         tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (element < span)[:, None])
     return peak, total

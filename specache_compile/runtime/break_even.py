@@ -12,19 +12,18 @@ from specache_compile.options import MethodOptions
 
 from .state import full_cache_bytes
 
-NEVER = 1 << 40  # at no context up to 131,072 tokens
 # Tokens of one row, by the name that CUDA has for the device. Only what benchmarks/gpu_decode.py measured may stand
 # here.
 MEASURED: dict[str, int] = {}
 # Until then, by a word of that name: what benchmarks/computed_steps.py computes for an 8B model, where a step fetches
 # nothing, where it fetches ahead, and where it corrects.
 COMPUTED: dict[str, tuple[int, int, int]] = {
-    "A6000": (1600, 4224, 6912),
-    "A100": (4288, 13824, 27584),
-    "H100": (7488, 22144, 47808),
-    "H200": (12800, 41280, NEVER),
-    "4090": (2112, 4992, 8704),
-    "L4": (704, 1344, 2432),
+    "A6000": (1600, 3200, 6784),
+    "A100": (4160, 12160, 20544),
+    "H100": (7232, 19328, 34048),
+    "H200": (12096, 33344, 59648),
+    "4090": (2112, 4800, 8576),
+    "L4": (704, 1280, 2432),
 }
 
 

@@ -26,7 +26,7 @@ import torch
 from torch._dynamo.guards import CheckFunctionManager, GuardsStatePickler
 from torch._dynamo.output_graph import OutputGraphCommon
 from torch._dynamo.source import get_local_source_name
-from torch._guards import Guard, GuardsSet
+from torch._guards import Guard, GuardsSet, TracingContext, tracing
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.weak import TensorWeakRef
 
@@ -161,13 +161,13 @@ def rebuilt(
 
     Unlike, with the reason, where they do not let it pass.
     """
-    others: list[Guard] = pickle.loads(kept.others)
+    others = others_of(kept)
     compared: list[Any] = []  # by identity: while these live, nothing else has theirs
     differs = difference(others, kept.told, {"L": local_scope, "G": global_scope}, compared)
     if differs is not None:
         raise Unlike(differs)
     check_builtins(kept.builtins)
-    state = GuardsUnpickler(io.BytesIO(kept.state)).load()
+    state = state_of(kept)
     manager = CheckFunctionManager(
         code, OutputGraphCommon(state.output_graph), shape_code_parts=state.shape_code_parts,
         runtime_global_scope=global_scope, **local_state_of(state),
@@ -190,6 +190,18 @@ def rebuilt(
         return are_the_builtins(values) and bool(others_manager.check(scope))
 
     return manager, holds
+
+
+def state_of(kept: KeptGuards) -> Any:
+    """What torch stores of guards."""
+    with tracing(TracingContext(None)):  # what guards name an import by asks for a trace that is under way
+        return GuardsUnpickler(io.BytesIO(kept.state)).load()
+
+
+def others_of(kept: KeptGuards) -> list[Guard]:
+    """The guards that are told, without what they compare with."""
+    with tracing(TracingContext(None)):
+        return list(pickle.loads(kept.others))
 
 
 def local_state_of(state: Any) -> dict[str, Any]:

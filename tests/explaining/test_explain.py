@@ -112,7 +112,7 @@ def test_a_whole_large_model_explains_in_time_linear_in_its_layers_and_four_giga
 import resource, torch, time, specache_compile as sc
 from copy import deepcopy
 from dataclasses import replace
-from specache_compile.explaining.devices import find_device
+from specache_compile.explaining.times.devices import find_device
 from transformers import LlamaConfig
 config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
     num_attention_heads=64, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,

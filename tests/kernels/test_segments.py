@@ -11,6 +11,7 @@ from specache_compile.evaluation.baselines import kcache
 from specache_compile.kernels.movement import copy_stream, cpp_tiers
 from specache_compile.kernels.movement import definition as tiers
 from specache_compile.kernels.state import segments
+from specache_compile.kernels.state.cursor import LENGTH, new_cursor
 
 pytestmark = pytest.mark.pairwise
 
@@ -96,7 +97,9 @@ def test_a_fetch_brings_the_pairs_of_the_tokens(pairs: Tensor, refill: object) -
 @pytest.mark.parametrize("first", [0, 250, 256, 1020])
 def test_new_pairs_are_written_by_their_tokens(pairs: Tensor, first: int) -> None:
     host, new = in_segments(pairs), -torch.rand(ROWS, HEADS, 4, 2, CHANNELS)
-    cpp_tiers.write_pairs(*new.unbind(3), host, first)()
+    cursor = new_cursor(host.device, ROWS)
+    cursor[:, LENGTH] = first
+    cpp_tiers.write_pairs(*new.unbind(3), cursor, host)()
     expected = pairs.clone()
     expected[:, :, first : first + 4] = new
     assert torch.equal(in_order(host), expected)

@@ -335,7 +335,9 @@ def test_heads_fetch_apart() -> None:
 def test_prefetch_and_offload_without_a_queue_are_done_when_they_return() -> None:
     slots = Slots(4)
     slots.wanted[...] = torch.tensor([3, 1, -1, 8])
-    ops.prefetch(slots.wanted, torch.tensor([20, 0, 0, 0]), slots.host, slots.slots, slots.slot_index, slots.fetched)
+    ops.prefetch(
+        slots.wanted, torch.tensor([[20, 0, 0, 0]] * 2), slots.host, slots.slots, slots.slot_index, slots.fetched
+    )
     assert set(slots.held(1, 1)) == {1, 3, 8}
 
 

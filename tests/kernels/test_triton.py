@@ -561,7 +561,7 @@ def test_the_low_bit_tiles_worked_example() -> None:
 def test_decode_attention_is_split_over_programs_and_merged(rotate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two multiprocessors' worth of shares of one head's tiers; those that are empty add nothing."""
     case = Case(heads=1, length=1000, top_k=16, rotate=rotate)
-    monkeypatch.setattr(triton_decode, "programs_at_once", lambda device: 16)
+    monkeypatch.setattr(triton_decode, "programs_at_once", lambda device, build: 16)
     exact, splits = triton_decode.shares_of(1, 512 // case.group, triton_decode.exact_blocks(16, 64, 0), 16)
     assert exact > 1
     assert splits > 2

@@ -30,12 +30,12 @@ FIND, ROUND_TRIP = 4.2e-6, 2.0e-6
 TILE, OF_A_WARP, MOST_WARPS, PROGRAMS = 4096, 512, 8, 16
 # Instructions that a scheduler issues in a cycle, and schedulers of a multiprocessor. The first follows from the time
 # of the attention over low bits on an H200 (benchmarks/results/gpu_kernels.json) and the counts below.
-ISSUED, SCHEDULERS = 0.45, 4
+ISSUED, SCHEDULERS = 0.5, 4
 # A warp's instructions for a stored number of the low-bit tier, with one lane and with two, for four query heads and 1
 # to 2 bits: the attention's loops under Triton 3.6 (tools/compile_kernels.py counts them under the installed Triton).
-INSTRUCTIONS = {"whole": (2.55, 2.93), "keys": (3.15, 3.13), "values": (2.71, 3.05)}
-# Further instructions: of keys with scales and zero points of 8 bits, of values in the trellis (sm_90, Triton 3.7).
-OF_SMALL_PARAMS, OF_TRELLIS = 1.2, 1.35
+INSTRUCTIONS = {"whole": (2.57, 2.62), "keys": (2.86, 2.83), "values": (2.24, 2.50)}
+# Further instructions: of keys with scales and zero points of 8 bits, of values in the trellis.
+OF_SMALL_PARAMS, OF_TRELLIS = 0.55, {"whole": 1.15, "values": -0.15}
 # A warp's instructions (sm_90, Triton 3.7): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
 # normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
@@ -122,7 +122,7 @@ def instructions(call: Call, part: str) -> float:
     if part != "values" and options.param_dtype(layer.dtype) != layer.dtype:
         each += OF_SMALL_PARAMS
     if part != "keys" and options.has_trellis:
-        each += OF_TRELLIS
+        each += OF_TRELLIS[part]
     return call.heads * call.low * layer.head_dim * each / WARP
 
 
