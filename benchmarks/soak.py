@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import itertools
 import json
 import random
@@ -45,7 +44,6 @@ import specache_compile as sc
 from specache_compile.bench.results import provenance
 from specache_compile.kernels.movement import copy_queue
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import Session
 
 # Every pair is fetched, so that the 1-bit tier never decides. The small group and window make tokens leave the window
 # early.
@@ -96,15 +94,9 @@ def last_look(soak: Soak) -> None:
     for pair in soak.pool:
         soak.tokens["new cache"] += soak.step(pair, some_text(random.Random(0), len(pair.text), 1))
     soak.check_dropped()
-    alive, ours = live_sessions(), sum(pair.session is not None for pair in soak.pool)
+    alive, ours = soak.alive(), sum(pair.session is not None for pair in soak.pool)
     if alive != ours:
         raise Difference(f"{alive} sessions are alive, and the pool has {ours}")
-
-
-def live_sessions() -> int:
-    settle()
-    gc.collect()
-    return sum(type(thing) is Session for thing in gc.get_objects())
 
 
 def megabytes() -> float:
@@ -144,7 +136,7 @@ def figures(soak: Soak, seconds: float, warned: list[str]) -> dict[str, int]:
         **Counter(f"warnings: {text.split(',')[0]}" for text in warned),
         "MiB resident after the warm-up": round(soak.memory[0]) if soak.memory else 0,
         "MiB resident at the end": round(megabytes()),
-        "sessions alive at the end": live_sessions(),
+        "sessions alive at the end": soak.alive(),
         "caches in the pool": len(soak.pool),
         "seconds": round(seconds),
     }

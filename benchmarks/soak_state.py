@@ -79,7 +79,10 @@ class Weather:
 
 @dataclass
 class Soak:
-    """Both models, the caches alive, and what has been counted."""
+    """Both models, the caches alive, and what has been counted.
+
+    earlier: the sessions that were there before; they are another's.
+    """
 
     model: LlamaForCausalLM
     twin: LlamaForCausalLM
@@ -93,6 +96,7 @@ class Soak:
     seconds: Counter[str] = field(default_factory=Counter)
     facts: Counter[str] = field(default_factory=Counter)
     memory: list[float] = field(default_factory=list)
+    earlier: list[weakref.ref[Session]] = field(default_factory=lambda: [weakref.ref(x) for x in live_sessions()])
     now: str = "the start"
 
     def pick(self, draw: random.Random) -> Pair:
@@ -133,6 +137,11 @@ class Soak:
         if isinstance(keys, HeldTensor):
             self.dropped.append(weakref.ref(keys.handle.session))
 
+    def alive(self) -> int:
+        """Sessions that this soak has made and that live."""
+        others = {id(session) for held in self.earlier if (session := held()) is not None}
+        return sum(id(session) not in others for session in live_sessions())
+
     def check_dropped(self) -> None:
         settle()
         gc.collect()
@@ -140,6 +149,13 @@ class Soak:
         if alive:
             raise Difference(f"{alive} of the {len(self.dropped)} sessions dropped last are still alive")
         self.dropped.clear()
+
+
+def live_sessions() -> list[Session]:
+    """All of this process."""
+    settle()
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) is Session]
 
 
 def settle() -> None:

@@ -172,7 +172,8 @@ SAID = {select.keep_best: of_a_selection}
 
 
 def print_shares() -> None:
-    """How `attend` shares out the low-bit tier on three GPUs, for 8 KV heads of 128 channels, k 64, R 64, g 64."""
+    """How `attend` shares out the low-bit tier on three GPUs, for 8 KV heads of 128 channels, k 64, R 64, g 64, in one
+    launch; the halves of a corrected step have twice the slots."""
     shape = (decode.exact_blocks(64, 128, 4), 64)
     for device, slots in (("H200", 132 * 8), ("A100", 108 * 8), ("A6000", 84 * 5)):
         for context in (8192, 32768, 131072):
@@ -244,7 +245,11 @@ def build_attention(
         "EXACT": decode.EXACT_BLOCK, "CIRCLE": circle,
         "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "SHARES": decode.ALL_SHARES,
     } | changes  # fmt: skip
-    built = decode.build_of(layout, constants["KEYS"], constants["VALUES"], trellis, d)
+    half, rows = (constants["KEYS"], constants["VALUES"]), constants["ROWS"]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    built = decode.build_of(layout, *half, trellis, d, rows, kind)
+    if constants["SHARES"] == decode.EXACT_SHARES:
+        built = decode.WHOLE
     build(
         decode.attend_tiers, label, dtype, warps=decode.WARPS, stages=built.stages, registers=built.registers,
         types={"codes": codes if layout.is_quantised else f"*{dtype}", **(types or {})}, **constants,
@@ -285,18 +290,8 @@ def main() -> None:
     for dtype, d in (("bf16", 128), ("bf16", 64), ("fp16", 80)):
         label = f"{dtype}, 2 bits and a trellis, d {d}, g 64"
         build_attention(label, dtype, 2, 1, d, 64, trellis=True)
-        build_attention(
-            f"{label}, from logits",
-            dtype,
-            2,
-            1,
-            d,
-            64,
-            trellis=True,
-            KEYS=False,
-            stored=2,
-            SHARES=decode.LOW_BIT_SHARES,
-        )
+        from_logits = {"KEYS": False, "stored": 2, "SHARES": decode.LOW_BIT_SHARES}
+        build_attention(f"{label}, from logits", dtype, 2, 1, d, 64, trellis=True, **from_logits)
         build_attention(f"{label}, to logits", dtype, 2, 1, d, 64, {"slot_index": "*i64"}, trellis=True, VALUES=False,
                         top_k=0, ROTATED=True, stored=2)  # fmt: skip
         build_quantiser(label, dtype, 2, 1, d, 64, rotated=True, trellis=True)

@@ -1,9 +1,9 @@
 """The logits that a corrected decode attention keeps between its halves: on a GPU in 16 bits, above a base.
 
 A logit is the base of its block of tokens and what is kept of it. A base is the largest logit of its tile, in float32,
-so that a half-precision number says how far below it another lies. At a distance x that is off by x·2⁻¹¹ at most, and
-its weight by x·e⁻ˣ·2⁻¹¹ ≤ 2⁻¹¹/e of the tile's largest, however large all logits are: a model whose keys have large
-biases loses nothing. A CPU's are whole, in float32, and have no base.
+or float32's smallest number where none is seen. So a half-precision number says how far below it another lies. At a
+distance x that is off by x·2⁻¹¹ at most, and its weight by x·e⁻ˣ·2⁻¹¹ ≤ 2⁻¹¹/e of the tile's largest, however large all
+logits are: a model whose keys have large biases loses nothing. A CPU's are whole, in float32, and have no base.
 """
 
 from __future__ import annotations

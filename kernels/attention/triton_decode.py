@@ -85,12 +85,12 @@ class Build:
     registers: int | None = None
 
 
-# An instruction waits for the one before, and a scheduler has two warps of eight programs: twice as many are worth more
-# than loads that begin a tile ahead (measured on an H200). What keys spill for it lies outside their loop. Channels
-# beyond MOST_CHANNELS take all registers.
+# An instruction waits for the one before, and a scheduler has two warps of eight programs. Measured on an H200, of the
+# halves of a corrected step: sixteen are worth more, to values in a trellis more than loads that begin a tile ahead.
+# What keys spill for it lies outside their loop. Other sizes than these take all registers.
 WHOLE, PLAIN_VALUES = Build(8, 20 << 10), Build(8, 20 << 10, stages=1)
 KEYS_ALONE, TRELLIS_ALONE = Build(16, 8 << 10, registers=128), Build(16, 3 << 10, stages=1)
-MOST_CHANNELS = 128
+MOST_CHANNELS, MOST_KEY_BITS = 128, 2
 
 
 @triton.jit
@@ -220,7 +220,8 @@ def attend_tiers(
     that have one base.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + s + lanes) in 16 bits; written:
-    2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and 2·G·lanes·(d + d/gv) for its zero points.
+    2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and less than half of it
+    for zero points.
     A half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
     """
     bh, split = tl.program_id(0).to(tl.int64), first + tl.program_id(1)
@@ -443,7 +444,7 @@ def attend(
     in_trellis = layout.is_quantised and is_trellis(value_params)
     circle = circle_of(d) // 8 if in_trellis else 0
     span = 2 * value_width if in_trellis else math.gcd(value_width, value_group)
-    build, apart = build_of(layout, keys, values, in_trellis, d), chosen is not None
+    build, apart = build_of(layout, keys, values, in_trellis, d, rows, q.dtype), chosen is not None
     at_once = [programs_at_once(q.device, how) for how in (build, WHOLE)]
     exact, splits = shares_of(batch * heads, capacity // group, blocks, at_once[0], at_once[1] if apart else None)
     if layout.is_quantised and key_width % 2 == (circle or span) % 2 == 0:
@@ -488,12 +489,21 @@ def attend(
     return Sums(exact, partial, peaks, totals)
 
 
-def build_of(layout: Layout, keys: bool, values: bool, in_trellis: bool, d: int) -> Build:
+def build_of(
+    layout: Layout, keys: bool, values: bool, in_trellis: bool, d: int, rows: int, dtype: torch.dtype
+) -> Build:  # fmt: skip
+    """`attend_tiers`' of these shares of the low-bit tier; those in 16 bits alone are built as WHOLE.
+
+    rows: ROWS.
+    dtype: q's.
+    """
     if not layout.is_quantised:
         return WHOLE if keys else PLAIN_VALUES
-    if d > MOST_CHANNELS or (keys and values):
+    if (keys and values) or d > MOST_CHANNELS or rows > FEWEST_ROWS or dtype == torch.float32:
         return WHOLE
-    return KEYS_ALONE if keys else TRELLIS_ALONE if in_trellis else WHOLE
+    if keys:
+        return KEYS_ALONE if layout.key_bits <= MOST_KEY_BITS else WHOLE
+    return TRELLIS_ALONE if in_trellis else WHOLE
 
 
 def merged(

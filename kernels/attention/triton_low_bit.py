@@ -38,7 +38,8 @@ Worked through for d = 16 channels at 2 bits both, groups of g = 4 tokens, gv = 
         number             1   2   8   0  48  16   0  64   0   3   4  12  48   0 128  64
 
     A key is code · s + z, so a logit is Σ number · (q · s / 4**plane) + Σ q · z: two products, for which q's columns
-    have the same channels, and in the first (`lifted`) what undoes number's power of two.
+    have the same channels, and in the first (`lifted`) what undoes number's power of two. The second is the same for a
+    group's tokens, and z of 8 bits is eighths of s: Σ eighths · 4**plane · (q · s / 4**plane) / 8.
 
     Values are unpacked by parts that have one scale a token: SPAN = gcd(plane_width, gv) bytes of `shared` = 2 planes.
     Their words hold two tokens' elements, and a part's fields are the rows of a product's left side (`value_rows`):
@@ -47,7 +48,7 @@ Worked through for d = 16 channels at 2 bits both, groups of g = 4 tokens, gv = 
         part's channel     0   2   4   6   1   3   5   7   8  10  12  14   9  11  13  15
 
     A sum is Σ w · (code · s + z) = Σ number · (w · s) / 4**plane + Σ w · z: the first over a part's rows as they are,
-    divided when the last tile is in; the second once for each group of channels.
+    divided when the last tile is in; the second once for each group of channels. In a trellis z is -3/2 · s.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ from .triton_softmax import biased, capped, exponential, grown, shown
 SLOT_BLOCK = tl.constexpr(64)
 # The base of a tile of which nothing is seen: below every other, but finite.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-# The smallest side of a product's left one: a tensor core instruction has sixteen rows of it.
-FEWEST_COLUMNS = tl.constexpr(16)
+# Rows of a product's left side, at least: as a tensor core instruction has them.
+FEWEST_LEFT = tl.constexpr(16)
 # Bases that are looked at together for the highest.
 BASE_BLOCK = tl.constexpr(64)
 # What lies between the exponents of a float16 and those of a bfloat16 of the same bits.
@@ -218,12 +219,12 @@ def load_keys(
 @triton.jit
 def key_params_in(scale, zero, kind: tl.constexpr):
     """A key's scale and zero point in `kind`. Of 8 bits they are exact there, and the zero point counts eighths of a
-    scale; no float32 comes between them."""
+    scale. A detour by float32 would cost as much as unpacking the codes."""
     if scale.dtype == tl.uint8:
         if kind == tl.bfloat16:  # five bits of exponent and what is left of the mantissa, where a bfloat16 has them
             scale = (scale.to(tl.int16) << DROPPED - 3).to(tl.bfloat16, bitcast=True) * BIASES_APART
         else:
-            scale = (scale.to(tl.int16) << DROPPED).to(tl.float16, bitcast=True).to(kind)
+            scale = (scale.to(tl.int16) << DROPPED).to(tl.float16, bitcast=True)
         zero = zero.to(tl.int8, bitcast=True)
     return scale.to(kind), zero.to(kind)
 
@@ -298,6 +299,9 @@ def attend_low_bit(
     """One split's share of the low-bit tier, without what is in the slots, and the sinks, whose logits are -inf: stores
     its sums, returns peak and total.
 
+    From logits the peak is the split's highest base, what is in the slots included: nothing is scaled anew on the way.
+    But not in float16, whose weights would be 0 far below such a peak; in the others 80 below it is far.
+
     An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
     have one scale in a plane, EXACT tokens' logits one base. CIRCLE: bytes of the values' trellis code that go round, 0
     where they are in another; as it is loaded, it becomes a code of two bits with levels s·(q - 3/2). Bytes and FLOPs:
@@ -328,6 +332,7 @@ def attend_low_bit(
     # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
     KEYS_AS_THEY_LIE: tl.constexpr = key_planes >= 2 and key_width == KEY_WIDTH
     VALUES_AS_THEY_LIE: tl.constexpr = groups == GROUPS
+    GROWING: tl.constexpr = KEYS or kind == tl.float16
 
     if KEYS:
         key_channel, key_plane, key_element = key_columns(
@@ -363,7 +368,7 @@ def attend_low_bit(
     tiles = (low_bit // group).to(tl.int32)
     share = tl.cdiv(tiles, splits)
     begin, end = split * share, tl.minimum(tiles, (split + 1) * share)
-    if not KEYS:
+    if not GROWING:
         peak = highest_base(base_row, real, begin * (group // EXACT), end * (group // EXACT))
     for tile in range(begin, end):
         # The tile's own offset is 64 bits wide, what lies inside it 32.
@@ -392,7 +397,7 @@ def attend_low_bit(
                 zeros, against, zero_worth = key_zero, tl.trans(query), scale
                 if key_params.dtype.element_ty == tl.uint8:
                     zeros, against, zero_worth = key_zero * plane_worth, scaled_query, scale * (EIGHTH / lift)
-                zeros = tl.broadcast_to(zeros[None, :], [FEWEST_COLUMNS, keys.shape[1]])
+                zeros = tl.broadcast_to(zeros[None, :], [FEWEST_LEFT, keys.shape[1]])
                 constant = tl.max(tl.dot(zeros, against, input_precision=PRECISION), 0)
                 logits += (constant * zero_worth)[None, :]
             if CENTERED:
@@ -417,13 +422,18 @@ def attend_low_bit(
                     base = tl.where(highest == float("-inf"), LOWEST, highest)[:, None]
                     tl.store(base_row[:, None] + block[None, :], base, kept[:, None])
                     tl.store(logits_at, logits - base, kept[:, None])
-            weights, shrink, peak, total = grown(logits, highest, peak, total)
         else:
             # Whole rows, for a mask of single tokens would make a load of each.
             above = tl.load(logits_row[:, None] + tokens[None, :], real[:, None], 0.0).to(tl.float32)
             base = tl.load(base_row + tile * (group // EXACT), real, 0.0)
-            weights = exponential(above + (base - peak)[:, None])
-            weights = tl.where(real[:, None] & ~fetched[None, :], weights, 0.0)
+            seen = real[:, None] & ~fetched[None, :]
+        if GROWING:
+            if not KEYS:
+                logits = tl.where(seen, above + base[:, None], float("-inf"))
+                highest = tl.max(logits, 1)
+            weights, shrink, peak, total = grown(logits, highest, peak, total)
+        else:
+            weights = tl.where(seen, exponential(above + (base - peak)[:, None]), 0.0)
             total += tl.sum(weights, 1)
 
         if VALUES:
@@ -431,6 +441,8 @@ def attend_low_bit(
                 params = value_params + first * (2 * groups)
                 if CIRCLE > 0:
                     value_scales = (read_scale(tl.load(value_params + first + within)),)
+                    scales_seen = scales_seen * shrink if GROWING else scales_seen
+                    scales_seen += tl.sum(weights * value_scales[0][None, :], 1)
                 elif VALUES_AS_THEY_LIE:
                     value_scales = load_value_params(params, group=group, groups=groups)
                     value_zeros = tl.trans(value_scales[groups])
@@ -439,11 +451,8 @@ def attend_low_bit(
                     at = scales[None, :] + value_number[:, None]
                     known = (value_number < groups)[:, None]
                     value_zeros = read_zero(tl.load(at + groups, known, 0), read_scale(tl.load(at, known, 0)))
-                if CIRCLE > 0:
-                    scales_seen = scales_seen * shrink if KEYS else scales_seen
-                    scales_seen += tl.sum(weights * value_scales[0][None, :], 1)
-                else:
-                    constants = constants * shrink[None, :] if KEYS else constants
+                if CIRCLE == 0:
+                    constants = constants * shrink[None, :] if GROWING else constants
                     constants = tl.dot(
                         value_zeros.to(kind), tl.trans(weights.to(kind)), constants, input_precision=PRECISION
                     )
@@ -461,7 +470,7 @@ def attend_low_bit(
                 else:
                     value_codes = tl.load(at + within[:, None] * stride + piece, piece < span, 0)
                 value_codes = tl.trans(value_codes)
-                before = sums[part] * shrink[None, :] if KEYS else sums[part]
+                before = sums[part] * shrink[None, :] if GROWING else sums[part]
                 if plain:
                     values, scaled = value_codes, weights
                 else:
@@ -490,4 +499,4 @@ def attend_low_bit(
             constant = tl.sum(tl.where(value_number[:, None] == number, constants, 0.0), 0)
         result = sums[part] * (undo / (1 << plane * level_bits).to(tl.float32))[:, None] + constant[None, :]
         tl.store(out_row[None, :] + channel[:, None], result, real[None, :] & (element < span)[:, None])
-    return peak, total
+    return tl.where(total > 0, peak, float("-inf")), total

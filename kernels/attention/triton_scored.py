@@ -35,7 +35,7 @@ def score_low_bit(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `attention.score_low_bit`, but beyond the low-bit tier the logits hold the window's, then anything; nobody
     reads them there. Bytes a low-bit token and KV head: its keys', `bytes_of_logit`·G·lanes written and read, 4·lanes
-    of scores written. FLOPs: 2·G·lanes·d, and as many for its zero points."""
+    of scores written. FLOPs: 2·G·lanes·(d + 16·d/g)."""
     held, how = StoredTiers(*tiers), Layout(*layout)
     batch, query_heads, lanes, _ = q.shape
     form = mask_form(mask, batch, query_heads, lanes)

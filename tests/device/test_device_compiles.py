@@ -92,7 +92,7 @@ def test_a_kernel_is_compiled_once_however_large_a_cache_grows(compiled_forms: l
     again = [form for number, form in enumerate(compiled_forms) if form in compiled_forms[:number]]
     assert again == []
     attends = [constants for name, constants in compiled_forms if name == "attend_tiers"]
-    assert len(attends) == 3  # whole, and its two halves
+    assert len(attends) == 4  # whole, and its halves: keys, values in few bits, pairs in 16
 
 
 @pytest.mark.quick_for("mask")

@@ -84,8 +84,7 @@ FAULTS = [
     ),
     Fault(
         "the values of what the slots held left out", triton_decode.attend,
-        "[batch * heads, splits](*given, chosen,", "[batch * heads, splits](*given, slot_index,",
-        ("late",), CORRECTED,
+        "*given, chosen, *written", "*given, slot_index, *written", ("late",), CORRECTED,
     ),
     Fault(
         "staging copied before it is written", copy_stream.Staging.send, "copy.wait_stream(main)", "pass", ("early",),

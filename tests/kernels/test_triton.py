@@ -30,6 +30,7 @@ from specache_compile.kernels.attention import definition as attention
 from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
 from specache_compile.kernels.attention import triton_low_bit as low_bit
 from specache_compile.kernels.attention.kept_logits import LOGIT_BLOCK
+from specache_compile.kernels.codes import params
 from specache_compile.kernels.codes.quantize import pack
 from specache_compile.kernels.movement import copy_stream, triton_append, triton_copy
 from specache_compile.kernels.movement import definition as tiers
@@ -167,6 +168,8 @@ CASES = [
         [
             *(Case(dtype=torch.bfloat16, bits=bits) for bits in (2, 4, 8)),
             Case(dtype=torch.bfloat16, bits=1, head_dim=128),
+            Case(dtype=torch.bfloat16, param_bits=8, value_bits=1, value_code="trellis", rotate=True, head_dim=128),
+            Case(dtype=torch.bfloat16, param_bits=8, bits=1, value_code="trellis", group=64, lanes=1),
         ]
         if DEVICE.type == "cuda"
         else []
@@ -420,6 +423,21 @@ def test_decode_attention_and_the_halves_of_a_corrected_one(case: Case) -> None:
     assert out.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_what_is_fetched_weighs_nothing_however_large_its_logit_was(dtype: torch.dtype) -> None:
+    """The first base of row 0 is 60 above all logits, as that of a tile whose fetched token has most of the weight."""
+    step = step_of(Case(dtype=dtype, value_bits=1, value_code="trellis", param_bits=8, rotate=True, head_dim=128))
+    logits, base, _ = step.scored(triton_scored.score_low_bit)
+    _, slot_index = step.state("slots", "slot_index")
+    expected = step.attended(triton_scored.attend_scored, logits, base, chosen=slot_index)
+    tile = step.layer.case.group
+    base[0, :, :, : tile // LOGIT_BLOCK] += 60
+    logits[0, :, :, :tile] -= 60
+    found = step.attended(triton_scored.attend_scored, logits, base, chosen=slot_index)
+    # Half precision keeps a logit 60 below its base to a sixteenth.
+    torch.testing.assert_close(found, expected, atol=1e-2 if dtype == torch.float16 else 1e-5, rtol=0)
+
+
 def test_pairs_that_come_late_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The low-bit values are attended to by what was chosen; slots and their index may hold anything until then."""
     step = step_of(Case(rotate=True, bits=1, dtype=torch.float16))
@@ -486,6 +504,13 @@ def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: flo
     """What the low-bit kernel unpacks codes to, in the dtype that the interpreter cannot show as well."""
     byte = torch.arange(256, dtype=torch.int16)
     assert torch.equal(byte.view(dtype).double(), byte * unit)
+
+
+def test_a_scale_of_8_bits_is_a_bfloat16_of_other_exponents() -> None:
+    """What the low-bit kernel makes of it, in the dtype that the interpreter cannot show as well."""
+    stored = torch.arange(int(params.stored_scale(torch.tensor(params.LARGEST_SCALE), torch.uint8)) + 1)
+    read = (stored.to(torch.int16) << params.DROPPED - 3).view(torch.bfloat16)
+    assert torch.equal(read.double() * 2.0**112, params.read_scale(stored.to(torch.uint8)).double())
 
 
 @triton.jit

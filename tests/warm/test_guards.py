@@ -19,13 +19,14 @@ from kept_traces import Traces
 from specache_compile.warm import form, guards, store
 
 QUICK = ("llama 3", "gemma2")
+# How many of the two graphs are kept, where not both are: they are not rewritten, or their code is in no module.
+KEPT = {"llama, dynamic rope": 0, "mistral, sliding": 0, "phi3, longrope": 1, "falcon, alibi": 0, "deepseek_v32": 0}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.quick_for(*QUICK)
 def test_no_guard_is_dropped(traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch, family: Family) -> None:
-    """Of a prefill and a decode of each family whose forms are kept: a guard is stored by torch, or it is built anew on
-    what is told."""
+    """Of a prefill and a decode of each family: a guard is stored by torch, or it is built anew on what is told."""
     made: list[tuple[Counter[str], guards.KeptGuards]] = []
     kept_guards = guards.kept_guards
 
@@ -38,9 +39,7 @@ def test_no_guard_is_dropped(traces: Traces, folder: Path, monkeypatch: pytest.M
     compiled = torch.compile(family.one_layer.model(), backend="specache", options=LOSSLESS)
     compiled.generate(prompt(60), max_new_tokens=3)
     forms = list(folder.rglob(store.FORM))
-    if family.name not in QUICK and len(forms) < 2:
-        pytest.skip(f"{family.name}: of its graphs {len(forms)} are kept")
-    assert len(made) == len(forms) == 2
+    assert len(forms) == KEPT.get(family.name, 2) <= len(made)
     for every, kept in made:
         stored = named(guards.state_of(kept).output_graph.guards)
         others = named(guards.others_of(kept))
