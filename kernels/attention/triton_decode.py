@@ -160,7 +160,9 @@ def attend_exact(
             values = tl.load(values_at[:, None] + channel[None, :], loaded, 0.0)
         logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
         logits = capped(logits * scale, softcap, CAP)
-        causal = (block != before_sinks - 1) | (within[None, :] <= lane[:, None])
+        # Only the new pairs are causal. By places: Triton 3.9's interpreter takes no number for a whole row.
+        others = (place < (before_sinks - 1) * EXACT) | (place >= before_sinks * EXACT)
+        causal = others[None, :] | (within[None, :] <= lane[:, None])
         seen = real[:, None] & shown(there, mask, tokens * m_token, MASK)[None, :] & causal
         logits = biased(logits, mask, mask_row[:, None] + (tokens * m_token)[None, :], seen, MASK)
         highest = tl.max(logits, 1)
