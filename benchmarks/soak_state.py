@@ -143,8 +143,7 @@ class Soak:
         return sum(id(session) not in others for session in live_sessions())
 
     def check_dropped(self) -> None:
-        settle()
-        gc.collect()
+        collect()
         alive = sum(session() is not None for session in self.dropped)
         if alive:
             raise Difference(f"{alive} of the {len(self.dropped)} sessions dropped last are still alive")
@@ -153,9 +152,14 @@ class Soak:
 
 def live_sessions() -> list[Session]:
     """All of this process."""
+    collect()
+    return [thing for thing in gc.get_objects() if type(thing) is Session]
+
+
+def collect() -> None:
+    """What no copy that is under way holds any more goes."""
     settle()
     gc.collect()
-    return [thing for thing in gc.get_objects() if type(thing) is Session]
 
 
 def settle() -> None:

@@ -84,6 +84,11 @@ class Build:
     stages: int = 3
     registers: int | None = None
 
+    @property
+    def options(self) -> dict[str, int | None]:
+        """The compiler's, by Triton's names for them."""
+        return {"num_stages": self.stages, "maxnreg": self.registers}
+
 
 # An instruction waits for the one before, and a scheduler has two warps of eight programs. Measured on an H200, of the
 # halves of a corrected step: sixteen are worth more, to values in a trellis more than loads that begin a tile ahead.
@@ -219,12 +224,11 @@ def attend_tiers(
     here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. MASK: NO_MASK,
     BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r is
     lane r % lanes of query head r // lanes. SPAN, CIRCLE: see triton_low_bit. EXACT: 16-bit pairs a tile, and tokens
-    that have one base.
+    that have one base. SHARES: which kinds of shares the launch has.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + s + lanes) in 16 bits; written:
-    2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and less than half of it
-    for zero points.
-    A half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
+    2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and less than half of it for zero points. A
+    half has its part of the codes and scales alone, and `kept_logits.bytes_of_logit`·G·lanes·n of logits.
     """
     bh, split = tl.program_id(0).to(tl.int64), first + tl.program_id(1)
     batch, head = bh // heads, bh % heads
@@ -446,9 +450,9 @@ def attend(
     in_trellis = layout.is_quantised and is_trellis(value_params)
     circle = circle_of(d) // 8 if in_trellis else 0
     span = 2 * value_width if in_trellis else math.gcd(value_width, value_group)
-    build, apart = build_of(layout, keys, values, in_trellis, d, rows, q.dtype), chosen is not None
-    at_once = [programs_at_once(q.device, how) for how in (build, WHOLE)]
-    exact, splits = shares_of(batch * heads, capacity // group, blocks, at_once[0], at_once[1] if apart else None)
+    build = build_of(layout, keys, values, in_trellis, d, rows, q.dtype)
+    apart = None if chosen is None else programs_at_once(q.device, WHOLE)
+    exact, splits = shares_of(batch * heads, capacity // group, blocks, programs_at_once(q.device, build), apart)
     if layout.is_quantised and key_width % 2 == (circle or span) % 2 == 0:
         codes = codes.view(torch.int16)
 
@@ -477,17 +481,18 @@ def attend(
         SPAN=span, EXACT=EXACT_BLOCK, CIRCLE=circle,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
-    built = {"num_stages": build.stages, "maxnreg": build.registers}
     if chosen is None:
         attend_tiers[batch * heads, exact + splits](
-            *given, slot_index, *written, first=0, SHARES=ALL_SHARES, **settings, **built
+            *given, slot_index, *written, first=0, SHARES=ALL_SHARES, **settings, **build.options
         )
     else:
         attend_tiers[batch * heads, splits](
-            *given, chosen, *written, first=exact, SHARES=LOW_BIT_SHARES, **settings, **built
+            *given, chosen, *written, first=exact, SHARES=LOW_BIT_SHARES, **settings, **build.options
         )
         wait_for_correction(slots)
-        attend_tiers[batch * heads, exact](*given, slot_index, *written, first=0, SHARES=EXACT_SHARES, **settings)
+        attend_tiers[batch * heads, exact](
+            *given, slot_index, *written, first=0, SHARES=EXACT_SHARES, **settings, **WHOLE.options
+        )
     return Sums(exact, partial, peaks, totals)
 
 

@@ -341,9 +341,8 @@ def attend_low_bit(
         )  # fmt: skip
         inside = key_element < key_width
         query = tl.load(q_row[:, None] + key_channel[None, :], real[:, None] & inside[None, :], 0.0)
-        powers = lift / (1 << key_plane * key_bits).to(tl.float32)
-        lifted = (query.to(tl.float32) * powers[None, :]).to(kind)
-        plane_worth = (1 << key_plane * key_bits).to(kind)
+        plane_worth = (1 << key_plane * key_bits).to(tl.float32)
+        lifted = (query.to(tl.float32) * (lift / plane_worth)[None, :]).to(kind)
         if sink_tokens > 0:  # loaded here: every turn of the loop would wait for them
             sink = tl.arange(0, triton.next_power_of_2(sink_tokens))
             sinks = tl.load(sink_row + sink, sink < sink_tokens, -1)
@@ -396,7 +395,7 @@ def attend_low_bit(
                 # Zero points are the same for all tokens: sixteen rows of them are as few as a product has.
                 zeros, against, zero_worth = key_zero, tl.trans(query), scale
                 if key_params.dtype.element_ty == tl.uint8:
-                    zeros, against, zero_worth = key_zero * plane_worth, scaled_query, scale * (EIGHTH / lift)
+                    zeros, against, zero_worth = key_zero * plane_worth.to(kind), scaled_query, scale * (EIGHTH / lift)
                 zeros = tl.broadcast_to(zeros[None, :], [FEWEST_LEFT, keys.shape[1]])
                 constant = tl.max(tl.dot(zeros, against, input_precision=PRECISION), 0)
                 logits += (constant * zero_worth)[None, :]

@@ -39,7 +39,9 @@ def test_no_guard_is_dropped(traces: Traces, folder: Path, monkeypatch: pytest.M
     compiled = torch.compile(family.one_layer.model(), backend="specache", options=LOSSLESS)
     compiled.generate(prompt(60), max_new_tokens=3)
     forms = list(folder.rglob(store.FORM))
-    assert len(forms) == KEPT.get(family.name, 2) <= len(made)
+    kept_forms = KEPT.get(family.name, 2)
+    assert len(forms) == kept_forms <= len(made)
+    assert kept_forms < 2 or len(made) == 2
     for every, kept in made:
         stored = named(guards.state_of(kept).output_graph.guards)
         others = named(guards.others_of(kept))
