@@ -24,6 +24,8 @@ from conftest import NEEDLE_LLAMA, byte_tokenizer, prompt, tiny_llama
 from specache_compile.bench.results import Results
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
+from specache_compile.kernels.codes import trellis
+from specache_compile.kernels.codes.params import EIGHT_BITS, read_scale, stored_scale
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.tiers import Tiers
@@ -242,6 +244,37 @@ def test_a_mass_is_a_share(mass: str, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         masses.main(["--masses", "0.5", mass])
     assert f"--masses {float(mass):g}: give shares above 0, at most 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_a_key_in_the_trellis_is_what_a_value_in_it_is(head_dim: int) -> None:
+    from key_codes import in_trellis
+
+    keys = torch.randn(1, 2, 50, head_dim, generator=torch.Generator().manual_seed(0))
+    codes, scale = trellis.quantize(keys)
+    expected = trellis.dequantize(codes, read_scale(stored_scale(scale, EIGHT_BITS)))
+    torch.testing.assert_close(in_trellis(keys, 1), expected)
+
+
+def test_a_trellis_of_two_bits_leaves_less_than_four_levels_do() -> None:
+    """Of Gaussian numbers .1175 of the variance by Lloyd and Max's four levels, .0625 by the best code of two bits
+    there can be."""
+    from key_codes import nearest_levels
+
+    x = torch.randn(2000, 32, generator=torch.Generator().manual_seed(0))
+    for step in (0.45, 0.5):
+        levels = nearest_levels(x / step, 2)
+        assert set(levels.unique().tolist()) <= {-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5}
+        assert 0.0625 < (levels * step - x).square().mean() < 0.11
+
+
+def test_keys_in_the_trellis_are_coded_behind_the_mean_of_those_that_are_there() -> None:
+    from key_codes import by_trellis, in_trellis
+
+    keys = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(0)) + 100
+    there = torch.arange(64).view(1, 1, 64, 1) >= 5
+    mean = keys[:, :, 5:].mean(2, keepdim=True)
+    torch.testing.assert_close(by_trellis(keys, 64, 1, "midpoint", there), mean + in_trellis(keys - mean, 1))
 
 
 def test_guesses_are_looked_up_in_the_text_and_others_only_behind_a_wrong_one() -> None:
