@@ -6,12 +6,13 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from specache_compile.caches.holding import hold
 from specache_compile.compile.compiled_options import options_of
@@ -95,9 +96,8 @@ class Runner:
         """One answer a prompt. Neighbours of one length share a batch, so that no row is padded."""
         answer = self.continued_from_prefills if self.shares and new_tokens > 1 else self.continued
         found: list[list[int]] = []
-        for _, same in itertools.groupby(prompts, len):
-            for batch in chunks(list(same), self.batch_size):
-                found += answer(self.ids(batch), new_tokens)
+        for batch in self.batches_alike(prompts, len):
+            found += answer(self.ids(batch), new_tokens)
         return [self.reader.decode(tokens) for tokens in found]
 
     def answers_over(self, context: Prompt, questions: Sequence[Prompt], new_tokens: int) -> list[str]:
@@ -112,12 +112,16 @@ class Runner:
         """One answer for each context and question. The context is read alone, the question behind its cache.
         Neighbours of the same lengths share a batch."""
         found: list[str] = []
-        for _, same in itertools.groupby(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
-            for batch in chunks(list(same), self.batch_size):
-                cache, _ = self.read(self.ids([context for context, _ in batch]))
-                whole = self.ids([[*context, *question] for context, question in batch])
-                found += self.generate(whole, new_tokens, past_key_values=cache)
+        for batch in self.batches_alike(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
+            cache, _ = self.read(self.ids([context for context, _ in batch]))
+            whole = self.ids([[*context, *question] for context, question in batch])
+            found += self.generate(whole, new_tokens, past_key_values=cache)
         return found
+
+    def batches_alike(self, items: Sequence[Any], key: Callable[[Any], object]) -> Iterable[Sequence[Any]]:
+        """Neighbours of one key, in batches."""
+        groups = (list(same) for _, same in itertools.groupby(items, key))
+        return shown([batch for same in groups for batch in chunks(same, self.batch_size)], "batch")
 
     def forced_logits(self, ids: Tensor, prefill: int) -> Tensor:
         """Logits [rows, n - 1 - prefill, vocabulary] of the tokens after `prefill`, fed one by one through the cache.
@@ -173,3 +177,8 @@ def as_list(value: int | Sequence[int] | None) -> Sequence[int]:
 
 def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def shown(parts: Iterable[Any], unit: str) -> Iterable[Any]:
+    """What a row consists of, with a bar beneath that of the rows; without one where nobody looks on."""
+    return tqdm(list(parts), unit=unit, leave=False, disable=None)

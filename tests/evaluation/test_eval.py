@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from specache_compile.errors import OptionError
 from specache_compile.evaluation import command
 from specache_compile.evaluation.cell_tables import SHORT, fails, table
 from specache_compile.evaluation.rows import Row, append_row, read_rows
+from specache_compile.evaluation.runner import chunks, shown
 from specache_compile.evaluation.settings import parse_setting, running
 
 MODEL = str(NEEDLE_LLAMA)
@@ -115,6 +118,17 @@ def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     # Other settings of the same evaluation are other rows.
     assert evaluate(tmp_path, *QUICK, "--methods", "uncompiled", "--seed", "1") == 0
     assert again.calls == 3
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_row_that_takes_long_shows_its_parts_where_a_person_looks_on(
+    looked_at: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: looked_at  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert list(shown(chunks(range(5), 2), "batch")) == [range(2), range(2, 4), range(4, 5)]
+    assert ("0/3" in stream.getvalue()) == looked_at
 
 
 def test_a_blind_run_has_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.evaluation.runner import Runner, chunks, decode
+from specache_compile.evaluation.runner import Runner, chunks, decode, shown
 
 from .task import Bench, Cell, Outcome
 
@@ -41,7 +41,7 @@ class Continuations:
         """By batch, in the order of `chunks(rows, runner.batch_size)`."""
         if not self.made:
             with runner.uncompiled():
-                for number, batch in enumerate(chunks(self.rows, runner.batch_size)):
+                for number, batch in enumerate(shown(chunks(self.rows, runner.batch_size), "batch")):
                     self.made.append(self.full(runner, runner.ids(batch), number))
         return self.made
 
@@ -81,8 +81,9 @@ def measure(runner: Runner, known: Continuations) -> Outcome:
     the agreement, and the KL of every window."""
     kl: dict[str, list[float]] = {kind: [] for kind in KINDS}
     same: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    batches = chunks(known.rows, runner.batch_size)
-    for batch, (tokens, logs) in zip(batches, known.of(runner), strict=True):
+    continuations = known.of(runner)
+    batches = shown(chunks(known.rows, runner.batch_size), "batch")
+    for batch, (tokens, logs) in zip(batches, continuations, strict=True):
         prompt = runner.ids(batch)[:, :-STEPS]
         cache, _ = runner.read(prompt[:, :-1])
         for kind in KINDS:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.runner import Runner, as_list, chunks, decode, read
+from specache_compile.evaluation.runner import Runner, as_list, chunks, decode, read, shown
 
 from .closeness import divergence, interval
 from .task import Bench, Cell, Outcome
@@ -55,7 +55,7 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: in
         full_cache, full = read(runner.model, ids)
     said: list[Tensor] = []
     kl: list[Tensor] = []
-    for places in chunks(range(tokens), STRIDE):
+    for places in shown(chunks(range(tokens), STRIDE), "stride"):
         ours, drawn = [], []
         for place in places:
             ours.append(logits)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specache_compile.compile.compiled_options import options_of
-from specache_compile.evaluation.runner import Runner, chunks
+from specache_compile.evaluation.runner import Runner, chunks, shown
 
 from .task import Bench, Cell, Outcome
 
@@ -73,7 +73,7 @@ def measure(runner: Runner, rows: Sequence[Sequence[int]], begin: int = 0) -> Ou
     begin: tokens at the start of each window that begin a text.
     """
     prefill, losses, recent = prefill_of(len(rows[0])), [], []
-    for batch in chunks(rows, runner.batch_size):
+    for batch in shown(chunks(rows, runner.batch_size), "batch"):
         ids = runner.ids(batch)
         losses.append(nats_of(runner.forced_logits(ids, prefill), ids[:, prefill + 1 :].cpu()))
         if options_of(runner.model) is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.runner import Runner
+from specache_compile.evaluation.runner import Runner, shown
 
 from .haystack import library_source, overlapping, too_short
 
@@ -140,7 +140,7 @@ def scored_over(
     """As `scored`, for contexts with several questions each. A question's prompt is only what follows the context. The
     context is read once; each question goes on from a copy of its cache."""
     answers: list[str] = []
-    for context, asks in contexts:
+    for context, asks in shown(contexts, "context"):
         answers += runner.answers_over(context, [ask.prompt for ask in asks], new_tokens)
     return outcome([ask for _, asks in contexts for ask in asks], answers, score, metric)
 
