@@ -13,7 +13,8 @@ a guess of the next one beside each:
     the last again behind a wrong one
     what comes                          the most that any guess could save
 With one lane none is made. Under the default no guess changes a token's logits, and under the paper's setting, where
-nothing is corrected, the one that the lanes make is measured alone.
+nothing is corrected, the one that the lanes make is measured alone. Figures are means over windows, with the least and
+the most.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from tqdm import tqdm
 import specache_compile as sc
 from specache_compile.bench.results import Results
 from specache_compile.evaluation.command import load
-from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.runtime.session import session_of
 
 ONE_LANE, DEFAULT, PAPER = "one lane", "the default, two lanes", "the paper's"
@@ -146,26 +146,27 @@ def measured(
 
 
 def summed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row of all windows: means, and half the width of their 95 % interval over windows."""
+    """One row of all windows: of each figure its values, a window each."""
     found = []
     for key in dict.fromkeys((r["context"], r["text"], r["setting"], r["guess"]) for r in rows):
         same = [r for r in rows if (r["context"], r["text"], r["setting"], r["guess"]) == key]
-        shares = [sum(r["right"]) / len(r["right"]) for r in same if r["right"]]
         entry: dict[str, Any] = dict(zip(("context", "text", "setting", "guess"), key, strict=True))
-        entry["right"] = statistics.fmean(shares) if shares else None
-        entry["right ±"] = interval(shares)
-        for name in ("ahead", "corrected"):
-            entry[name] = statistics.fmean(r[name] for r in same)
-            entry[f"{name} ±"] = interval([r[name] for r in same])
-        found.append(entry)
+        entry["right"] = [sum(r["right"]) / len(r["right"]) for r in same if r["right"]]
+        found.append(entry | {name: [r[name] for r in same] for name in ("ahead", "corrected")})
     return found
+
+
+def told(values: Sequence[float], form: str) -> str:
+    """Their mean, the least and the most; "" of none."""
+    if not values:
+        return ""
+    return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        (f"{r['context']:,}", r["text"], r["setting"], r["guess"],
-         "" if r["right"] is None else f"{r['right']:.0%} ± {r['right ±']:.0%}",
-         *(f"{r[name]:.1f} ± {r[f'{name} ±']:.1f}" for name in ("ahead", "corrected")))
+        (f"{r['context']:,}", r["text"], r["setting"], r["guess"], told(r["right"], ".0%"),
+         *(told(r[name], ".1f") for name in ("ahead", "corrected")))
         for r in summed(rows)
     ]  # fmt: skip
     return tabulate(lines, ("tokens", "text", "setting", "guess", "right", "ahead", "corrected"), disable_numparse=True)

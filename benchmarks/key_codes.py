@@ -5,8 +5,9 @@ values are in.
     python benchmarks/key_codes.py --bits 1 --windows 2     some minutes
     python benchmarks/key_codes.py --resume                 the rows that --out does not have
 
-What a code makes of the keys is stored in 8 bits, so that the tier can hold it; no kernel reads such keys. Distances
-are of the text's own 24 tokens behind a prompt, as `specache eval --tasks closeness` has them. Bits a key are those of
+What a code makes of the keys is stored in 8 bits, so that the tier can hold it; no kernel reads such keys. Values have
+8 bits, so that keys are judged alone, or 1 bit in the trellis as the default's have it, but with scales of the model's
+dtype. Distances are those of `specache eval --tasks closeness`, 24 tokens behind a prompt. Bits of keys are those of
 the code itself, with scales and zero points of 8 bits.
 
     levels     of each channel, over 64 tokens: what the default stores
@@ -30,10 +31,11 @@ from tqdm import tqdm
 
 from specache_compile.bench.results import Results
 from specache_compile.evaluation.command import load
+from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.prefills import Prefills
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import STEPS, Continuations, interval, measure
+from specache_compile.evaluation.tasks.closeness import STEPS, Continuations, measure
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.kernels.codes.params import EIGHT_BITS, read_scale, stored_scale
 from specache_compile.kernels.codes.quantize import dequantize_keys, quantize_keys
@@ -126,16 +128,17 @@ def row_of(runner: Runner, known: Continuations, bits: int, code: str, value_bit
     assert storing.calls, "no key was stored by the code"
     return {
         "key_bits": bits, "code": code, "value_bits": value_bits,
+        "with_params": with_params(bits, code, runner.model.config.head_dim),
         **{kind: {name: kinds[kind][name] for name in ("kl", "each")} for kind in kinds},
     }  # fmt: skip
 
 
-def bits_a_key(bits: int, code: str, head_dim: int, group_size: int = 64) -> float:
-    """With a scale and a zero point of each channel over a group, or with a scale of each key; 8 bits each."""
+def with_params(bits: int, code: str, head_dim: int, group_size: int = 64) -> float:
+    """Bits a number: with a scale and a zero point of each channel over a group, or a scale of each key, in 8 bits."""
     return bits + (16 / group_size if code == "levels" else 8 / head_dim)
 
 
-def table(rows: list[dict[str, Any]], head_dim: int) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Beside the distances, what the trellis has over the levels of as many bits, window by window."""
     lines = []
     for row in rows:
@@ -145,11 +148,11 @@ def table(rows: list[dict[str, Any]], head_dim: int) -> str:
         )  # fmt: skip
         more = [mine - its for mine, its in zip(row["forced"]["each"], other["forced"]["each"], strict=True)]
         lines.append((
-            f"{bits_a_key(row['key_bits'], row['code'], head_dim):.3f}", row["code"], row["value_bits"],
-            *(f"{row[kind]['kl']:.5f} ± {interval(row[kind]['each']):.5f}" for kind in ("forced", "sampled")),
-            "" if other is row else f"{sum(more) / len(more):+.5f} ± {interval(more):.5f}",
+            f"{row['with_params']:.3f}", row["code"], row["value_bits"],
+            *(f"{row[kind]['kl']:.4f} ± {interval(row[kind]['each']):.4f}" for kind in ("forced", "greedy", "sampled")),
+            "" if other is row else f"{sum(more) / len(more):+.4f} ± {interval(more):.4f}",
         ))  # fmt: skip
-    headers = ("bits a key", "code", "bits of values", "forced, nats", "sampled, nats", "forced, over the levels")
+    headers = ("bits of keys", "code", "of values", "forced, nats", "greedy", "sampled", "forced, over the levels")
     return tabulate(lines, headers, disable_numparse=True)
 
 
@@ -158,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="a checkpoint (smollm2-135m)")
     parser.add_argument("--text", type=Path, default=Path("build/unseen.txt"), help="(build/unseen.txt)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt and its continuation (2048)")
-    parser.add_argument("--windows", type=int, default=32, help="prompts (32)")
+    parser.add_argument("--windows", type=int, default=16, help="prompts (16)")
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2], choices=sorted(STEP), help="of a key (1 2)")
     parser.add_argument("--value-bits", type=int, nargs="+", default=[8, 1], choices=[1, 8], help="8: keys alone (8 1)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
@@ -167,7 +170,6 @@ def main(arguments: list[str] | None = None) -> None:
     model, reader = load(args.model, "cpu", torch.float32)
     settings = {
         "model": args.model, "text": str(args.text), "length": args.length, "windows": args.windows, "steps": STEPS,
-        "head_dim": model.config.head_dim,
     }  # fmt: skip
     results = Results(args.out, "benchmarks/key_codes.py", torch.device("cpu"), args.resume, **settings)
     runner = Runner(model, reader, prefills=Prefills(model.device))
@@ -178,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     for bits, code, values in tqdm(cases, disable=None):
         if not results.has(key_bits=bits, code=code, value_bits=values):
             results.add(row_of(runner, known, bits, code, values))
-    print(table(results.rows, model.config.head_dim))
+    print(table(results.rows))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from tqdm import tqdm
 
 from specache_compile.bench.results import Results
 from specache_compile.evaluation.command import load
+from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.prefills import Prefills
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import STEPS, Continuations, interval, measure
+from specache_compile.evaluation.tasks.closeness import STEPS, Continuations, measure
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.kernels import op as ops
 from specache_compile.kernels.movement import definition

@@ -34,10 +34,10 @@ import specache_compile as sc
 from edits import ASKED
 from specache_compile.bench.results import provenance
 from specache_compile.evaluation.command import load
+from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.provenance import model_hash
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import Setting, parse_setting, running
-from specache_compile.evaluation.tasks.closeness import interval
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.methods import parse_options
 

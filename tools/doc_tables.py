@@ -359,8 +359,8 @@ QUALITY = (
 )  # fmt: skip
 # Benchmarks whose results are one table.
 PRINTED = (
-    "cold_start", "verify_families", "masses", "guesses", "latents", "latent_extends", "latent_distances", "batching",
-    "serve_load",
+    "cold_start", "verify_families", "masses", "guesses", "key_codes", "latents", "latent_extends", "latent_distances",
+    "batching", "serve_load",
 )  # fmt: skip
 GENERATORS: dict[str, Callable[[], str]] = {
     **{

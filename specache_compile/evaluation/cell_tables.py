@@ -9,13 +9,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
+from .intervals import interval
 from .rows import Row, sources
 from .settings import UNCOMPILED
 from .tasks import FOUND_OR_NOT
-from .tasks.closeness import interval
 from .tasks.long import first_difference
 from .tasks.perplexity import RECENT
 
@@ -25,8 +26,8 @@ MARK = "*"
 FAILED = f"{MARK} the uncompiled model itself is right in less than {GATE:.0%}: in no mean, and evidence of nothing"
 SHORT = f"{MARK} the uncompiled model is not shown to gain from more than its last {RECENT} tokens: evidence of nothing"
 UNITS = ("perplexity",)  # every other metric is a share
-# Of a row's `kinds`: the figure, its column, its format.
-KIND_COLUMNS = (("kl", "KL", ".4f"), ("interval", "±", ".4f"), ("agreement", "top-1", ".1%"))
+# Of each of a row's `kinds`.
+KIND_COLUMNS = ("KL", "±", "top-1")
 
 
 def shown(row: Row) -> str:
@@ -49,10 +50,15 @@ def kinds_table(rows: Sequence[Row]) -> str:
     last = {row.cell: row for row in rows}
     lines = []
     for row in rows:
-        cells = [f"{row.detail['kinds'][kind][name]:{form}}" for kind in kinds for name, _, form in KIND_COLUMNS]
+        cells = [cell for kind in kinds for cell in kind_cells(row.detail["kinds"][kind])]
         lines.append([row.method, row.cell, shown_ratio(row), *cells, difference(row, last[row.cell])])
-    names = [f"{kind}: {column}" for kind in kinds for _, column, _ in KIND_COLUMNS]
+    names = [f"{kind}: {column}" for kind in kinds for column in KIND_COLUMNS]
     return aligned(lines, [rows[0].task, "context", "device KV", *names, "forced KL, above the last"])
+
+
+def kind_cells(kind: Mapping[str, Any]) -> list[str]:
+    """KIND_COLUMNS."""
+    return [f"{kind['kl']:.4f}", f"{interval(kind['each']):.4f}", f"{kind['agreement']:.1%}"]
 
 
 def difference(row: Row, other: Row) -> str:
@@ -162,12 +168,17 @@ def recent_perplexity(row: Row | None) -> str:
 
 
 def paired_scores(row: Row) -> list[float]:
-    """Scores to pair with another method's: each answer's score, or each window's nats a token; [] for old rows."""
-    return row.detail.get("nats") or [one["score"] for one in row.detail.get("each", [])]
+    """Scores to pair with another method's: each answer's score, the mean of those over one context, or each window's
+    nats a token; [] for old rows."""
+    by_context: dict[int, list[float]] = {}
+    for number, one in enumerate(row.detail.get("each", [])):
+        by_context.setdefault(one.get("context", number), []).append(one["score"])
+    return row.detail.get("nats") or [statistics.fmean(scores) for scores in by_context.values()]
 
 
 def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
-    """Mean over cells ± 95 % of the paired differences to the uncompiled model, and the number of answers or windows.
+    """Mean over cells ± 95 % of the paired differences to the uncompiled model, and the number of pairs: answers,
+    contexts with several, or windows.
 
     In points of a hundred, or in nats a token for perplexities. "" where a cell has no pairs.
     """

@@ -24,8 +24,8 @@ from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_csv, write_json
 from .plots import draw
-from .prefills import Prefills
-from .provenance import model_hash, provenance
+from .prefills import Prefills, caches_plainly
+from .provenance import config_hash, model_hash, provenance
 from .reader import Reader
 from .rows import Row, read_rows, sources
 from .runner import Runner
@@ -101,7 +101,9 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     if args.blind:
         settings = list(dict.fromkeys(evicting_once(setting) for setting in settings))
     check_arguments(args)
+    check_readings(settings, args.share_prefills)
     model, reader = load(args.model, own_device(args.device), DTYPES[args.dtype])
+    check_readings(settings, caches_plainly(model))
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
         args.data, args.chat, args.blind,
@@ -115,8 +117,9 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "rows.jsonl"
+    whole = f"{fingerprint} {config_hash(model, reader.tokenizer)}"
     keys = {
-        (setting, task, cell.name): key_of(setting, task, cell, bench, fingerprint, args)
+        (setting, task, cell.name): key_of(setting, task, cell, bench, whole, args)
         for setting in settings
         for task, cell in cells
     }
@@ -152,6 +155,16 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.data is not None and not args.data.is_dir():
         raise SpecacheError(f"no folder {args.data}: --data wants the folder of the data files")
     check_inputs(args)
+
+
+def check_readings(settings: Sequence[Setting], shares: bool) -> None:
+    """Refuse what reads a prompt a second time where no prefill is shared."""
+    for setting in settings:
+        if not shares and setting.reads_twice:
+            raise SpecacheError(
+                f"method {str(setting)!r}: its choice takes a second reading of each prompt, which --share-prefills "
+                "makes, of models whose layers all keep every pair"
+            )
 
 
 def check_inputs(args: argparse.Namespace) -> None:
@@ -192,13 +205,15 @@ def text_identity(texts: Sequence[Path]) -> list[str] | str:
     return [file_hash(path) for path in texts] or f"library of python {platform.python_version()}"
 
 
-def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, fingerprint: str, args: argparse.Namespace) -> str:
-    """Everything that a row's figures depend on."""
+def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, args: argparse.Namespace) -> str:
+    """Everything that a row's figures depend on, but the code: the options in force too, since defaults change.
+    model: its hashes."""
     return json.dumps(
         {
             "task": task, "cell": cell.name, "context": cell.context, "method": str(setting), "samples": bench.samples,
-            "seed": bench.seed, "model": fingerprint, "dtype": args.dtype, "device": args.device,
-            "lowering": args.lowering, "texts": text_identity(bench.texts), **cell.facts,
+            "seed": bench.seed, "model": model, "dtype": args.dtype, "device": args.device,
+            "lowering": args.lowering, "texts": text_identity(bench.texts), "batch_size": args.batch_size,
+            "options": setting.in_force, **cell.facts,
             **({"blind": True} if bench.blind else {}),
             **({"prefills": "shared"} if args.share_prefills else {}),
         },

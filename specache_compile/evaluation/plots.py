@@ -13,6 +13,7 @@ from typing import Any
 from specache_compile.methods import parse_options
 
 from .cell_tables import failed_cells
+from .intervals import interval
 from .rows import Row, sources
 from .settings import Setting, parse_setting
 
@@ -143,8 +144,9 @@ def distance(rows: Sequence[Row]) -> Any:
         for (method, _), line in lines.items():
             i = methods.index(method)
             ratios, points = [row.kv_ratio for _, row in line], [row.detail["kinds"][kind] for _, row in line]
+            halves = [interval(point["each"]) for point in points]
             axis.errorbar(
-                ratios, [p["kl"] for p in points], [p["interval"] for p in points], color=f"C{i % 10}", label=method,
+                ratios, [p["kl"] for p in points], halves, color=f"C{i % 10}", label=method,
                 marker=MARKERS[i // 10 % len(MARKERS)], markersize=5, capsize=2, linewidth=1,
             )  # fmt: skip
             for (bits, _), ratio, point in zip(line, ratios, points, strict=True):

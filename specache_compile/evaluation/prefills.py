@@ -23,6 +23,12 @@ from specache_compile.methods import parse_options
 from .baselines.kvzip import KVzipOptions
 
 
+def caches_plainly(model: Any) -> bool:
+    """Whether every layer keeps every pair."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
 @dataclass(frozen=True)
 class Prefill:
     """What the uncompiled model has read.
@@ -69,11 +75,10 @@ class Prefills:
 
     def serve(self, model: Any) -> bool:
         """Whether the model, as it is compiled now, can go on from such a prefill."""
-        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         given = options_of(model)
         options = None if given is None else parse_options(given)
         holds = options is None or isinstance(options, KVzipOptions) or reason_not_to_hold(options) is None
-        return holds and all(type(layer) is DynamicLayer for layer in layers)
+        return holds and caches_plainly(model)
 
     def of(self, ids: Tensor, make: Callable[[], Prefill]) -> Prefill:
         """The prefill of `ids` [rows, tokens], for one use. Where there is none yet, `make` makes it, of these prompts

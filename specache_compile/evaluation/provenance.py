@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import platform
 import subprocess
 from importlib.metadata import version
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 PACKAGES = ("specache-compile", "torch", "transformers")
+# Of a configuration: no part of what a model does.
+ELSEWHERE = ("transformers_version", "_name_or_path")
 
 
 def model_hash(model: Any) -> str:
@@ -22,6 +25,15 @@ def model_hash(model: Any) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
+
+
+def config_hash(model: Any, tokenizer: Any) -> str:
+    """Twelve hex digits over a model's configurations and its tokenizer's chat template: what it does with its
+    weights."""
+    parts = [model.config.to_diff_dict(), model.generation_config.to_diff_dict()]
+    told = [{name: value for name, value in part.items() if name not in ELSEWHERE} for part in parts]
+    text = json.dumps([*told, tokenizer.chat_template], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @functools.cache

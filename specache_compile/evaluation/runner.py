@@ -21,6 +21,7 @@ from specache_compile.methods import parse_options
 from .baselines import kvzip
 from .prefills import Prefill, Prefills
 from .reader import Reader
+from .sharing import rank
 
 Prompt = Sequence[int]
 
@@ -180,5 +181,6 @@ def chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def shown(parts: Iterable[Any], unit: str) -> Iterable[Any]:
-    """What a row consists of, with a bar beneath that of the rows; without one where nobody looks on."""
-    return tqdm(list(parts), unit=unit, leave=False, disable=None)
+    """What a row consists of, with a bar beneath that of the rows; without one where nobody looks on, or another rank
+    has it."""
+    return tqdm(list(parts), unit=unit, leave=False, disable=True if rank() else None)

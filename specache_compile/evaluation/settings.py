@@ -15,6 +15,7 @@ import torch
 
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.eviction import PROMPT
+from specache_compile.evaluation.baselines.kvzip import KVzipOptions
 from specache_compile.methods import METHODS, parse_options
 from specache_compile.runtime.records import forget
 
@@ -42,11 +43,23 @@ class Setting:
         return {"method": self.name, **dict(self.given)}
 
     @property
+    def reads_twice(self) -> bool:
+        """Whether the uncompiled model reads a prompt once more, to choose what stays."""
+        return self.options is not None and isinstance(parse_options(self.options), KVzipOptions)
+
+    @property
     def measured(self) -> dict[str, Any]:
         """The options to measure with: unless min_context is given, a method's tiers are used from the first token
         on."""
         at_once = {"min_context": 0} if "min_context" in METHODS[self.name].accepted else {}
         return {**at_once, **(self.options or {})}
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """Those options with what was not given, but for what is off: a new option, off, changes nothing."""
+        if self.options is None:
+            return {}
+        return {name: value for name, value in vars(parse_options(self.measured)).items() if value}
 
 
 def parse_setting(text: str) -> Setting:

@@ -68,6 +68,16 @@ def test_prompt_and_answer_fill_the_asked_length_and_no_more() -> None:
         assert runner.longest == cell.context == int(cell.name)
 
 
+@pytest.mark.parametrize(
+    ("task", "length", "told"),
+    [("closeness", 25, "is no more than a continuation of 24 and a token"), ("own_output", 120, "too short, -"),
+     ("perplexity", 0, "too short, 0 tokens are left")],
+)  # fmt: skip
+def test_a_context_without_room_for_its_text_is_refused(task: str, length: int, told: str) -> None:
+    with pytest.raises(SpecacheError, match=told):
+        TASKS[task](bench(lengths=(length,)))
+
+
 @pytest.mark.quick_for("needle")
 @pytest.mark.parametrize("task", ["needle", "shared_context", "perplexity"])
 def test_draws_are_a_function_of_the_seed(task: str) -> None:

@@ -19,7 +19,7 @@ from specache_compile.evaluation.baselines import kvzip
 from specache_compile.evaluation.prefills import Prefills
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
-from specache_compile.evaluation.settings import Setting, parse_setting, running
+from specache_compile.evaluation.settings import Setting, running
 
 KVPRESS = load_file(Path(__file__).with_name("kvzip.safetensors"))
 CHUNK, BEHIND = 32, [62]
@@ -132,9 +132,11 @@ def test_an_evaluation_reads_twice_and_keeps_the_budget() -> None:
     model = tiny_llama(vocab_size=256)
     runner = Runner(model, Reader(byte_tokenizer()), batch_size=2, prefills=Prefills())
     ids = torch.randint(0, 256, (2, 80))
-    with running(model, Setting("kvzip", (("budget", 0.25), ("exact_layers", (1,)))), "eager"):
-        assert len(runner.answers_over(ids[0].tolist(), [[1, 2], [3]], 3)) == 2
-    with running(model, parse_setting("kvzip:budget=0.25"), "eager"):
-        cache, _ = runner.read(ids)
-        state = cache.layers[0].keys.handle.session.state
-        assert sum(int((layer["compressed_token"][0] >= 0).sum()) for layer in state) == 2 * 2 * 20
+    for exact in ((), (1,)):
+        with running(model, Setting("kvzip", (("budget", 0.25), ("exact_layers", exact))), "eager"):
+            assert len(runner.answers_over(ids[0].tolist(), [[1, 2], [3]], 3)) == 2
+            cache, _ = runner.read(ids)
+            state = cache.layers[0].keys.handle.session.state
+            kept = [int((layer["compressed_token"][0] >= 0).sum()) for layer in state]
+            assert len(kept) == 2 - len(exact)
+            assert sum(kept) == len(kept) * 2 * 20, "an exact layer's budget is nobody's"

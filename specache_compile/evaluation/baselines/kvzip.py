@@ -60,7 +60,7 @@ def chosen(
     model: Any, cache: DynamicCache, ids: Tensor, options: KVzipOptions, start: int, encode: Encode,
     behind: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """The tokens that stay of a prompt ids [B, n], as `kept` gives them.
+    """The tokens that stay of a prompt ids [B, n] in the layers that drop any, as `kept` gives them.
 
     model: not compiled.
     cache: a plain one that has read the prompt; unchanged.
@@ -69,7 +69,9 @@ def chosen(
     """
     length, budget = ids.shape[1], options.budget_in_tokens(ids.shape[1])
     readings = repetitions(ids, start, options.chunk, encode, behind) if length > budget else ()
-    return kept(scores(model, cache, readings, length, options.first), min(budget, length), options.first)
+    score = scores(model, cache, readings, length, options.first)
+    sites = [number for number in range(len(score)) if number not in options.exact_layers]
+    return kept(score[sites], min(budget, length), options.first)
 
 
 def repetitions(
@@ -162,13 +164,12 @@ def kept(score: Tensor, budget: int, first: int) -> Tensor:
 
 def held(cache: Any, model: torch.nn.Module, options: KVzipOptions, chosen: Tensor) -> DynamicCache:
     """A cache that the model continues, which is compiled with `options`: those pairs of a plain cache that `chosen`
-    [layers, B, H, m] names. `cache` is unchanged."""
+    [sites, B, H, m] names. `cache` is unchanged."""
     length = cache.layers[0].keys.shape[2]
-    at_sites = (stays for number, stays in enumerate(chosen) if number not in options.exact_layers)
 
     def fill(step: Step, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         with step.filling() as state:
-            for (keys, values), here, token in zip(pairs, state, at_sites, strict=True):
+            for (keys, values), here, token in zip(pairs, state, chosen, strict=True):
                 every = torch.stack([keys, values], 3)
                 place = token.long().clamp(0)[..., None, None].expand(*token.shape, *every.shape[3:])
                 here["compressed"][:, :, : token.shape[2]] = every.gather(2, place)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.runner import Runner, chunks, decode, shown
 
 from .task import Bench, Cell, Outcome
@@ -25,19 +26,29 @@ KINDS = ("forced", "greedy", "sampled")
 STEPS = 24
 
 
-class Continuations:
-    """Prompts of a cell and the full cache's continuations, made on first use and shared by all methods.
+@dataclass(frozen=True)
+class Continuation:
+    """The full cache's, of a batch's prompts.
 
-    tokens: {kind: [rows, STEPS]}.
-    logs: {kind: log-probabilities [rows, STEPS, vocabulary]}, float16. The error in a KL is some 1e-4 nats, the same
-    for every method.
+    tokens: [rows, STEPS].
+    logs: log-probabilities [rows, STEPS, vocabulary], float16. The error in a KL is some 1e-4 nats, the same for every
+        method.
+    best: the likeliest tokens [rows, STEPS].
     """
+
+    tokens: Tensor
+    logs: Tensor
+    best: Tensor
+
+
+class Continuations:
+    """Prompts of a cell and their continuations by kind, made on first use and shared by all methods."""
 
     def __init__(self, rows: Sequence[Sequence[int]], seed: int) -> None:
         self.rows, self.seed = rows, seed
-        self.made: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        self.made: list[dict[str, Continuation]] = []
 
-    def of(self, runner: Runner) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    def of(self, runner: Runner) -> list[dict[str, Continuation]]:
         """By batch, in the order of `chunks(rows, runner.batch_size)`."""
         if not self.made:
             with runner.uncompiled():
@@ -45,7 +56,7 @@ class Continuations:
                     self.made.append(self.full(runner, runner.ids(batch), number))
         return self.made
 
-    def full(self, runner: Runner, ids: Tensor, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def full(self, runner: Runner, ids: Tensor, number: int) -> dict[str, Continuation]:
         generator = torch.Generator().manual_seed(self.seed * 1_000 + number)
         prompt, text = ids[:, :-STEPS], ids[:, -STEPS:]
         cache, _ = runner.read(prompt[:, :-1])
@@ -54,11 +65,13 @@ class Continuations:
             return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
         choose = {"greedy": lambda logits: logits.argmax(-1, keepdim=True), "sampled": sample}
-        tokens = {"forced": text}
-        logits = {"forced": forced(runner.model, cache, prompt[:, -1:], text)}
+        found = {"forced": (text, forced(runner.model, cache, prompt[:, -1:], text))}
         for kind in choose:
-            tokens[kind], logits[kind] = continued(runner.model, cache, prompt[:, -1:], choose[kind])
-        return tokens, {kind: logits[kind].log_softmax(-1).half() for kind in KINDS}
+            found[kind] = continued(runner.model, cache, prompt[:, -1:], choose[kind])
+        return {
+            kind: Continuation(tokens, logits.log_softmax(-1).half(), logits.argmax(-1))
+            for kind, (tokens, logits) in found.items()
+        }
 
 
 def forced(model: Any, cache: Any, last: Tensor, tokens: Tensor) -> Tensor:
@@ -77,25 +90,23 @@ def continued(model: Any, cache: Any, last: Tensor, choose: Callable[[Tensor], T
 
 
 def measure(runner: Runner, known: Continuations) -> Outcome:
-    """The score is top-1 agreement on forced text. For each kind `kinds` has KL(full || method) in nats, its interval,
-    the agreement, and the KL of every window."""
+    """The score is top-1 agreement on forced text. For each kind `kinds` has KL(full || method) in nats, the
+    agreement, and the KL of every window."""
     kl: dict[str, list[float]] = {kind: [] for kind in KINDS}
     same: dict[str, list[float]] = {kind: [] for kind in KINDS}
     continuations = known.of(runner)
     batches = shown(chunks(known.rows, runner.batch_size), "batch")
-    for batch, (tokens, logs) in zip(batches, continuations, strict=True):
+    for batch, full in zip(batches, continuations, strict=True):
         prompt = runner.ids(batch)[:, :-STEPS]
         cache, _ = runner.read(prompt[:, :-1])
         for kind in KINDS:
-            logits = forced(runner.model, cache, prompt[:, -1:], tokens[kind])
-            full = logs[kind].float()
-            kl[kind] += divergence(full, logits).mean(-1).tolist()
-            same[kind] += (full.argmax(-1) == logits.argmax(-1)).float().mean(-1).tolist()
+            logits = forced(runner.model, cache, prompt[:, -1:], full[kind].tokens)
+            kl[kind] += divergence(full[kind].logs.float(), logits).mean(-1).tolist()
+            same[kind] += (full[kind].best == logits.argmax(-1)).float().mean(-1).tolist()
     kinds: dict[str, dict[str, Any]] = {
-        kind: {"kl": statistics.fmean(kl[kind]), "interval": interval(kl[kind]),
-               "agreement": statistics.fmean(same[kind]), "each": kl[kind]}
+        kind: {"kl": statistics.fmean(kl[kind]), "agreement": statistics.fmean(same[kind]), "each": kl[kind]}
         for kind in KINDS
-    }  # fmt: skip
+    }
     return Outcome(kinds["forced"]["agreement"], "top-1 agreement", len(known.rows), {"kinds": kinds})
 
 
@@ -105,18 +116,14 @@ def divergence(full: Tensor, ours: Tensor) -> Tensor:
     return (log_full.exp() * (log_full - log_ours)).sum(-1)
 
 
-def interval(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95 % interval, by the normal approximation; NaN for a single value or one that is
-    NaN."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return math.nan
-    return 1.96 * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def cells(bench: Bench) -> list[Cell]:
     """One cell a length, its continuation included."""
 
     def cell(length: int) -> Cell:
+        if length < STEPS + 2:
+            raise SpecacheError(
+                f"task closeness: a context of {length} tokens is no more than a continuation of {STEPS} and a token"
+            )
         known = Continuations(bench.windows_apart(length), bench.seed)
         return Cell(str(length), length, functools.partial(measure, known=known), {"steps": STEPS})
 

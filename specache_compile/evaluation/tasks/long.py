@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.runner import Runner, as_list, chunks, decode, read, shown
 
-from .closeness import divergence, interval
+from .closeness import divergence
 from .task import Bench, Cell, Outcome
 
 # Tokens of text before a continuation: read exactly, and few beside its own.

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.metrics import overlaps, rouge_l
 from specache_compile.evaluation.runner import Runner
 
-from .closeness import interval
 from .task import Bench, Cell, Outcome
 
 SUMMARY, RECONSTRUCTION, INSTRUCTION = "summary", "reconstruction", "instruction"

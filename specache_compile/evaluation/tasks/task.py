@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,10 @@ class Bench:
         another, or a warning says that the text is too short: intervals need independent windows."""
         rng, begin = random.Random(f"{self.seed}/{length}"), self.reader.begin()
         size, part = length - len(begin), len(self.haystack) / self.samples
+        if size < 1:
+            raise SpecacheError(
+                f"--lengths: too short, {length} tokens are left of a context for its text; ask for more"
+            )
         if size >= len(self.haystack):
             raise too_short(len(self.haystack), size)
         if part < size:
@@ -138,11 +142,14 @@ def scored_over(
     runner: Runner, contexts: Sequence[tuple[Sequence[int], Sequence[Ask]]], new_tokens: int, score: Score, metric: str
 ) -> Outcome:
     """As `scored`, for contexts with several questions each. A question's prompt is only what follows the context. The
-    context is read once; each question goes on from a copy of its cache."""
+    context is read once; each question goes on from a copy of its cache, and is tagged with the context's number: what
+    is asked of one cache is right or wrong together."""
     answers: list[str] = []
     for context, asks in shown(contexts, "context"):
         answers += runner.answers_over(context, [ask.prompt for ask in asks], new_tokens)
-    return outcome([ask for _, asks in contexts for ask in asks], answers, score, metric)
+    tagged = [replace(ask, tags={**ask.tags, "context": number})
+              for number, (_, asks) in enumerate(contexts) for ask in asks]  # fmt: skip
+    return outcome(tagged, answers, score, metric)
 
 
 def outcome(asks: Sequence[Ask], answers: Sequence[str], score: Score, metric: str) -> Outcome:

@@ -1,0 +1,27 @@
+"""Intervals against Student's own table."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from specache_compile.evaluation.intervals import interval, student
+
+# Degrees of freedom, and the 97.5 % point (any table of the distribution).
+TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 10: 2.228, 15: 2.131, 30: 2.042, 60: 2.000}
+
+
+@pytest.mark.parametrize("degrees", TABLE)
+def test_few_values_have_a_wider_interval(degrees: int) -> None:
+    assert student(degrees) == pytest.approx(TABLE[degrees], abs=0.01)
+
+
+def test_an_interval_is_of_the_mean() -> None:
+    assert interval([1.0, 3.0]) == pytest.approx(12.706 * math.sqrt(2) / math.sqrt(2))
+    assert interval([0.0, -1.0, 0.0, -1.0]) == pytest.approx(3.182 * math.sqrt(1 / 3) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, math.nan]])
+def test_one_value_has_none(values: list[float]) -> None:
+    assert math.isnan(interval(values))
