@@ -5,7 +5,7 @@ values are in.
     python benchmarks/key_codes.py --bits 1 --windows 2     some minutes
     python benchmarks/key_codes.py --resume                 the rows that --out does not have
 
-What a code makes of the keys is stored in 8 bits, so that the tier can hold it; no kernel reads such keys. Values have
+What a code makes of the keys is stored in 8 bits, so that the tier can hold what no option codes so. Values have
 8 bits, so that keys are judged alone, or 1 bit in the trellis as the default's have it, but with scales of the model's
 dtype. Distances are those of `specache eval --tasks closeness`, 24 tokens behind a prompt. Bits of keys are those of
 the code itself, with scales and zero points of 8 bits.

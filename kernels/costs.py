@@ -14,6 +14,7 @@ from torch import SymInt, Tensor
 
 from .attention.kept_logits import bytes_of_logit
 from .codes.quantize import value_group
+from .state.center import PLAIN
 from .state.stored_pairs import rounded_width, rounds
 
 
@@ -129,7 +130,8 @@ def pair_bytes(options: Any, layer: Any) -> Pair:
     if layer.rank:  # one row of keys' codes, which both passes over the tier read
         row = layer.row * (layout.key_bits / 8 + 2 * item / options.group_size)
         return Pair(exact, on_host, row, row)
-    keys = d * layout.key_bits / 8 + 2 * item * d / options.group_size
+    scales = 1 if options.has_key_trellis else 2 * d / options.group_size
+    keys = d * layout.key_bits / 8 + item * scales
     numbers = 1 if options.has_trellis else 2 * d / value_group(d, options.group_size)
     return Pair(exact, on_host, keys, d * layout.value_bits / 8 + item * numbers)
 
@@ -164,8 +166,9 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
 
 
 def share_of_center(arguments: Arguments, low: int) -> Cost:
-    """What centered keys add to a decode step: a number for each query row and low-bit token, written and read."""
-    q, is_centered = arguments["q"], arguments["center"].shape[2] > 0
+    """What centered keys add to a decode step: a number for each query row and low-bit token, written and read. A plain
+    mean's is a number for each query row alone."""
+    q, is_centered = arguments["q"], arguments["center"].shape[2] > PLAIN
     query_rows = elements(q) // size_of(q.shape[3])
     return Cost(4 * elements(q) * low, 8 * query_rows * low) if is_centered else Cost()
 

@@ -225,24 +225,24 @@ def print_launches() -> None:
 
 def build_attention(
     label: str, dtype: str, key_bits: int, value_bits: int, d: int, group: int, types: dict[str, str] | None = None,
-    trellis: bool = False, **changes: Any,
+    trellis: bool = False, key_trellis: bool = False, **changes: Any,
 ) -> None:  # fmt: skip
     """`attend_tiers` as `triton_decode.attend` launches it, two lanes of four query heads, but for `changes`. trellis:
-    of values, and all parameters of 8 bits."""
+    of values, and all parameters of 8 bits; key_trellis: of keys too."""
     layout = Layout(key_bits, value_bits, rotate=False)
     gv = value_group(d, group) if layout.is_quantised and not trellis else d
     key_width, value_width = layout.widths(d)
-    circle = circle_of(d) // 8 if trellis else 0
+    key_circle, circle = (circle_of(d) // 8 if code else 0 for code in (key_trellis, trellis))
     span = 2 * value_width if trellis else math.gcd(value_width, gv)
-    codes = "*i16" if key_width % 2 == (circle or span) % 2 == 0 else "*u8"
+    codes = "*i16" if key_width % 2 == key_circle % 2 == (circle or span) % 2 == 0 else "*u8"
     if trellis:
         types = {"key_params": "*u8", "value_params": "*u8", **(types or {})}
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
         "top_k": 64, "sink_tokens": 4, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True,
-        "ROTATED": False, "CENTERED": False, "MASK": 0, "CAP": False, "ROWS": decode.FEWEST_ROWS,
-        "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span,
-        "EXACT": decode.EXACT_BLOCK, "CIRCLE": circle,
+        "ROTATED": False, "CENTERED": center.PLAIN if key_trellis else 0, "MASK": 0, "CAP": False,
+        "ROWS": decode.FEWEST_ROWS, "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span,
+        "EXACT": decode.EXACT_BLOCK, "KEY_CIRCLE": key_circle, "CIRCLE": circle,
         "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "SHARES": decode.ALL_SHARES,
     } | changes  # fmt: skip
     half, rows = (constants["KEYS"], constants["VALUES"]), constants["ROWS"]
@@ -257,14 +257,15 @@ def build_attention(
 
 
 def build_quantiser(
-    label: str, dtype: str, key_bits: int, value_bits: int, d: int, group: int, rotated: bool, trellis: bool = False
-) -> None:
+    label: str, dtype: str, key_bits: int, value_bits: int, d: int, group: int, rotated: bool, trellis: bool = False,
+    key_trellis: bool = False,
+) -> None:  # fmt: skip
     gv = value_group(d, group)
     key_plane, value_plane = (next_power_of_2(width) for width in Layout(key_bits, value_bits, rotated).widths(d))
     build(
         append.quantize_groups, label, dtype, warps=8 if group * d >= 128 * 128 else 4,
         types=dict.fromkeys(("key_params", "value_params"), "*u8") if trellis else None,
-        CIRCLE=circle_of(d) if trellis else 0, d=d, window=64 + group,
+        KEY_CIRCLE=circle_of(d) if key_trellis else 0, CIRCLE=circle_of(d) if trellis else 0, d=d, window=64 + group,
         group=group, value_group=gv, key_bits=key_bits, value_bits=value_bits, zero_point="midpoint", sink_tokens=4,
         PADDED=True, APART=rotated, KEY_PLANE=key_plane, VALUE_PLANE=value_plane, VALUE_GROUP=next_power_of_2(gv),
     )  # fmt: skip
@@ -295,10 +296,16 @@ def main() -> None:
         build_attention(f"{label}, to logits", dtype, 2, 1, d, 64, {"slot_index": "*i64"}, trellis=True, VALUES=False,
                         top_k=0, ROTATED=True, stored=2)  # fmt: skip
         build_quantiser(label, dtype, 2, 1, d, 64, rotated=True, trellis=True)
+    for d in (128, 64, 96):
+        label, both = f"bf16, 1 bit, both in a trellis, d {d}, g 64", {"trellis": True, "key_trellis": True}
+        build_attention(label, "bf16", 1, 1, d, 64, **both)
+        build_attention(f"{label}, to logits", "bf16", 1, 1, d, 64, {"slot_index": "*i64"}, **both, VALUES=False,
+                        top_k=0, ROTATED=True, stored=2)  # fmt: skip
+        build_quantiser(label, "bf16", 1, 1, d, 64, rotated=True, **both)
     for label, kind in (("bool mask", decode.BOOL_MASK), ("padding", decode.PADDING)):
         build_attention(label, "bf16", 2, 2, 128, 64, MASK=kind)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
-    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=True)
+    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=center.ROWS)
     build_attention("in pages", "bf16", 2, 2, 128, 64, PAGED=True)
     build_attention("in 16 bits, after a correction", "bf16", 2, 1, 128, 64, trellis=True, KEYS=False, stored=2,
                     SHARES=decode.EXACT_SHARES)  # fmt: skip
@@ -313,6 +320,7 @@ def main() -> None:
                     MASK=2, CAP=True)  # fmt: skip
     build(center.find_center, "bf16, d 128", d=128, turning=64, window=128, PADDED=True, CHANNELS=128,
           BLOCK=center.TOKEN_BLOCK)  # fmt: skip
+    build(center.find_mean, "bf16, d 128", d=128, window=128, PADDED=True, CHANNELS=128, BLOCK=center.TOKEN_BLOCK)
     build(center.write_angles, "d 128", d=128, group=64, CHANNELS=128, BLOCK=center.ANGLE_BLOCK)
     for dtype in ("bf16", "fp32"):
         build(center.add_shares, f"{dtype}, d 128, g 64", dtype, d=128, group=64, lanes=2, queries=4, ROWS=8,
@@ -320,7 +328,7 @@ def main() -> None:
     build(append.write_recent, "bf16, d 128", d=128, window=128, BLOCK=append.RING_BLOCK, CHANNELS=128)
     for d in (96, 256):
         block = rotation_block(d)
-        for turned, centered in ((True, False), (True, True), (False, True)):
+        for turned, centered in ((True, 0), (True, center.ROWS), (False, center.ROWS), (True, center.PLAIN)):
             build(append.rotate_groups, f"bf16, d {d}, turned {turned}, centered {centered}", d=d, window=128, group=64,
                   room=64, block=block, sink_tokens=4, TURNED=turned, CENTERED=centered,
                   BLOCK=append.ROTATED_BLOCK)  # fmt: skip

@@ -170,16 +170,19 @@ struct Attention {
     const int64_t first_place = place(head, start) - start;
     std::vector<float> tile_memory(kAtOnce * d * kLanes), score_memory(kAtOnce * rows * kLanes);
     std::vector<float> scaled(rows * d), base(rows), scales(d), zeros(d);
-    std::vector<uint8_t> copy;
+    std::vector<uint8_t> copy, levels(kLanes * 2 * width + kLanes);
     Floats* tile = reinterpret_cast<Floats*>(tile_memory.data());
     Floats* scores = reinterpret_cast<Floats*>(score_memory.data());
     const float* q = turned.data() + head * rows * d;
-    if (bits == 16) scaled.assign(q, q + rows * d);
+    const bool in_trellis = bits == 1 && s.key_circle;
+    if (bits == 16 || in_trellis) scaled.assign(q, q + rows * d);
+    if (in_trellis)
+      for (int64_t i = 0; i < rows * d; ++i) base[i / d] -= 1.5f * q[i];
 
     // Tokens come in groups of at least 32, and the tier is whole groups: two tiles of 16 are always full.
     for (int64_t t = start; t < stop; t += kAtOnce * kLanes) {
       if constexpr (bits < 16) {
-        if (t % s.group == 0) {
+        if (t % s.group == 0 && !in_trellis) {
           key_params(first_place + t).read(d, scales.data(), zeros.data());
           for (int64_t m = 0; m < rows; ++m) {
             float offset = 0.0f;
@@ -190,8 +193,16 @@ struct Attention {
             base[m] = offset;
           }
         }
-        for (int u = 0; u < kAtOnce; ++u)
-          decode_tile<bits>(codes_at(first_place + t + u * kLanes, copy), s.row_width, width, tile + u * d);
+        for (int u = 0; u < kAtOnce; ++u) {
+          const uint8_t* codes = codes_at(first_place + t + u * kLanes, copy);
+          if (in_trellis) {
+            for (int i = 0; i < kLanes; ++i)
+              expand(codes + i * s.row_width, width, s.key_circle, levels.data() + i * 2 * width);
+            decode_tile<2>(levels.data(), 2 * width, 2 * width, tile + u * d);
+          } else {
+            decode_tile<bits>(codes, s.row_width, width, tile + u * d);
+          }
+        }
       } else {
         for (int i = 0; i < kAtOnce * kLanes; ++i) {
           const T* token = static_cast<const T*>(s.codes) + (first_place + t + i) * s.row_width;
@@ -199,16 +210,21 @@ struct Attention {
         }
       }
       score_tile<kAtOnce>(scaled.data(), tile, rows, d, scores);
-      for (int u = 0; u < kAtOnce; ++u)
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int64_t first = t + u * kLanes;
+        Floats by = Floats{} + 1.0f;
+        if (in_trellis)
+          for (int i = 0; i < kLanes; ++i) by[i] = Params{s.key_params, first_place + first, s.param_bits == 8}.scale(i);
         for (int64_t m = 0; m < rows; ++m) {
-          const int64_t first = t + u * kLanes;
-          Floats x = scores[u * rows + m] + base[m];
-          if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * most + first);
+          Floats x = (scores[u * rows + m] + base[m]) * by;
+          if (s.share_tokens == 1) x += s.shares[head * rows + m];
+          else if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * most + first);
           x = capped(x);
           if (s.bias)
             for (int i = 0; i < kLanes; ++i) x[i] += bias(head, m, first + i);
           *reinterpret_cast<Floats*>(logits_of(head) + m * s.capacity + first) = x;
         }
+      }
     }
     each_sink(head, start, stop, [&](int64_t, int64_t token) {
       for (int64_t m = 0; m < rows; ++m) logits_of(head)[m * s.capacity + token] = kNothing;

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import circle_of
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
+from specache_compile.kernels.state.center import PLAIN, share_of_center
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import PAGE, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
-from .definition import attend_scored, center_shares, decode_attention, grouped_bias, score_low_bit
+from .definition import attend_scored, decode_attention, grouped_bias, score_low_bit
 from .flash import DTYPES as FLASH_DTYPES
 from .flash import attend_exact_rows
 from .flash import library_of as latents_library_of
@@ -45,6 +46,7 @@ def shaped(
         places=codes[0] * heads * codes[2], group=codes[2] // key_params[2] if how.is_quantised else 0,
         channels=d // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
+        key_circle=circle_of(d) if key_params[3] == 1 else 0,
         circle=circle_of(d) if value_params[3] == 1 and not how.has_rows else 0,
         rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
@@ -81,10 +83,10 @@ def step_of(
         step.held.append(sinks)
     if center.shape[2]:
         query = q.float().unflatten(1, (codes.shape[1], -1)) * scale
-        shares = center_shares(query, key_params, center, codes.shape[2], int(cursor[:, LOW_BIT].max()))
-        if shares is not None:
-            step.shares = shares.data_ptr()
-            step.held.append(shares)
+        tokens = 1 if center.shape[2] == PLAIN else int(cursor[:, LOW_BIT].max())
+        shares = share_of_center(query, center, codes.shape[2] // key_params.shape[2], tokens)
+        step.shares, step.share_tokens = shares.data_ptr(), tokens
+        step.held.append(shares)
     return step
 
 

@@ -39,7 +39,10 @@ def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: in
     if not layout.is_quantised:
         return keys.float()
     group = codes.shape[2] // key_params.shape[2]
-    return dequantize_keys(keys, key_params[:, :, start // group : -(-stop // group)], layout.key_bits)
+    key_params = key_params[:, :, start // group : -(-stop // group)]
+    if trellis.is_trellis(key_params):
+        return trellis.dequantize(keys, read_scale(key_params).reshape(*keys.shape[:3], 1, 1))
+    return dequantize_keys(keys, key_params, layout.key_bits)
 
 
 def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:

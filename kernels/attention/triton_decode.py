@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import circle_of, is_trellis
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
+from specache_compile.kernels.state.center import PLAIN
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import has_table, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -192,13 +193,14 @@ def attend_tiers(
     # pairs; mask [B, Hq, lanes, > n] uint8 or additive, anything without a mask; cursor int64 [B, 4].
     q, turned, k, v, mask, cursor,
     # The low-bit tier: codes [B, H, C, w] uint8, seen as [..., w/2] int16 where spans are even, or [..., 2·d] of q's
-    # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv] (or [B, H, C, 1, 1]): scale, then zero, in
-    # this dtype or in 8 bits. Tiers are contiguous.
+    # dtype; key_params [B, H, C/g, 2, d] and value_params [B, H, C, 2, d/gv]: scale, then zero, in this dtype or in 8
+    # bits (in the trellis code a scale, [B, H, C/g, 1, g] and [B, H, C, 1, 1]). Tiers are contiguous.
     codes, key_params, value_params,
     # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d] and sink_index [B, 1, s] int32 (-1: none), slots
     # [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
     recent, sink_pairs, sink_index, slots, slot_index,
-    # shares [B, Hq, lanes, C] float32, of the center; anything where keys are not centered.
+    # shares [B, Hq, lanes, C] float32, of the center, [B, Hq, lanes, 1] of a plain one; anything where keys are not
+    # centered.
     shares,
     # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32; and of a half
     # their base [B, Hq, stored, C/16] float32, else anything.
@@ -216,15 +218,16 @@ def attend_tiers(
     window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr,
     stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr, PAGED: tl.constexpr, SHARES: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, KEY_CIRCLE: tl.constexpr, CIRCLE: tl.constexpr,
+    PAGED: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """One program: all lanes and query heads of one KV head, over a share of its tiers.
 
     queries: G. stored: of the lanes the last ones, which keep their logits. KEYS: the low-bit tier's logits are made
-    here; if not, they are there. VALUES: there are sums. ROTATED, CENTERED: the low-bit tier is. MASK: NO_MASK,
-    BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d, padded; row r is
-    lane r % lanes of query head r // lanes. SPAN, CIRCLE: see triton_low_bit. EXACT: 16-bit pairs a tile, and tokens
-    that have one base. SHARES: which kinds of shares the launch has.
+    here; if not, they are there. VALUES: there are sums. ROTATED: the low-bit tier is. CENTERED: rows of its center.
+    MASK: NO_MASK, BOOL_MASK, ADDITIVE_MASK, PADDING. CAP: whether there is a softcap. ROWS, CHANNELS: G·lanes and d,
+    padded; row r is lane r % lanes of query head r // lanes. SPAN, KEY_CIRCLE, CIRCLE: see triton_low_bit. EXACT:
+    16-bit pairs a tile, and tokens that have one base. SHARES: which kinds of shares the launch has.
 
     Bytes read a KV head: n·(w + 4·d/g + 4·d/gv) of the low-bit tier, 4·d·(W + k + s + lanes) in 16 bits; written:
     2·G·n of logits, 4·(d + 2)·ROWS a split. FLOPs: 4·G·lanes·d a token, and less than half of it for zero points. A
@@ -251,7 +254,8 @@ def attend_tiers(
     if SHARES == LOW_BIT_SHARES or (SHARES == ALL_SHARES and split >= exact):
         if ROTATED:
             q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
-        shares_row = shares + ((batch * heads * queries + query_head) * lanes + lane) * capacity
+        shares_row = (batch * heads * queries + query_head) * lanes + lane
+        shares_row = shares + (shares_row if CENTERED == 1 else shares_row * capacity)
         peak, total = attend_low_bit(
             q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
             bh=bh, heads=heads, table=cursor, low_bit=low_bit, split=split - exact, splits=splits,
@@ -259,7 +263,8 @@ def attend_tiers(
             mask=mask, m_token=m_token, scale=scale, softcap=softcap, capacity=capacity,
             d=d, key_bits=key_bits, value_bits=value_bits, group=group, value_group=value_group, top_k=top_k,
             sink_tokens=sink_tokens, stored=stored, KEYS=KEYS, VALUES=VALUES, MASK=MASK, CAP=CAP, CENTERED=CENTERED,
-            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION, CIRCLE=CIRCLE, PAGED=PAGED,
+            ROWS=ROWS, CHANNELS=CHANNELS, SPAN=SPAN, EXACT=EXACT, PRECISION=PRECISION, KEY_CIRCLE=KEY_CIRCLE,
+            CIRCLE=CIRCLE, PAGED=PAGED,
         )  # fmt: skip
     else:
         k_row, v_row = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -405,7 +410,7 @@ def decode_attention(
     form = mask_form(mask, batch, query_heads, lanes)
     # Half precision ranks as well as the model's own dtype does, at half the bytes of float32; but not where a share of
     # the center, of thousands, is the same in all of them.
-    exact = q.dtype == torch.float32 or held.center.shape[2] > 0
+    exact = q.dtype == torch.float32 or held.center.shape[2] > PLAIN
     logits = torch.empty(
         (batch, query_heads, 1 if slots.shape[2] else 0, shape_of_scores(held.codes, cursor)[2]),
         dtype=torch.float32 if exact else torch.half, device=q.device,
@@ -449,11 +454,12 @@ def attend(
     key_width, value_width = layout.widths(d)
     in_trellis = layout.is_quantised and is_trellis(value_params)
     circle = circle_of(d) // 8 if in_trellis else 0
+    key_circle = circle_of(d) // 8 if layout.is_quantised and is_trellis(key_params) else 0
     span = 2 * value_width if in_trellis else math.gcd(value_width, value_group)
     build = build_of(layout, keys, values, in_trellis, d, rows, q.dtype)
     apart = None if chosen is None else programs_at_once(q.device, WHOLE)
     exact, splits = shares_of(batch * heads, capacity // group, blocks, programs_at_once(q.device, build), apart)
-    if layout.is_quantised and key_width % 2 == (circle or span) % 2 == 0:
+    if layout.is_quantised and key_width % 2 == key_circle % 2 == (circle or span) % 2 == 0:
         codes = codes.view(torch.int16)
 
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
@@ -461,7 +467,7 @@ def attend(
     peaks, totals = (new((batch * heads, exact + splits, rows)) for _ in range(2))
     turns = layout.is_rotated and keys
     shares = q
-    if centered := keys and center.shape[2] > 0:
+    if centered := center.shape[2] if keys else 0:
         shares = share_of_center(q, center, cursor, capacity, group, scale)
     given = (
         q, rotated(q) if turns else q, k, v, q if mask is None else mask, cursor, codes, key_params, value_params,
@@ -478,7 +484,7 @@ def attend(
         window=window, top_k=top_k, sink_tokens=sink_tokens, lanes=lanes, queries=queries,
         stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered,
         MASK=kind, CAP=softcap is not None, ROWS=rows, CHANNELS=max(FEWEST_CHANNELS, triton.next_power_of_2(d)),
-        SPAN=span, EXACT=EXACT_BLOCK, CIRCLE=circle,
+        SPAN=span, EXACT=EXACT_BLOCK, KEY_CIRCLE=key_circle, CIRCLE=circle,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS,
     )  # fmt: skip
     if chosen is None:

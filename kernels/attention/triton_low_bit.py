@@ -293,7 +293,7 @@ def attend_low_bit(
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     top_k: tl.constexpr, sink_tokens: tl.constexpr, stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     MASK: tl.constexpr, CAP: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, CIRCLE: tl.constexpr,
+    SPAN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, KEY_CIRCLE: tl.constexpr, CIRCLE: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
     """One split's share of the low-bit tier, without what is in the slots, and the sinks, whose logits are -inf: stores
@@ -303,9 +303,9 @@ def attend_low_bit(
     But not in float16, whose weights would be 0 far below such a peak; in the others 80 below it is far.
 
     An element of `codes` is one or two bytes (`halves`), or a number where bits are 16. SPAN bytes of a token's values
-    have one scale in a plane, EXACT tokens' logits one base. CIRCLE: bytes of the values' trellis code that go round, 0
-    where they are in another; as it is loaded, it becomes a code of two bits with levels s·(q - 3/2). Bytes and FLOPs:
-    those of attend_tiers.
+    have one scale in a plane, EXACT tokens' logits one base. KEY_CIRCLE, CIRCLE: bytes of the keys' and the values'
+    trellis code that go round, 0 where they are in another; as it is loaded, it becomes a code of two bits with levels
+    s·(q - 3/2). Bytes and FLOPs: those of attend_tiers.
     """
     kind: tl.constexpr = q_row.dtype.element_ty
     plain: tl.constexpr = key_bits == 16
@@ -314,9 +314,11 @@ def attend_low_bit(
     lift: tl.constexpr = 2.0**48 if kind == tl.bfloat16 else 1.0
     undo: tl.constexpr = 1.0 if plain else 1.0 / (lift * unit)
     halves: tl.constexpr = 1 if plain else codes.dtype.element_ty.primitive_bitwidth // 8
-    key_planes: tl.constexpr = 1 if plain else 8 // key_bits
+    key_level_bits: tl.constexpr = 2 if KEY_CIRCLE > 0 else key_bits
+    key_planes: tl.constexpr = 1 if plain else 8 // key_level_bits
     key_plane_width: tl.constexpr = d // key_planes
     key_width: tl.constexpr = key_plane_width // halves
+    stored_key_width: tl.constexpr = key_width // 2 if KEY_CIRCLE > 0 else key_width
     # Elements are unpacked in pairs.
     KEY_WIDTH: tl.constexpr = max(CHANNELS // (key_planes * halves), 2)
     level_bits: tl.constexpr = 2 if CIRCLE > 0 else value_bits
@@ -325,8 +327,10 @@ def attend_low_bit(
     width: tl.constexpr = plane_width // halves
     stored_width: tl.constexpr = width // 2 if CIRCLE > 0 else width
     WORDED: tl.constexpr = CIRCLE == 4 and halves == 2
-    stride: tl.constexpr = key_width + stored_width
-    WORDS: tl.constexpr = not plain and halves == 2 and key_width % 2 == 0 and stored_width % 2 == 0
+    stride: tl.constexpr = stored_key_width + stored_width
+    WORDS: tl.constexpr = not plain and halves == 2 and stored_key_width % 2 == 0 and stored_width % 2 == 0
+    # Where words fill their number, `load_expanded_words` has elements in their order.
+    KEYS_WORDED: tl.constexpr = WORDS and KEY_CIRCLE == 4 and key_width == KEY_WIDTH
     groups: tl.constexpr = d // value_group
     GROUPS: tl.constexpr = triton.next_power_of_2(groups)
     # Whether scales and zeros can be loaded as they lie: sizes are powers of two then.
@@ -341,8 +345,12 @@ def attend_low_bit(
         )  # fmt: skip
         inside = key_element < key_width
         query = tl.load(q_row[:, None] + key_channel[None, :], real[:, None] & inside[None, :], 0.0)
-        plane_worth = (1 << key_plane * key_bits).to(tl.float32)
+        plane_worth = (1 << key_plane * key_level_bits).to(tl.float32)
         lifted = (query.to(tl.float32) * (lift / plane_worth)[None, :]).to(kind)
+        if KEY_CIRCLE > 0:
+            offset = -1.5 * tl.sum(query.to(tl.float32), 1)
+        if CENTERED == 1:
+            share_alike = tl.load(shares_row, real, 0.0)
         if sink_tokens > 0:  # loaded here: every turn of the loop would wait for them
             sink = tl.arange(0, triton.next_power_of_2(sink_tokens))
             sinks = tl.load(sink_row + sink, sink < sink_tokens, -1)
@@ -378,8 +386,25 @@ def attend_low_bit(
         tile_codes = codes + first * stride
         tokens = tile * group + within
         if KEYS:
-            key_codes = load_keys(tile_codes, group=group, width=key_width, stride=stride, WIDTH=KEY_WIDTH, WORDS=WORDS)
-            if plain:
+            if KEYS_WORDED:
+                key_codes = load_expanded_words(
+                    tile_codes, within[:, None], stride=stride, words=stored_key_width // 2, WORDS=KEY_WIDTH // 4
+                )
+            elif KEY_CIRCLE > 0:
+                key_codes = load_expanded(
+                    tile_codes, within[:, None], tl.arange(0, KEY_WIDTH)[None, :],
+                    stride=stride, width=stored_key_width, circle=KEY_CIRCLE // halves,
+                )  # fmt: skip
+            else:
+                key_codes = load_keys(
+                    tile_codes, group=group, width=key_width, stride=stride, WIDTH=KEY_WIDTH, WORDS=WORDS
+                )
+            if KEY_CIRCLE > 0:
+                keys = unpacked_keys(key_codes, planes=key_planes, bits=key_level_bits, kind=kind)
+                logits = tl.dot(keys, tl.trans(lifted), input_precision=PRECISION) * undo
+                key_scales = read_scale(tl.load(key_params + first + within)) * scale
+                logits = (logits + offset[None, :]) * key_scales[:, None]
+            elif plain:
                 logits = tl.dot(key_codes, tl.trans(query), input_precision=PRECISION) * scale
             else:
                 params = key_params + first // group * (2 * d)
@@ -399,7 +424,9 @@ def attend_low_bit(
                 zeros = tl.broadcast_to(zeros[None, :], [FEWEST_LEFT, keys.shape[1]])
                 constant = tl.max(tl.dot(zeros, against, input_precision=PRECISION), 0)
                 logits += (constant * zero_worth)[None, :]
-            if CENTERED:
+            if CENTERED == 1:
+                logits += share_alike[None, :]
+            elif CENTERED:
                 logits += tl.load(shares_row[None, :] + tokens[:, None], real[None, :], 0.0)
             logits = tl.trans(capped(logits, softcap, CAP))
 
@@ -457,7 +484,7 @@ def attend_low_bit(
                     )
             added = ()
             for part in tl.static_range(parts):
-                at = tile_codes + (key_width + part // runs * span)
+                at = tile_codes + (stored_key_width + part // runs * span)
                 if WORDED:
                     value_codes = load_expanded_words(
                         at, within[:, None], stride=stride, words=stored_width // 2, WORDS=PIECE // 4

@@ -45,9 +45,9 @@ def circle_of(head_dim: int) -> int:
     return 8 * next(size for size in range(min(width, LARGEST_CIRCLE // 8), 0, -1) if width % size == 0)
 
 
-def is_trellis(value_params: Tensor) -> bool:
-    """Whether values of these parameters are in the trellis code: a scale and no zero point."""
-    return value_params.shape[3] == 1
+def is_trellis(params: Tensor) -> bool:
+    """Whether keys or values of these parameters are in the trellis code: a scale and no zero point."""
+    return params.shape[3] == 1
 
 
 def levels_of(window: Tensor) -> Tensor:

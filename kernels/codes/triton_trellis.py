@@ -1,4 +1,4 @@
-"""Triton: the trellis code of `trellis.py`: a group's values into it, and its codes as codes of two bits.
+"""Triton: the trellis code of `trellis.py`: a group's keys or values into it, and its codes as codes of two bits.
 
 A thread walks one circle of a vector: eight costs and as many paths are registers, a word each, and no path is walked
 back.
@@ -84,9 +84,9 @@ def squares_of(path, circle: tl.constexpr):
 
 @triton.jit
 def numbers_at(
-    v, recent, tokens, first, inverse,
-    bh, head_base, stride, length, window, d: tl.constexpr, circle: tl.constexpr, APART: tl.constexpr,
-    CIRCLES: tl.constexpr, AT_ONCE: tl.constexpr,
+    x, recent, tokens, first, inverse,
+    bh, head_base, stride, length, window, d: tl.constexpr, circle: tl.constexpr, WHICH: tl.constexpr,
+    APART: tl.constexpr, CIRCLES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Numbers first to first + AT_ONCE of every circle, in the order in which the code walks them (`trellis.in_steps`),
     of vectors times `inverse` [n, 1]: float32 [n, CIRCLES] each, 0 where there is no circle."""
@@ -95,25 +95,26 @@ def numbers_at(
     for t in tl.static_range(AT_ONCE):
         step = first + t
         channel = step % 8 * (d // 8) + number * (circle // 8) + step // 8
-        x = load_pairs(
-            v, recent, tokens, channel, number < d // circle,
-            bh=bh, head_base=head_base, stride=stride, length=length, WHICH=1, window=window, d=d, APART=APART,
+        numbers = load_pairs(
+            x, recent, tokens, channel, number < d // circle,
+            bh=bh, head_base=head_base, stride=stride, length=length, WHICH=WHICH, window=window, d=d, APART=APART,
         )  # fmt: skip
-        found = found + (tl.where(tl.abs(x) < float("inf"), x, 0.0) * inverse,)
+        found = found + (tl.where(tl.abs(numbers) < float("inf"), numbers, 0.0) * inverse,)
     return found
 
 
 @triton.jit
-def encode_values(
-    # v [B, H, T, d], and the ring (`load_pairs`); of one head's tokens [n], where their codes of d / 8 bytes are
-    # written, and their scales. limit: the largest number of the scales' dtype.
-    v, recent, tokens, codes, scales, limit,
-    bh, head_base, stride, length, window: tl.constexpr, d: tl.constexpr, circle: tl.constexpr, APART: tl.constexpr,
+def encode_vectors(
+    # x [B, H, T, d], keys or values, and the ring (`load_pairs`); of one head's tokens [n], where their codes of d / 8
+    # bytes are written, and their scales. limit: the largest number of the scales' dtype.
+    x, recent, tokens, codes, scales, limit,
+    bh, head_base, stride, length, window: tl.constexpr, d: tl.constexpr, circle: tl.constexpr, WHICH: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """`trellis.quantize`, from which sums of another order differ. circle: numbers.
 
     All circles of a vector are walked at once. The cost of the path that is taken, half the levels' squares less x·r,
-    is what the scale is made of. Bytes a value: 2·d read, three times more from the cache. FLOPs: some 60 a number.
+    is what the scale is made of. Bytes a vector: 2·d read, three times more from the cache. FLOPs: some 60 a number.
     """
     CIRCLES: tl.constexpr = triton.next_power_of_2(d // circle)
     AT_ONCE: tl.constexpr = 8 if circle % 16 == 0 else 4  # halves of a circle are whole
@@ -125,16 +126,16 @@ def encode_values(
     peak, square = nothing, nothing
     for part in range(PARTS):
         numbers = numbers_at(
-            v, recent, rows, part * AT_ONCE, 1.0,
-            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+            x, recent, rows, part * AT_ONCE, 1.0,
+            bh, head_base, stride, length, window, d, circle, WHICH, APART, CIRCLES, AT_ONCE,
         )  # fmt: skip
         for t in tl.static_range(AT_ONCE):
             peak = tl.maximum(peak, tl.abs(numbers[t]))
     peak = tl.maximum(tl.max(peak, 1, keep_dims=True), LEAST_PEAK)
     for part in range(PARTS):
         numbers = numbers_at(
-            v, recent, rows, part * AT_ONCE, 1 / peak,
-            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+            x, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, WHICH, APART, CIRCLES, AT_ONCE,
         )  # fmt: skip
         for t in tl.static_range(AT_ONCE):
             square += numbers[t] * numbers[t]
@@ -149,15 +150,15 @@ def encode_values(
         edges = edges + (tl.full(nothing.shape, state, tl.int32),)
     for part in range(PARTS // 2, PARTS):
         numbers = numbers_at(
-            v, recent, rows, part * AT_ONCE, 1 / peak,
-            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+            x, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, WHICH, APART, CIRCLES, AT_ONCE,
         )  # fmt: skip
         for t in tl.static_range(AT_ONCE):
             costs, _ = walked(numbers[t] * inverse, costs, edges)
     for part in range(PARTS // 2):
         numbers = numbers_at(
-            v, recent, rows, part * AT_ONCE, 1 / peak,
-            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+            x, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, WHICH, APART, CIRCLES, AT_ONCE,
         )  # fmt: skip
         for t in tl.static_range(AT_ONCE):
             costs, edges = walked(numbers[t] * inverse, costs, edges)
@@ -172,8 +173,8 @@ def encode_values(
         paths = paths + (tl.zeros(nothing.shape, word),)
     for part in range(PARTS):
         numbers = numbers_at(
-            v, recent, rows, part * AT_ONCE, 1 / peak,
-            bh, head_base, stride, length, window, d, circle, APART, CIRCLES, AT_ONCE,
+            x, recent, rows, part * AT_ONCE, 1 / peak,
+            bh, head_base, stride, length, window, d, circle, WHICH, APART, CIRCLES, AT_ONCE,
         )  # fmt: skip
         for t in tl.static_range(AT_ONCE):
             costs, paths = walked(numbers[t] * inverse, costs, paths)

@@ -31,11 +31,11 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Fl
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
 # cursor: [B, 4 + pages]; pages: of a row's table, 0 where the low-bit tier lies in one piece.
 # places: tokens that the low-bit tier has places for, of all heads.
-# shares: `center.share_of_center` of the fullest row's low-bit tier.
+# shares: `center.share_of_center`, [B, H, Hq/H, lanes, share_tokens]: of the fullest row's low-bit tier, or 1, of all.
 # scores: of all lanes, or the last one's.
 # row_width: elements of a token's codes.
 # param_bits: of a scale, 8 or T's (`params.py`).
-# circle: numbers that the values' trellis code goes round in, 0 where they are in another code.
+# key_circle, circle: numbers that the keys' and values' trellis code goes round in, 0 where they are in another code.
 # rotation: channels that are rotated together, 0 where none are.
 # bias_strides: along [B, H, Hq/H, lanes, column].
 POINTERS = {
@@ -46,7 +46,8 @@ POINTERS = {
 RESULTS = {"logits": "float", "scores": "float", "out": "T"}
 SIZES = (
     "batch", "heads", "group_heads", "lanes", "d", "capacity", "row_width", "group", "channels", "window",
-    "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "circle", "rotation", "pages", "places",
+    "top_k", "sink_tokens", "key_bits", "value_bits", "param_bits", "key_circle", "circle",
+    "rotation", "share_tokens", "pages", "places",
 )  # fmt: skip
 STRIDES = 5
 

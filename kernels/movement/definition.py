@@ -11,7 +11,7 @@ from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.center import centers, set_center
+from specache_compile.kernels.state.center import PLAIN, centers, set_center, set_mean
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.pages import Pages, pairs_of
@@ -47,9 +47,10 @@ def append(
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
     group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays). Mutates recent
     [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params [B, H, C/g, 2, d],
-    value_params [B, H, C, 2, d/gv] (`params.py`; or [B, H, C, 1, 1], `trellis`), center [B, H, 4, d] (`center.py`; or
-    [B, H, 0, d]) and sink_pairs [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`). Where k and v
-    are the halves of rows, key_params has 2·d channels, and value_params none.
+    value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]), center
+    [B, H, 4, d] (`center.py`; a plain one [B, H, 1, d], none [B, H, 0, d]) and sink_pairs [B, H, S, 2, d], whose tokens
+    sink_index [B, 1, S] names (`sinks.py`). Where k and v are the halves of rows, key_params has 2·d channels, and
+    value_params none.
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[0, i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
@@ -58,9 +59,12 @@ def append(
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
         leaving = window[:, :, : next_low_bit - low_bit]
-        if not low_bit and center.shape[2] and frequencies is not None:
+        if not low_bit and center.shape[2]:
             there = None if padding is None else padding[..., :next_low_bit].mT
-            set_center(leaving[:, :, :, 0], there, frequencies, center)
+            if center.shape[2] == PLAIN:
+                set_mean(leaving[:, :, :, 0], there, center)
+            elif frequencies is not None:
+                set_center(leaving[:, :, :, 0], there, frequencies, center)
         tiers = StoredTiers(codes, key_params, value_params, center, sink_pairs, sink_index, recent)
         store_low_bit(leaving, padding, low_bit, tiers, layout, zero_point)
     first = max(length, next_low_bit)
@@ -83,7 +87,7 @@ def store_low_bit(
         codes[:, :, start:stop] = pairs.flatten(3)
         return
     group = codes.shape[2] // key_params.shape[2]
-    width = key_params.shape[-1]
+    width = pairs.shape[-1] if is_trellis(key_params) else key_params.shape[-1]
     layout = layout if width == pairs.shape[-1] else layout.of_rows
     keys, values = keys_and_values(pairs, width)
     if center.shape[2]:
@@ -92,6 +96,12 @@ def store_low_bit(
     there = None if padding is None else padding[..., start:stop].mT
     key_codes, value_codes = layout.split(codes[:, :, start:stop], width)
     key_params = key_params[:, :, start // group : stop // group]
+    if is_trellis(key_params):
+        keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
+        key_codes[...], scale = quantize(keys, encoder(keys.device))
+        key_params[...] = stored_scale(scale, key_params.dtype).view(key_params.shape)
+        store_values(values, value_codes, value_params[:, :, start:stop], layout, zero_point)
+        return
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
     # Behind its last sink a prompt takes the way of those without: a range with exceptions takes several passes.
     edge = -(-sinks.shape[1] // group) * group
@@ -103,17 +113,18 @@ def store_low_bit(
             key_codes[:, :, begin:end], key_params[:, :, begin // group : end // group] = quantize_keys(
                 keys[:, :, begin:end], group, layout.key_bits, zero_point, key_params.dtype, present
             )
-    if layout.has_rows:
-        return
-    value_params = value_params[:, :, start:stop]
-    if is_trellis(value_params):
-        value_codes[...], scale = quantize(values, encoder(values.device))
-        value_params[...] = stored_scale(scale, value_params.dtype)
+    if not layout.has_rows:
+        store_values(values, value_codes, value_params[:, :, start:stop], layout, zero_point)
+
+
+def store_values(values: Tensor, codes: Tensor, params: Tensor, layout: Layout, zero_point: str) -> None:
+    """Quantise values [B, H, T, d] into their codes [B, H, T, w] and parameters."""
+    if is_trellis(params):
+        codes[...], scale = quantize(values, encoder(values.device))
+        params[...] = stored_scale(scale, params.dtype)
     else:
-        channels = width // value_params.shape[-1]
-        value_codes[...], value_params[...] = quantize_values(
-            values, channels, layout.value_bits, zero_point, value_params.dtype
-        )
+        channels = values.shape[-1] // params.shape[-1]
+        codes[...], params[...] = quantize_values(values, channels, layout.value_bits, zero_point, params.dtype)
 
 
 @by_rows()

@@ -22,7 +22,7 @@ from specache_compile.kernels.codes.triton_levels import (
     scale_and_zero,
     stored_params,
 )
-from specache_compile.kernels.codes.triton_trellis import encode_values
+from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import has_table
 from specache_compile.kernels.state.triton_center import load_group_center, set_center
@@ -41,9 +41,9 @@ SCRATCH = 32 << 20
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def rotate_groups(
-    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], anything where keys
-    # are not centered; sink_index [B, 1, S] int32; written: turned [B, H, room, 2, d], a ring, and
-    # sink_pairs [B, H, S, 2, d].
+    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], or a plain one
+    # [B, H, 1, d], anything where keys are not centered; sink_index [B, 1, S] int32; written: turned
+    # [B, H, room, 2, d], a ring, and sink_pairs [B, H, S, 2, d].
     k, v, cursor, recent, center, sink_index, turned, sink_pairs,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
     # H, columns of the cursor, and the tokens that leave the window before these.
@@ -53,7 +53,7 @@ def rotate_groups(
 ):  # fmt: skip
     """One program: BLOCK tokens of one head that leave the window, `block` channels of keys and values; token t goes to
     t mod room, and a sink, as it is, to its place. sink_tokens: S. TURNED: they are rotated. CENTERED: before, the
-    center is taken off the keys.
+    center of so many rows is taken off the keys.
 
     Bytes a pair: 4·d read, 4·d written. FLOPs: 2·d·log2(block).
     """
@@ -79,7 +79,9 @@ def rotate_groups(
     head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
     keep_sinks(key, tokens, channel, channel < d, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
     keep_sinks(value, tokens, channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
-    if CENTERED:
+    if CENTERED == 1:
+        key -= tl.load(center + bh * d + channel)
+    elif CENTERED:
         first = start // group * group  # a group is whole blocks
         one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d)
         angle = (tokens - first).to(tl.float32) * theta
@@ -95,8 +97,9 @@ def quantize_groups(
     # k and v [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; cursor [B, 4]; recent [B, H, W, 2, d], or what
     # `rotate_groups` made of all three; sink_index [B, 1, S] int32.
     k, v, padding, cursor, recent, sink_index,
-    # Written: codes [B, H, C, w] uint8, a token's keys, then its values; key_params [B, H, C/g, 2, d], value_params
-    # [B, H, C, 2, d/gv]; sink_pairs [B, H, S, 2, d], where `rotate_groups` has not.
+    # Written: codes [B, H, C, w] uint8, a token's keys, then its values; key_params [B, H, C/g, 2, d] and value_params
+    # [B, H, C, 2, d/gv], in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]; sink_pairs [B, H, S, 2, d], where
+    # `rotate_groups` has not.
     codes, key_params, value_params, sink_pairs,
     # p_batch: from one row of the padding to the next.
     k_batch, k_head, k_token, v_batch, v_head, v_token, p_batch,
@@ -105,14 +108,15 @@ def quantize_groups(
     limit, heads, capacity, columns, done,
     d: tl.constexpr, window: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr, key_bits: tl.constexpr,
     value_bits: tl.constexpr, zero_point: tl.constexpr, sink_tokens: tl.constexpr, PADDED: tl.constexpr,
-    APART: tl.constexpr, CIRCLE: tl.constexpr, KEY_PLANE: tl.constexpr, VALUE_PLANE: tl.constexpr,
-    VALUE_GROUP: tl.constexpr, PAGED: tl.constexpr,
+    APART: tl.constexpr, KEY_CIRCLE: tl.constexpr, CIRCLE: tl.constexpr, KEY_PLANE: tl.constexpr,
+    VALUE_PLANE: tl.constexpr, VALUE_GROUP: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of g tokens of one head. Nothing to do where the group does not leave the window.
 
     zero_point: a quantiser's name. sink_tokens: S. PADDED: whether `padding` is one. APART: `recent` is what
-    `rotate_groups` made. PAGED: the low-bit tier is in pages. CIRCLE: numbers that the values' trellis code goes round
-    in; 0: in another. KEY_PLANE, VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv, padded.
+    `rotate_groups` made. PAGED: the low-bit tier is in pages. KEY_CIRCLE, CIRCLE: numbers that the keys' and the
+    values' trellis code goes round in; 0: in another. Keys in it have a center, and so are APART. KEY_PLANE,
+    VALUE_PLANE, VALUE_GROUP: the bytes of a token's keys, of its values, and gv, padded.
     Bytes: 4·g·d read (the values again from the cache), g·w + 4·d + 4·g·d/gv written. FLOPs: about 10 a number.
     """
     bh = tl.program_id(0).to(tl.int64)
@@ -138,12 +142,18 @@ def quantize_groups(
     head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
     present = present & ~sinks_among(tokens, sink_row, sink_tokens=sink_tokens)
 
+    if KEY_CIRCLE > 0:
+        encode_vectors(
+            k, recent, tokens, codes + row, key_params + places, limit,
+            bh=bh, head_base=k_base, stride=k_token, length=length, window=window, d=d, circle=KEY_CIRCLE, WHICH=0,
+            APART=APART,
+        )  # fmt: skip
     # Keys: per channel over the group's tokens; plane p holds the channels p·width + byte.
     byte = tl.arange(0, KEY_PLANE)
     inside = byte < key_width
     packed = tl.zeros([group, KEY_PLANE], tl.int32)
     params = key_params + first // group * 2 * d
-    for plane in tl.static_range(8 // key_bits):
+    for plane in tl.static_range(0 if KEY_CIRCLE > 0 else 8 // key_bits):
         channel = plane * key_width + byte
         x = load_pairs(
             k, recent, tokens[:, None], channel[None, :], inside[None, :],
@@ -161,7 +171,8 @@ def quantize_groups(
         tl.store(params + d + channel[None, :], zero, inside[None, :])
         step = read_scale(scale)
         packed |= encode(x, step, read_zero(zero, step), key_bits) << (plane * key_bits)
-    tl.store(codes + row[:, None] + byte[None, :], packed.to(tl.uint8), inside[None, :])
+    if KEY_CIRCLE == 0:
+        tl.store(codes + row[:, None] + byte[None, :], packed.to(tl.uint8), inside[None, :])
     if CIRCLE > 0:
         if not APART:
             channel = tl.arange(0, triton.next_power_of_2(d))[None, :]
@@ -172,9 +183,10 @@ def quantize_groups(
             keep_sinks(
                 x, tokens[:, None], channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d
             )
-        encode_values(
+        encode_vectors(
             v, recent, tokens, codes + row + key_width, value_params + places, limit,
-            bh=bh, head_base=v_base, stride=v_token, length=length, window=window, d=d, circle=CIRCLE, APART=APART,
+            bh=bh, head_base=v_base, stride=v_token, length=length, window=window, d=d, circle=CIRCLE, WHICH=1,
+            APART=APART,
         )  # fmt: skip
         return
 
@@ -307,15 +319,15 @@ def append(
         )  # fmt: skip
     else:
         group, value_group = capacity // key_params.shape[2], d // value_params.shape[-1]
-        circle = circle_of(d) if is_trellis(value_params) else 0
+        key_circle, circle = (circle_of(d) if is_trellis(params) else 0 for params in (key_params, value_params))
         key_width, value_width = layout.widths(d)
         there = k if padding is None else padding.view(torch.uint8)
         groups, pairs = count // group + 1, recent
         step = groups
-        centered = center.shape[2] > 0
-        if centered and frequencies is not None:
+        centered = center.shape[2]
+        if centered:
             set_center(k, padding, frequencies, cursor, recent, center)
-        apart = layout.is_rotated or centered
+        apart = layout.is_rotated or centered > 0
         if apart:
             step = rotated_groups(batch * heads * group * 2 * d * k.element_size(), groups)
             pairs = k.new_empty((batch, heads, step * group, 2, d))
@@ -333,7 +345,7 @@ def append(
                 **strides, p_batch=there.stride(0), limit=torch.finfo(k.dtype).max, heads=heads, capacity=capacity,
                 columns=columns, done=first * group, d=d, window=pairs.shape[2], group=group, value_group=value_group,
                 key_bits=key_bits, value_bits=value_bits, zero_point=zero_point, sink_tokens=sink_index.shape[2],
-                PADDED=padding is not None, APART=apart, CIRCLE=circle, PAGED=paged,
+                PADDED=padding is not None, APART=apart, KEY_CIRCLE=key_circle, CIRCLE=circle, PAGED=paged,
                 KEY_PLANE=triton.next_power_of_2(key_width),
                 VALUE_PLANE=triton.next_power_of_2(value_width), VALUE_GROUP=triton.next_power_of_2(value_group),
                 num_warps=8 if group * d >= 128 * 128 else 4,

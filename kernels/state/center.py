@@ -12,6 +12,9 @@ A state tensor `center` float32 [B, H, 4, d] holds what is needed to turn it, a 
     θ           RoPE's frequency of each channel, in radians a token; 0: not turned
     partner     the channel that each is turned with, counted from 1, and its sign; 0: none
 
+Keys in the trellis code, which has no zero points, need one at least as they are: `center` of one row is their plain
+mean, and its share is the same for all tokens.
+
 Zeros mean that there is none. Angles are the sum of a group's first token's and of the place in the group, everywhere:
 what is taken off must be what is added, to the last bits of large biases.
 """
@@ -23,6 +26,8 @@ from torch import Tensor
 
 BETA, GAMMA, THETA, PARTNER = range(4)
 ROWS = 4
+# Rows of a plain mean.
+PLAIN = 1
 # Tokens that the mean is taken of: the last of those that are the first to come into the tier.
 MEAN_OF = 1024
 
@@ -51,16 +56,29 @@ def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor, center: 
     """
     theta, partner = partners(frequencies, keys.shape[-1])
     first = max(0, keys.shape[2] - MEAN_OF)
-    keys = keys[:, :, first:].float()
-    counts = keys.isfinite().all(-1, keepdim=True)
-    counts = counts if there is None else counts & there[:, :, first:]
-    keys = keys.masked_fill(~counts, 0.0)
+    keys, counts = counted(keys[:, :, first:], None if there is None else there[:, :, first:])
     tokens = torch.arange(first, first + keys.shape[2], dtype=torch.float32, device=keys.device)
     angle = tokens[:, None] * theta
     turned = keys * angle.cos() - quarter_turn(keys, partner) * angle.sin()
-    mean = turned.sum(2) / counts.sum(2).clamp_min(1)
+    mean = turned.sum(2) / counts
     center[:, :, BETA], center[:, :, GAMMA] = mean, quarter_turn(mean, partner)
     center[:, :, THETA], center[:, :, PARTNER] = theta, partner
+
+
+def set_mean(keys: Tensor, there: Tensor | None, center: Tensor) -> None:
+    """Write the plain `center` [B, H, 1, d]; as `set_center`."""
+    first = max(0, keys.shape[2] - MEAN_OF)
+    keys, counts = counted(keys[:, :, first:], None if there is None else there[:, :, first:])
+    center[:, :, BETA] = keys.sum(2) / counts
+
+
+def counted(keys: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys in float32, with 0 for those that are not there, or not finite; and how many others there are, at least
+    1: [B, H or 1, 1]."""
+    keys = keys.float()
+    counts = keys.isfinite().all(-1, keepdim=True)
+    counts = counts if there is None else counts & there
+    return keys.masked_fill(~counts, 0.0), counts.sum(2).clamp_min(1)
 
 
 def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +97,9 @@ def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Te
 
 
 def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
-    """R(t)·β [B, H, (stop - first)·g, d] of the tokens of the groups first..stop."""
+    """R(t)·β [B, H, (stop - first)·g, d] of the tokens of the groups first..stop; a plain mean [B, H, 1, d]."""
+    if center.shape[2] == PLAIN:
+        return center
     groups, places = waves(center, group, first, stop)
     both = groups.unsqueeze(3) * places
     return both.unflatten(-1, (2, -1)).sum(-2).flatten(2, 3)
@@ -89,8 +109,10 @@ def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> T
     """q·R(t)·β [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d], in float32: what the logits of the
     first `length` tokens, whole groups, lack.
 
-    FLOPs: 4·d a token and query row, as a product with a table of one group's places.
+    FLOPs: 4·d a token and query row, as a product with a table of one group's places; of a plain mean 2·d a query row.
     """
+    if center.shape[2] == PLAIN:
+        return torch.einsum("bhgld,bhd->bhgl", query, center[:, :, BETA])[..., None].expand(*query.shape[:4], length)
     groups, places = waves(center, group, 0, length // group)
     rows = query.flatten(2, 3).repeat(1, 1, 1, 2)
     shares = (rows.unsqueeze(3) * groups.unsqueeze(2)) @ places.T

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .center import BETA, GAMMA, MEAN_OF, PARTNER, ROWS, THETA
+from .center import BETA, GAMMA, MEAN_OF, PARTNER, PLAIN, ROWS, THETA
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_pairs import load_pairs
 
@@ -85,6 +85,40 @@ def find_center(
     tl.store(row + AT_GAMMA * d, gamma / count, channel < d)
     tl.store(row + AT_THETA * d, theta, channel < d)
     tl.store(row + AT_PARTNER * d, sign * (partner + 1).to(tl.float32), channel < d)
+
+
+@triton.jit(do_not_specialize=["heads", "columns"])
+def find_mean(
+    # As `find_center` has them; written: center float32 [B, H, 1, d].
+    k, padding, cursor, recent, center,
+    k_batch, k_head, k_token, p_batch, heads, columns,
+    d: tl.constexpr, window: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one head. Nothing to do but where the first tokens come into the low-bit tier.
+
+    CHANNELS: d, padded. Bytes: 2·d a token of the newest `MEAN_OF`. FLOPs: d each.
+    """
+    bh = tl.program_id(0).to(tl.int64)
+    cursor += (bh // heads) * columns
+    length, stop = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_NEXT_LOW_BIT)
+    if (tl.load(cursor + AT_LOW_BIT) > 0) | (stop == 0):
+        return
+    channel = tl.arange(0, CHANNELS)
+    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
+    total, count = tl.zeros([CHANNELS], tl.float32), 0.0
+    for start in range(tl.maximum(stop - NEWEST, 0), stop, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        there = token < stop
+        if PADDED:
+            there &= tl.load(padding + (bh // heads) * p_batch + token, there, 0) != 0
+        x = load_pairs(
+            k, recent, token[:, None], channel[None, :], there[:, None] & (channel < d)[None, :],
+            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
+        )  # fmt: skip
+        there &= tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
+        total += tl.sum(tl.where(there[:, None], x, 0.0), 0)
+        count += tl.sum(there.to(tl.float32), 0)
+    tl.store(center + bh * d + channel, total / tl.maximum(count, 1.0), channel < d)
 
 
 @triton.jit
@@ -201,23 +235,32 @@ def add_shares(
 
 
 def set_center(
-    k: Tensor, padding: Tensor | None, frequencies: Tensor, cursor: Tensor, recent: Tensor, center: Tensor
+    k: Tensor, padding: Tensor | None, frequencies: Tensor | None, cursor: Tensor, recent: Tensor, center: Tensor
 ) -> None:
-    """As `center.set_center`, where this step's are the first tokens to come into the low-bit tier."""
+    """As `center.set_center`, or `set_mean`, where this step's are the first tokens to come into the low-bit tier."""
     batch, heads, _, d = k.shape
     there = k if padding is None else padding.view(torch.uint8)
-    find_center[(batch * heads,)](
-        k, there, frequencies, cursor, recent, center, k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
-        p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d,
-        turning=frequencies.shape[0], window=recent.shape[2],
-        PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d), BLOCK=TOKEN_BLOCK, num_warps=4,
+    settings = dict(
+        k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2), p_batch=there.stride(0), heads=heads,
+        columns=cursor.stride(0), d=d, window=recent.shape[2], PADDED=padding is not None,
+        CHANNELS=triton.next_power_of_2(d), BLOCK=TOKEN_BLOCK, num_warps=4,
     )  # fmt: skip
+    if center.shape[2] == PLAIN:
+        find_mean[(batch * heads,)](k, there, cursor, recent, center, **settings)
+    elif frequencies is not None:
+        find_center[(batch * heads,)](
+            k, there, frequencies, cursor, recent, center, turning=frequencies.shape[0], **settings
+        )
 
 
 def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, group: int, scale: float) -> Tensor:
-    """As `center.share_of_center`: [B, Hq, lanes, C] of q [B, Hq, lanes, d]; beyond the low-bit tier anything."""
+    """As `center.share_of_center`: [B, Hq, lanes, C] of q [B, Hq, lanes, d]; beyond the low-bit tier anything. Of a
+    plain mean [B, Hq, lanes, 1]."""
     batch, query_heads, lanes, d = q.shape
     heads = center.shape[1]
+    if center.shape[2] == PLAIN:
+        rows = q.float().unflatten(1, (heads, -1)) * center.unsqueeze(2)
+        return (rows.sum(-1, keepdim=True) * scale).flatten(1, 2)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     shares, angles = new((batch, query_heads, lanes, capacity)), new((group + capacity // group, 2, d))
     write_angles[(triton.cdiv(angles.shape[0], ANGLE_BLOCK),)](

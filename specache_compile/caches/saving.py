@@ -60,7 +60,7 @@ SAMPLED = 256
 # Options of the model, not of the cache: how its graphs are lowered and run, and the memory of this machine.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
 # The values for a session that was saved before an option existed.
-BEFORE = {"host_bits": 16, "sink_tokens": 0, "value_code": "levels", "param_bits": 16}
+BEFORE = {"host_bits": 16, "sink_tokens": 0, "key_code": "levels", "value_code": "levels", "param_bits": 16}
 # Layers of a cache that are their keys, their values, the state of a recurrence and their numbers, and no more.
 KINDS = tuple(
     getattr(cache_utils, name)

@@ -131,6 +131,11 @@ class LowBitOptions(DraftOptions):
         "how its values are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a value. "
         "auto: the trellis where they have 1 bit",
     )  # fmt: skip
+    key_code: str = choice(
+        "levels", ("levels", "trellis"),
+        "how its keys are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a key, behind "
+        "their mean",
+    )  # fmt: skip
     param_bits: int | str = choice(
         16, (16, 8, "auto"),
         "of a scale or a zero point in it; 16: as many as the model's numbers have; 8 is coarse where a channel's keys "
@@ -158,6 +163,11 @@ class LowBitOptions(DraftOptions):
             raise OptionError(
                 f"option value_code='trellis': it is a code of 1 bit, and the values have {self.layout.value_bits}; "
                 "take value_bits=1, or value_code='levels'"
+            )
+        if self.key_code == "trellis" and self.layout.is_quantised and self.layout.key_bits != 1:
+            raise OptionError(
+                f"option key_code='trellis': it is a code of 1 bit, and the keys have {self.layout.key_bits}; take "
+                "key_bits=1, or key_code='levels'"
             )
         if self.param_bits == 8 and 8 in (self.layout.key_bits, self.layout.value_bits):
             raise OptionError(
@@ -211,6 +221,11 @@ class LowBitOptions(DraftOptions):
         """Whether values are in the trellis code (`kernels/codes/trellis.py`)."""
         return self.value_code != "levels" and self.layout.value_bits == 1
 
+    @property
+    def has_key_trellis(self) -> bool:
+        """Whether keys are in it."""
+        return self.key_code == "trellis" and self.layout.key_bits == 1
+
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of scales and zero points, beside pairs of `dtype`."""
         few = max(self.layout.key_bits, self.layout.value_bits) <= 2
@@ -238,9 +253,11 @@ class LowBitOptions(DraftOptions):
     def with_bits(self, bits: int | float) -> LowBitOptions:
         """The same with keys and values of so many bits, and such codes and parameters as go with them."""
         value_code = "auto" if self.value_code == "trellis" else self.value_code
+        key_code = self.key_code if BITS_OF_BOTH[bits][0] == 1 else "levels"
         param_bits = "auto" if self.param_bits == 8 else self.param_bits
         return replace(
-            self, bits=bits, key_bits=None, value_bits=None, value_code=value_code, param_bits=param_bits,
+            self, bits=bits, key_bits=None, value_bits=None, key_code=key_code, value_code=value_code,
+            param_bits=param_bits,
             host_bits=16 if bits == 16 else self.host_bits,  # where nothing on the device is rounded
         )  # fmt: skip
 
@@ -276,8 +293,10 @@ def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 
 
 def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    """Scale and zero of each channel over a group of tokens."""
+    """Scale and zero of each channel over a group of tokens; in the trellis code a scale of each key."""
     groups = capacity // options.group_size if options.layout.is_quantised else 0
+    if options.has_key_trellis and not layer.rank:
+        return (batch, layer.heads, groups, 1, options.group_size)
     return (batch, layer.heads, groups, 2, layer.row)
 
 
@@ -296,7 +315,9 @@ def params_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """The keys' mean, and how RoPE turns it (`kernels/state/center.py`)."""
     asked = options.center == "always" or (options.center == "auto" and layer.biased_keys)
-    rows = center.ROWS if asked and options.layout.is_quantised and not layer.rank else 0
+    rows = center.ROWS if asked else center.PLAIN if options.has_key_trellis else 0
+    if not options.layout.is_quantised or layer.rank:
+        rows = 0
     return (batch, layer.heads, rows, layer.head_dim)
 
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.one_process
 
 SETTINGS = {
     "best": {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 8},
+    "keys in a trellis": {"bits": 1, "key_code": "trellis", "group_size": 32, "residual_length": 32, "top_k": 8},
     "paper": {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 8},
     "16 bits first": {"min_context": 160, "group_size": 32, "residual_length": 32, "top_k": 8},
     "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32},

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.one_process
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "best": {"bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32},
+    "keys in a trellis": {"bits": 1, "key_code": "trellis", "top_k": 16, "group_size": 32, "residual_length": 32},
     "two lanes": {"bits": 1, "top_k": 16, "group_size": 32, "residual_length": 32, "speculate": True},
     "still in 16 bits": {"bits": 1, "min_context": 4096},
     "eviction": {"method": "h2o", "budget": 0.5},

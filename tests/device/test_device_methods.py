@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "snapkv": {**BUDGET, "window": 8}, "expected_attention": BUDGET, "kvzip": {**SMALL, "budget": 4096},
     **{policy: BUDGET for policy in ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")},
     "specache": {**GROUPS, "top_k": 8},
+    "specache, keys in a trellis": {**GROUPS, "top_k": 8, "bits": 1, "key_code": "trellis"},
     "specache, in the paper": {**GROUPS, "top_k": 8, "setting": "paper"},
     "specache, one lane": {**GROUPS, "top_k": 8, "speculate": False},
     "specache, pages": {**GROUPS, "top_k": 16, "selector": "pages", "page_size": 4, "correct": "never"},
@@ -35,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 QUICK = (
     "fp8-a row", "offload-a row", "kcache-a row", "h2o-padded rows", "specache-a row", "specache-padded rows",
-    "specache, in the paper-a row", "specache, recorded-a row",
+    "specache, in the paper-a row", "specache, recorded-a row", "specache, keys in a trellis-a row",
 )  # fmt: skip
 
 

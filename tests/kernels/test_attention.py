@@ -51,6 +51,7 @@ class Case:
     rows: bool = False
     rotate: bool = False
     trellis: bool = False
+    key_trellis: bool = False
     eight: bool = False
     center: bool = False
     group: int = 32
@@ -139,12 +140,18 @@ def make_step(case: Case, seed: int = 0) -> Step:
         value_params[:, :, :low_bit] = normal(*rows, low_bit, 2, d // size) / 2**value_bits
         if case.trellis:
             value_params, size = value_params[:, :, :, :1, :1].contiguous(), d
+        if case.key_trellis:
+            key_params = torch.full((*rows, capacity // case.group, 1, case.group), math.nan, dtype=case.dtype)
+            key_params[:, :, : low_bit // case.group] = normal(*rows, low_bit // case.group, 1, case.group)
         if case.eight:
             key_params, value_params = in_bytes(key_params, generator), in_bytes(value_params, generator)
         group_of = torch.arange(low_bit) // case.group
         scale, zero = read_params(key_params[:, :, : low_bit // case.group])
-        stored_keys = read_levels(codes[:, :, :low_bit, :width], key_bits, d) * scale[:, :, group_of]
-        stored_keys += zero[:, :, group_of]
+        if case.key_trellis:
+            stored_keys = (read_trellis(codes[:, :, :low_bit, :width], d) - 1.5) * scale.flatten(2)[..., None]
+        else:
+            stored_keys = read_levels(codes[:, :, :low_bit, :width], key_bits, d) * scale[:, :, group_of]
+            stored_keys += zero[:, :, group_of]
         scale, zero = read_params(value_params[:, :, :low_bit])
         if case.trellis:
             stored_values = (read_trellis(codes[:, :, :low_bit, width:], d) - 1.5) * scale
@@ -158,6 +165,9 @@ def make_step(case: Case, seed: int = 0) -> Step:
     if case.center:
         center, waves = make_center(low_bit, normal(*rows, d).float() * 20)
         stored_keys = stored_keys + waves
+    elif case.key_trellis:  # a plain mean
+        center = normal(*rows, 1, d).float()
+        stored_keys = stored_keys + center
 
     # The row b's sinks begin at its token 3·b; the last of them is none yet.
     sink_index = torch.arange(case.sink_tokens).int() + 3 * torch.arange(case.batch).int().view(-1, 1, 1)
@@ -388,6 +398,21 @@ def test_values_in_a_trellis_and_params_of_eight_bits(
 ) -> None:
     check(op, Case(head_dim=head_dim, bits=bits, value_bits=value_bits, trellis=trellis, eight=eight, rotate=True,
                    length=350))  # fmt: skip
+
+
+@pytest.mark.parametrize(("value_bits", "trellis"), [(1, True), (1, False), (2, False)])
+@pytest.mark.parametrize(("rotate", "eight", "mask"), [(True, True, "padding"), (False, False, "none")])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 256])
+def test_keys_in_a_trellis_behind_a_plain_mean(
+    op: str, head_dim: int, value_bits: int, trellis: bool, rotate: bool, eight: bool, mask: str
+) -> None:
+    check(op, Case(head_dim=head_dim, bits=1, value_bits=value_bits, key_trellis=True, trellis=trellis, eight=eight,
+                   rotate=rotate, mask=mask, softcap=30.0 if rotate else None, length=350))  # fmt: skip
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_keys_in_a_trellis_behind_a_center(op: str, center: bool) -> None:
+    check(op, Case(head_dim=64, bits=1, key_trellis=True, center=center, rotate=True, sink_tokens=3))
 
 
 @pytest.mark.parametrize(("bits", "eight"), [(1, True), (2, True), (2, False), (4, True), (8, False), (16, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -68,6 +69,7 @@ class Cache:
     rotate: bool = False
     sink_tokens: int = 0
     trellis: bool = False
+    key_trellis: bool = False
     eight: bool = False
     center: Tensor = field(default_factory=lambda: torch.zeros(*ROWS, 0, 1))
     originals: list[Tensor] = field(default_factory=list)
@@ -86,6 +88,9 @@ class Cache:
         groups, tokens = (CAPACITY // self.group, CAPACITY) if quantized else (0, 0)
         dtype, nothing = (torch.uint8, 255) if self.eight else (self.dtype, math.nan)
         self.key_params = torch.full((*ROWS, groups, 2, d), nothing, dtype=dtype)
+        if self.key_trellis:
+            self.key_params = torch.full((*ROWS, groups, 1, self.group), nothing, dtype=dtype)
+            self.center = torch.zeros(*ROWS, 1, d)
         of_values = (1, 1) if self.trellis else (2, d // self.size)
         self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
         self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)
@@ -127,19 +132,26 @@ class Cache:
             assert torch.equal(self.codes[:, :, :low_bit].unflatten(3, (2, -1)), truth[:, :, :low_bit])
             assert self.codes[:, :, low_bit:].isnan().all()
             return
+        if self.key_trellis:
+            truth = truth.clone()
+            truth[:, :, :, 0] -= self.mean_of_the_first(truth)
         keys, values = (rotated(truth).to(self.dtype) if self.rotate else truth)[:, :, :low_bit].unbind(3)
         others = torch.ones(*ROWS, low_bit, dtype=torch.bool)
         for row, tokens in enumerate(self.sink_index[:, 0].tolist()):
             for place, token in enumerate(tokens):
                 if token < low_bit:
-                    assert torch.equal(self.sink_pairs[row, :, place], truth[row, :, token])
+                    assert torch.equal(self.sink_pairs[row, :, place], self.host[row, :, token])
                     others[row, :, token] = False
-                    # A key that is there twice changes no range.
-                    keys[row, :, token] = keys[row, :, token // self.group * self.group + self.group - 1]
+                    if not self.key_trellis:  # a key that is there twice changes no range
+                        keys[row, :, token] = keys[row, :, token // self.group * self.group + self.group - 1]
                 else:
                     assert self.sink_pairs[row, :, place].isnan().all()
         dtype = self.key_params.dtype
-        key_codes, key_params = quantize_keys(keys, self.group, self.layout.key_bits, self.zero_point, dtype)
+        if self.key_trellis:
+            key_codes, scale = quantize(keys, encoder(keys.device))
+            key_params = stored_scale(scale, dtype).view(*ROWS, -1, 1, self.group)
+        else:
+            key_codes, key_params = quantize_keys(keys, self.group, self.layout.key_bits, self.zero_point, dtype)
         if self.trellis:
             value_codes, scale = quantize(values, encoder(values.device))
             value_params = stored_scale(scale, dtype)
@@ -155,6 +167,12 @@ class Cache:
         assert torch.equal(self.value_params[:, :, :low_bit], value_params)
         for untouched in (self.key_params[:, :, groups:], self.value_params[:, :, low_bit:]):
             assert (untouched == 255).all() if self.eight else untouched.isnan().all()
+
+    def mean_of_the_first(self, truth: Tensor) -> Tensor:
+        """The mean [B, H, 1, d] of the keys that came into the low-bit tier first, by one append."""
+        lengths = itertools.accumulate(pairs.shape[2] for pairs in self.originals)
+        first = next(filter(None, map(self.low_bit, lengths)), 0)
+        return truth[:, :, :first, 0].double().mean(2, keepdim=True).float() if first else torch.zeros(*ROWS, 1, 1)
 
 
 @pytest.mark.parametrize("residual", [0, 20, 32, 100])
@@ -190,6 +208,15 @@ def test_sink_tokens_are_kept_as_they_are_and_widen_no_group(bits: int, sink_tok
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_values_in_a_trellis(head_dim: int, eight: bool) -> None:
     cache = Cache(2, 32, 32, head_dim=head_dim, value_bits=1, rotate=True, sink_tokens=4, trellis=True, eight=eight)
+    for tokens in (3, 1, 59, 1, 1, 40, 64):
+        cache.put(tokens)
+        cache.check()
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_keys_in_a_trellis_behind_the_mean_of_the_first(head_dim: int, eight: bool) -> None:
+    cache = Cache(1, 32, 32, head_dim=head_dim, rotate=True, sink_tokens=4, trellis=True, key_trellis=True, eight=eight)
     for tokens in (3, 1, 59, 1, 1, 40, 64):
         cache.put(tokens)
         cache.check()

@@ -30,6 +30,8 @@ from specache_compile.runtime.session import Mode, session_of
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 G, R, K = 32, 32, 8
+# Tokens that a prompt of 120 brings into the low-bit tier.
+FIRST = 64
 # Its pairs are exact: the formulas round nothing but the low-bit tier.
 BEST = {"sink_tokens": 4, "zero_point": "middles", "value_code": "auto", "param_bits": "auto"}
 BEFORE = {"zero_point": "midpoint", "value_code": "levels", "param_bits": 16}
@@ -46,13 +48,14 @@ def hadamard(x: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Codes:
     """How the low-bit tier stores pairs: bits of keys and of values; rotated or not; at 2 bits the middles of equal
-    parts or the ends of a range; values in the trellis; scales and zero points of 8 bits."""
+    parts or the ends of a range; values in the trellis, and keys; scales and zero points of 8 bits."""
 
     key_bits: int = 2
     value_bits: int = 1
     rotate: bool = True
     middles: bool = True
     trellis: bool = True
+    key_trellis: bool = False
     eight: bool = True
 
 
@@ -96,7 +99,11 @@ def simulated(codes: Codes, lanes: int = 1, sinks: int = 0) -> Any:
         first = min(sinks, far)
         counted = (torch.arange(far) >= first).view(-1, G, 1)
         groups = turn(k[:, :, :far]).unflatten(2, (-1, G))
-        low_k = turn(quantised(groups, codes.key_bits, 3, counted, codes).flatten(2, 3))
+        mean = k[:, :, :FIRST].mean(2, keepdim=True)
+        low_k = (
+            mean + turn(in_trellis(turn(k[:, :, :far] - mean), codes)) if codes.key_trellis
+            else turn(quantised(groups, codes.key_bits, 3, counted, codes).flatten(2, 3))
+        )  # fmt: skip
         values = turn(v[:, :, :far])
         low_v = turn(
             in_trellis(values, codes) if codes.trellis
@@ -157,8 +164,19 @@ def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> 
         ({"param_bits": 16}, Codes(eight=False), 4),
         ({"bits": 2, "rotate": False}, Codes(value_bits=2, rotate=False, trellis=False), 4),
         ({"key_bits": 1, "value_bits": 4}, Codes(1, 4, trellis=False, eight=False), 4),
+        ({"bits": 1, "key_code": "trellis"}, Codes(key_bits=1, key_trellis=True), 4),
     ],
-    ids=["1 bit", "best", "sinks of two groups", "before", "levels", "16", "2 bits, not rotated", "1 and 4 bits"],
+    ids=[
+        "1 bit",
+        "best",
+        "sinks of two groups",
+        "before",
+        "levels",
+        "16",
+        "2 bits, not rotated",
+        "1 and 4 bits",
+        "keys",
+    ],
 )
 def test_each_steps_logits_are_the_formulas(
     llama: LlamaForCausalLM, options: dict[str, Any], codes: Codes, sinks: int
@@ -247,6 +265,7 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
             {"value_bits": 2, "value_code": "trellis"},
             "value_code='trellis': it is a code of 1 bit",
         ),
+        ({"key_code": "trellis"}, "key_code='trellis': it is a code of 1 bit, and the keys have 2; take key_bits=1"),
         ({"bits": 8, "param_bits": 8}, "param_bits=8 with codes of 8 bits"),
         ({"param_bits": 4}, "param_bits=4: accepted are 16, 8, 'auto'"),
     ],

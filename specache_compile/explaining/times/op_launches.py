@@ -14,6 +14,7 @@ from typing import Any
 from specache_compile.kernels import costs
 from specache_compile.kernels.attention.kept_logits import bytes_of_logit
 from specache_compile.kernels.costs import Cost, Workload, size_of
+from specache_compile.kernels.state.center import PLAIN
 from specache_compile.runtime.state import bucket
 
 from .devices import Device
@@ -34,8 +35,8 @@ ISSUED, SCHEDULERS = 0.5, 4
 # A warp's instructions for a stored number of the low-bit tier, with one lane and with two, for four query heads and 1
 # to 2 bits: the attention's loops under Triton 3.6 (tools/compile_kernels.py counts them under the installed Triton).
 INSTRUCTIONS = {"whole": (2.57, 2.62), "keys": (2.86, 2.83), "values": (2.24, 2.50)}
-# Further instructions: of keys with scales and zero points of 8 bits, of values in the trellis.
-OF_SMALL_PARAMS, OF_TRELLIS = 0.55, {"whole": 1.15, "values": -0.15}
+# Further instructions: of keys with scales and zero points of 8 bits, of keys in the trellis, of values in it.
+OF_SMALL_PARAMS, OF_KEY_TRELLIS, OF_TRELLIS = 0.55, -0.5, {"whole": 1.15, "values": -0.15}
 # A warp's instructions (sm_90, Triton 3.7): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
 # normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
@@ -119,7 +120,9 @@ def instructions(call: Call, part: str) -> float:
         return 0.0
     options, layer = call.load.options, call.load.layers[call.site]
     each = (2 if part == "whole" else 1) * INSTRUCTIONS[part][min(call.lanes, 2) - 1]
-    if part != "values" and options.param_dtype(layer.dtype) != layer.dtype:
+    if part != "values" and options.has_key_trellis and not layer.rank:
+        each += OF_KEY_TRELLIS
+    elif part != "values" and options.param_dtype(layer.dtype) != layer.dtype:
         each += OF_SMALL_PARAMS
     if part != "keys" and options.has_trellis:
         each += OF_TRELLIS[part]
@@ -130,7 +133,10 @@ def turned(call: Call) -> list[Kernel]:
     """The launches before the low-bit tier is read: the query is rotated and multiplied with the center."""
     layout = getattr(call.load.options, "layout", None)
     made = [small("rotate_rows")] if layout is not None and layout.is_rotated else []
-    if call.arguments["center"].shape[2]:
+    rows = call.arguments["center"].shape[2]
+    if rows == PLAIN:
+        made += [small(f"{name} of a plain center") for name in ("products", "sums", "scale")]
+    elif rows:
         cost = call.cost(lambda arguments, load, site: costs.share_of_center(arguments, call.low))
         fused = cost.flops / 2 / WARP
         made += [small("write_angles"), Kernel("add_shares", memory=cost.hbm, instructions=fused, tail=TAIL)]
@@ -225,9 +231,10 @@ def append(call: Call) -> list[Kernel]:
     layout = getattr(call.load.options, "layout", None)
     if layout is None or not layout.is_quantised:
         return [small("copy_groups"), small("write_recent")]
-    centered = call.arguments["center"].shape[2] > 0
-    names = ["set_center"] if centered and call.arguments.get("frequencies") is not None else []
-    names += ["rotate_groups"] if layout.is_rotated or centered else []
+    rows = call.arguments["center"].shape[2]
+    names = ["find_mean"] if rows == PLAIN else []
+    names += ["find_center"] if rows > PLAIN and call.arguments.get("frequencies") is not None else []
+    names += ["rotate_groups"] if layout.is_rotated or rows else []
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
 
