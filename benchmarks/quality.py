@@ -23,7 +23,7 @@ NEEDLE = "examples/needle-llama"
 PAPER = "specache:bits=1,setting=paper"
 MIDPOINT = "zero_point=midpoint"
 LEVELS = "value_code=levels,param_bits=16"
-FORMER = f"specache:host_bits=16,sink_tokens=0,{LEVELS}"  # the default before each of these was its own
+FORMER = f"specache:host_bits=16,sink_tokens=0,{LEVELS},{MIDPOINT}"  # the default of before
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
 POLICIES = ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")

@@ -373,6 +373,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{name: partial(printed, name, name) for name in PRINTED},
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
     "verification": partial(printed, "verify", "verify"),
+    "verification_long": partial(printed, "verify", "verify_long"),
     "look_ups": partial(printed, "verify", "verify_edits", "edits_table"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
