@@ -318,9 +318,9 @@ def main() -> None:
         build_attention(f"{bits} bits, d {d}, from logits", KEYS=False, SHARES=decode.LOW_BIT_SHARES, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip
-    build(center.find_center, "bf16, d 128", d=128, turning=64, window=128, PADDED=True, CHANNELS=128,
-          BLOCK=center.TOKEN_BLOCK)  # fmt: skip
-    build(center.find_mean, "bf16, d 128", d=128, window=128, PADDED=True, CHANNELS=128, BLOCK=center.TOKEN_BLOCK)
+    for rows, turning in ((center.ROWS, 64), (center.PLAIN, 0)):
+        build(center.find_center, f"bf16, d 128, {rows} rows", d=128, rows=rows, turning=turning, window=128,
+              PADDED=True, CHANNELS=128, BLOCK=center.TOKEN_BLOCK)  # fmt: skip
     build(center.write_angles, "d 128", d=128, group=64, CHANNELS=128, BLOCK=center.ANGLE_BLOCK)
     for dtype in ("bf16", "fp32"):
         build(center.add_shares, f"{dtype}, d 128, g 64", dtype, d=128, group=64, lanes=2, queries=4, ROWS=8,

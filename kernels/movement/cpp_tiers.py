@@ -43,8 +43,8 @@ def library_of_append(
     k: Tensor, v: Tensor, padding: Tensor | None, cursor: Tensor, recent: Tensor, codes: Tensor, key_params: Tensor,
     value_params: Tensor, *rest: Any,
 ) -> CDLL:  # fmt: skip
-    """The library that `append` needs; the encoder of the trellis, where values need one, is compiled beside it."""
-    if is_trellis(value_params):
+    """The library that `append` needs; the encoder of the trellis, where there is one, is compiled beside it."""
+    if is_trellis(key_params) or is_trellis(value_params):
         trellis_library()
     return tiers_library()
 

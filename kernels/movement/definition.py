@@ -11,7 +11,7 @@ from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.center import PLAIN, centers, set_center, set_mean
+from specache_compile.kernels.state.center import centers, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.pages import Pages, pairs_of
@@ -45,12 +45,12 @@ def append(
     """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
 
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
-    group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays). Mutates recent
-    [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params [B, H, C/g, 2, d],
-    value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g] and [B, H, C, 1, 1]), center
-    [B, H, 4, d] (`center.py`; a plain one [B, H, 1, d], none [B, H, 0, d]) and sink_pairs [B, H, S, 2, d], whose tokens
-    sink_index [B, 1, S] names (`sinks.py`). Where k and v are the halves of rows, key_params has 2·d channels, and
-    value_params none.
+    group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays, or is plain). Mutates
+    recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params
+    [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g] and
+    [B, H, C, 1, 1]), center [B, H, 4, d] (`center.py`; a plain one [B, H, 1, d], none [B, H, 0, d]) and sink_pairs
+    [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`). Where k and v are the halves of rows,
+    key_params has 2·d channels, and value_params none.
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[0, i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
@@ -59,12 +59,9 @@ def append(
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
         leaving = window[:, :, : next_low_bit - low_bit]
-        if not low_bit and center.shape[2]:
+        if not low_bit and center.shape[2] and (frequencies is not None or is_trellis(key_params)):
             there = None if padding is None else padding[..., :next_low_bit].mT
-            if center.shape[2] == PLAIN:
-                set_mean(leaving[:, :, :, 0], there, center)
-            elif frequencies is not None:
-                set_center(leaving[:, :, :, 0], there, frequencies, center)
+            set_center(leaving[:, :, :, 0], there, frequencies, center)
         tiers = StoredTiers(codes, key_params, value_params, center, sink_pairs, sink_index, recent)
         store_low_bit(leaving, padding, low_bit, tiers, layout, zero_point)
     first = max(length, next_low_bit)
@@ -96,13 +93,35 @@ def store_low_bit(
     there = None if padding is None else padding[..., start:stop].mT
     key_codes, value_codes = layout.split(codes[:, :, start:stop], width)
     key_params = key_params[:, :, start // group : stop // group]
-    if is_trellis(key_params):
-        keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
-        key_codes[...], scale = quantize(keys, encoder(keys.device))
-        key_params[...] = stored_scale(scale, key_params.dtype).view(key_params.shape)
-        store_values(values, value_codes, value_params[:, :, start:stop], layout, zero_point)
-        return
     sinks = keep_sinks(pairs, start, tiers.sink_pairs, tiers.sink_index)
+    if is_trellis(key_params):
+        store_in_trellis(keys, key_codes, key_params)
+    else:
+        store_keys(keys, sinks, there, key_codes, key_params, layout.key_bits, zero_point)
+    value_params = value_params[:, :, start:stop]
+    if layout.has_rows:
+        return
+    if is_trellis(value_params):
+        store_in_trellis(values, value_codes, value_params)
+    else:
+        channels = width // value_params.shape[-1]
+        value_codes[...], value_params[...] = quantize_values(
+            values, channels, layout.value_bits, zero_point, value_params.dtype
+        )
+
+
+def store_in_trellis(x: Tensor, codes: Tensor, params: Tensor) -> None:
+    """Keys or values [B, H, T, d] into their codes and scales."""
+    codes[...], scale = quantize(x, encoder(x.device))
+    params[...] = stored_scale(scale, params.dtype).view(params.shape)
+
+
+def store_keys(
+    keys: Tensor, sinks: Tensor, there: Tensor | None, codes: Tensor, params: Tensor, bits: int, zero_point: str
+) -> None:
+    """Keys [B, H, T, d] into the levels of their groups. sinks: bool [B, n], which of the first have no part in them,
+    as those that are not `there` [B, 1, T, 1]."""
+    group = keys.shape[2] // params.shape[2]
     # Behind its last sink a prompt takes the way of those without: a range with exceptions takes several passes.
     edge = -(-sinks.shape[1] // group) * group
     others = ~torch.nn.functional.pad(sinks, (0, edge - sinks.shape[1]))[:, None, :, None]
@@ -110,21 +129,9 @@ def store_low_bit(
     rest = None if there is None else there[:, :, edge:]
     for begin, end, present in ((0, edge, first), (edge, keys.shape[2], rest)):
         if begin < end:
-            key_codes[:, :, begin:end], key_params[:, :, begin // group : end // group] = quantize_keys(
-                keys[:, :, begin:end], group, layout.key_bits, zero_point, key_params.dtype, present
+            codes[:, :, begin:end], params[:, :, begin // group : end // group] = quantize_keys(
+                keys[:, :, begin:end], group, bits, zero_point, params.dtype, present
             )
-    if not layout.has_rows:
-        store_values(values, value_codes, value_params[:, :, start:stop], layout, zero_point)
-
-
-def store_values(values: Tensor, codes: Tensor, params: Tensor, layout: Layout, zero_point: str) -> None:
-    """Quantise values [B, H, T, d] into their codes [B, H, T, w] and parameters."""
-    if is_trellis(params):
-        codes[...], scale = quantize(values, encoder(values.device))
-        params[...] = stored_scale(scale, params.dtype)
-    else:
-        channels = values.shape[-1] // params.shape[-1]
-        codes[...], params[...] = quantize_values(values, channels, layout.value_bits, zero_point, params.dtype)
 
 
 @by_rows()

@@ -325,7 +325,7 @@ def append(
         groups, pairs = count // group + 1, recent
         step = groups
         centered = center.shape[2]
-        if centered:
+        if centered and (frequencies is not None or key_circle):
             set_center(k, padding, frequencies, cursor, recent, center)
         apart = layout.is_rotated or centered > 0
         if apart:

@@ -49,36 +49,26 @@ def quarter_turn(x: Tensor, partner: Tensor) -> Tensor:
     return x[..., (partner.abs().long() - 1).clamp_min(0)] * partner.sign()
 
 
-def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor, center: Tensor) -> None:
+def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, center: Tensor) -> None:
     """Write `center` for a tier whose first keys are to be these [B, H, T, d], of the tokens 0 to T - 1.
 
     there: bool [B, 1, T, 1], the tokens that count; None: all. What is not finite does not.
+    frequencies: RoPE's; None, or a plain center: nothing turns.
     """
+    if frequencies is None or center.shape[2] == PLAIN:
+        frequencies = keys.new_zeros(0)
     theta, partner = partners(frequencies, keys.shape[-1])
     first = max(0, keys.shape[2] - MEAN_OF)
-    keys, counts = counted(keys[:, :, first:], None if there is None else there[:, :, first:])
+    keys = keys[:, :, first:].float()
+    counts = keys.isfinite().all(-1, keepdim=True)
+    counts = counts if there is None else counts & there[:, :, first:]
+    keys = keys.masked_fill(~counts, 0.0)
     tokens = torch.arange(first, first + keys.shape[2], dtype=torch.float32, device=keys.device)
     angle = tokens[:, None] * theta
     turned = keys * angle.cos() - quarter_turn(keys, partner) * angle.sin()
-    mean = turned.sum(2) / counts
-    center[:, :, BETA], center[:, :, GAMMA] = mean, quarter_turn(mean, partner)
-    center[:, :, THETA], center[:, :, PARTNER] = theta, partner
-
-
-def set_mean(keys: Tensor, there: Tensor | None, center: Tensor) -> None:
-    """Write the plain `center` [B, H, 1, d]; as `set_center`."""
-    first = max(0, keys.shape[2] - MEAN_OF)
-    keys, counts = counted(keys[:, :, first:], None if there is None else there[:, :, first:])
-    center[:, :, BETA] = keys.sum(2) / counts
-
-
-def counted(keys: Tensor, there: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys in float32, with 0 for those that are not there, or not finite; and how many others there are, at least
-    1: [B, H or 1, 1]."""
-    keys = keys.float()
-    counts = keys.isfinite().all(-1, keepdim=True)
-    counts = counts if there is None else counts & there
-    return keys.masked_fill(~counts, 0.0), counts.sum(2).clamp_min(1)
+    mean = turned.sum(2) / counts.sum(2).clamp_min(1)
+    rows = torch.stack([mean, quarter_turn(mean, partner), theta.expand_as(mean), partner.expand_as(mean)], 2)
+    center[...] = rows[:, :, : center.shape[2]]
 
 
 def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -28,17 +28,17 @@ UNIT = tl.constexpr(1 / 16)
 
 @triton.jit(do_not_specialize=["heads", "columns"])
 def find_center(
-    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; frequencies [turning]; cursor int64 [B, 4]; recent
-    # [B, H, W, 2, d]; written: center float32 [B, H, 4, d].
+    # k [B, H, T, d]; padding [B, 1, 1, C] uint8, 0: not there; frequencies [turning], anything where nothing turns;
+    # cursor int64 [B, 4]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
     k, padding, frequencies, cursor, recent, center,
     k_batch, k_head, k_token, p_batch, heads, columns,
-    d: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    d: tl.constexpr, rows: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one head. Nothing to do but where the first tokens come into the low-bit tier.
 
-    turning: half of the channels that RoPE turns. CHANNELS: d, padded. Bytes: 4·d a token of the newest `MEAN_OF`, from
-    the cache the second time. FLOPs: some 60·d each, for sine and cosine.
+    turning: half of the channels that RoPE turns; 0: β alone is written. CHANNELS: d, padded. Bytes: 4·d a token of the
+    newest `MEAN_OF`, from the cache the second time, or 2·d. FLOPs: some 60·d each, for sine and cosine, or d.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -46,12 +46,13 @@ def find_center(
     if (tl.load(cursor + AT_LOW_BIT) > 0) | (stop == 0):
         return
     channel = tl.arange(0, CHANNELS)
-    turns = channel < 2 * turning
-    theta = tl.load(frequencies + channel % turning, turns, 0.0).to(tl.float32)
-    first_half = channel < turning
-    partner = tl.where(first_half, channel + turning, channel - turning)
-    sign = tl.where(turns, tl.where(first_half, -1.0, 1.0), 0.0)
-    partner = tl.where(turns, partner, 0)
+    if turning > 0:
+        turns = channel < 2 * turning
+        theta = tl.load(frequencies + channel % turning, turns, 0.0).to(tl.float32)
+        first_half = channel < turning
+        partner = tl.where(first_half, channel + turning, channel - turning)
+        sign = tl.where(turns, tl.where(first_half, -1.0, 1.0), 0.0)
+        partner = tl.where(turns, partner, 0)
     inside = (channel < d)[None, :]
     k_base = (bh // heads) * k_batch + (bh % heads) * k_head
     beta, gamma = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
@@ -66,59 +67,29 @@ def find_center(
             k, recent, token[:, None], channel[None, :], mask,
             bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
         )  # fmt: skip
-        y = load_pairs(
-            k, recent, token[:, None], partner[None, :], mask,
-            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
-        )  # fmt: skip
-        finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
-        there &= finite
-        x, y = tl.where(there[:, None], x, 0.0), tl.where(there[:, None], y * sign[None, :], 0.0)
-        angle = token.to(tl.float32)[:, None] * theta[None, :]
-        cos, sin = tl.cos(angle), tl.sin(angle)
-        beta += tl.sum(x * cos - y * sin, 0)
-        # A quarter turn on; what is not turned is not there.
-        gamma += tl.sum(tl.where(turns[None, :], y * cos + x * sin, 0.0), 0)
+        there &= tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
+        x = tl.where(there[:, None], x, 0.0)
+        if turning > 0:
+            y = load_pairs(
+                k, recent, token[:, None], partner[None, :], mask,
+                bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
+            )  # fmt: skip
+            y = tl.where(there[:, None], y * sign[None, :], 0.0)
+            angle = token.to(tl.float32)[:, None] * theta[None, :]
+            cos, sin = tl.cos(angle), tl.sin(angle)
+            beta += tl.sum(x * cos - y * sin, 0)
+            # A quarter turn on; what is not turned is not there.
+            gamma += tl.sum(tl.where(turns[None, :], y * cos + x * sin, 0.0), 0)
+        else:
+            beta += tl.sum(x, 0)
         count += tl.sum(there.to(tl.float32), 0)
     count = tl.maximum(count, 1.0)
-    row = center + bh * CENTER_ROWS * d + channel
+    row = center + bh * rows * d + channel
     tl.store(row + AT_BETA * d, beta / count, channel < d)
-    tl.store(row + AT_GAMMA * d, gamma / count, channel < d)
-    tl.store(row + AT_THETA * d, theta, channel < d)
-    tl.store(row + AT_PARTNER * d, sign * (partner + 1).to(tl.float32), channel < d)
-
-
-@triton.jit(do_not_specialize=["heads", "columns"])
-def find_mean(
-    # As `find_center` has them; written: center float32 [B, H, 1, d].
-    k, padding, cursor, recent, center,
-    k_batch, k_head, k_token, p_batch, heads, columns,
-    d: tl.constexpr, window: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: one head. Nothing to do but where the first tokens come into the low-bit tier.
-
-    CHANNELS: d, padded. Bytes: 2·d a token of the newest `MEAN_OF`. FLOPs: d each.
-    """
-    bh = tl.program_id(0).to(tl.int64)
-    cursor += (bh // heads) * columns
-    length, stop = tl.load(cursor + AT_LENGTH), tl.load(cursor + AT_NEXT_LOW_BIT)
-    if (tl.load(cursor + AT_LOW_BIT) > 0) | (stop == 0):
-        return
-    channel = tl.arange(0, CHANNELS)
-    k_base = (bh // heads) * k_batch + (bh % heads) * k_head
-    total, count = tl.zeros([CHANNELS], tl.float32), 0.0
-    for start in range(tl.maximum(stop - NEWEST, 0), stop, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        there = token < stop
-        if PADDED:
-            there &= tl.load(padding + (bh // heads) * p_batch + token, there, 0) != 0
-        x = load_pairs(
-            k, recent, token[:, None], channel[None, :], there[:, None] & (channel < d)[None, :],
-            bh=bh, head_base=k_base, stride=k_token, length=length, WHICH=0, window=window, d=d, APART=False,
-        )  # fmt: skip
-        there &= tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) != 0
-        total += tl.sum(tl.where(there[:, None], x, 0.0), 0)
-        count += tl.sum(there.to(tl.float32), 0)
-    tl.store(center + bh * d + channel, total / tl.maximum(count, 1.0), channel < d)
+    if turning > 0:
+        tl.store(row + AT_GAMMA * d, gamma / count, channel < d)
+        tl.store(row + AT_THETA * d, theta, channel < d)
+        tl.store(row + AT_PARTNER * d, sign * (partner + 1).to(tl.float32), channel < d)
 
 
 @triton.jit
@@ -237,20 +208,17 @@ def add_shares(
 def set_center(
     k: Tensor, padding: Tensor | None, frequencies: Tensor | None, cursor: Tensor, recent: Tensor, center: Tensor
 ) -> None:
-    """As `center.set_center`, or `set_mean`, where this step's are the first tokens to come into the low-bit tier."""
+    """As `center.set_center`, where this step's are the first tokens to come into the low-bit tier."""
     batch, heads, _, d = k.shape
     there = k if padding is None else padding.view(torch.uint8)
-    settings = dict(
-        k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2), p_batch=there.stride(0), heads=heads,
-        columns=cursor.stride(0), d=d, window=recent.shape[2], PADDED=padding is not None,
-        CHANNELS=triton.next_power_of_2(d), BLOCK=TOKEN_BLOCK, num_warps=4,
+    turning = 0 if frequencies is None or center.shape[2] == PLAIN else frequencies.shape[0]
+    find_center[(batch * heads,)](
+        k, there, k if frequencies is None else frequencies, cursor, recent, center,
+        k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
+        p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d, rows=center.shape[2],
+        turning=turning, window=recent.shape[2],
+        PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d), BLOCK=TOKEN_BLOCK, num_warps=4,
     )  # fmt: skip
-    if center.shape[2] == PLAIN:
-        find_mean[(batch * heads,)](k, there, cursor, recent, center, **settings)
-    elif frequencies is not None:
-        find_center[(batch * heads,)](
-            k, there, frequencies, cursor, recent, center, turning=frequencies.shape[0], **settings
-        )
 
 
 def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, group: int, scale: float) -> Tensor:
@@ -259,7 +227,7 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     batch, query_heads, lanes, d = q.shape
     heads = center.shape[1]
     if center.shape[2] == PLAIN:
-        rows = q.float().unflatten(1, (heads, -1)) * center.unsqueeze(2)
+        rows = q.unflatten(1, (heads, -1)) * center.unsqueeze(2)  # in float32, as the center is
         return (rows.sum(-1, keepdim=True) * scale).flatten(1, 2)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     shares, angles = new((batch, query_heads, lanes, capacity)), new((group + capacity // group, 2, d))

@@ -335,6 +335,8 @@ def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_th
     kind = method.options
     known = own_options(kind)
     before = {name: getattr(given, name, value) if of_the_model else value for name, value in BEFORE.items()}
+    if before["key_code"] == "trellis" and told.get("key_bits") != 1 and told.get("bits") != 1:
+        before["key_code"] = BEFORE["key_code"]  # it is a code of 1 bit
     own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
     if not told.get("top_k"):  # nothing is fetched, as with 16 bits for now
         own.pop("speculate", None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from specache_compile.caches.saving import BEFORE
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.eviction import PROMPT
 from specache_compile.evaluation.baselines.kvzip import KVzipOptions
@@ -56,10 +57,12 @@ class Setting:
 
     @property
     def in_force(self) -> dict[str, Any]:
-        """Those options with what was not given, but for what is off: a new option, off, changes nothing."""
+        """Those options with what was not given, but for what is off, or as before the option existed: a new option
+        changes nothing by itself."""
         if self.options is None:
             return {}
-        return {name: value for name, value in vars(parse_options(self.measured)).items() if value}
+        options = vars(parse_options(self.measured))
+        return {name: value for name, value in options.items() if value and BEFORE.get(name) != value}
 
 
 def parse_setting(text: str) -> Setting:

@@ -164,7 +164,8 @@ class LowBitOptions(DraftOptions):
                 f"option value_code='trellis': it is a code of 1 bit, and the values have {self.layout.value_bits}; "
                 "take value_bits=1, or value_code='levels'"
             )
-        if self.key_code == "trellis" and self.layout.is_quantised and self.layout.key_bits != 1:
+        chosen = self.memory is None  # by the bits that were asked for
+        if self.key_code == "trellis" and chosen and self.layout.is_quantised and self.layout.key_bits != 1:
             raise OptionError(
                 f"option key_code='trellis': it is a code of 1 bit, and the keys have {self.layout.key_bits}; take "
                 "key_bits=1, or key_code='levels'"

@@ -122,9 +122,9 @@ class PagedTiers(Tiers):
 
     def first_written(self, row: int, length: int) -> int:
         """The first page in which a row writes what others with its tokens do not. What of a full page's tokens comes
-        into the low-bit tier later is the same for all of them."""
+        into the low-bit tier later is the same for all of them, once a center is."""
         low_bit = self.options.low_bit_length(length)
-        return (low_bit if low_bit < self.rounded[row] else length) // PAGE
+        return (low_bit if low_bit < max(self.rounded[row], 1) else length) // PAGE
 
     def still_needed(self, row: int, length: int, longest: int) -> int:
         """Pages that a row of `length` tokens may yet take until it has `longest`, copies of shared ones among them."""

@@ -62,6 +62,21 @@ def test_what_is_not_finite_has_no_part_in_the_center() -> None:
     torch.testing.assert_close(center[0, :, 0], BIAS[:, 0], atol=2e-3, rtol=1e-5)
 
 
+def test_a_plain_center_is_the_mean_of_the_newest_that_are_there() -> None:
+    keys = torch.randn(2, HEADS, 1100, DIM, generator=torch.Generator().manual_seed(3)) + 5
+    keys[1, 0, 1000, 3] = float("nan")
+    there = (torch.arange(1100) >= torch.tensor([0, 200]).view(2, 1, 1)).unsqueeze(-1)  # [B, 1, T, 1]
+    center = torch.zeros(2, HEADS, 1, DIM)
+    set_center(keys, there, FREQUENCIES, center)
+    torch.testing.assert_close(center[0], keys[0, :, 76:].mean(1, keepdim=True))
+    torch.testing.assert_close(center[1, 1], keys[1, 1, 200:].mean(0, keepdim=True))
+    finite = torch.cat([keys[1, 0, 200:1000], keys[1, 0, 1001:]])
+    torch.testing.assert_close(center[1, 0], finite.mean(0, keepdim=True))
+    query = torch.randn(2, HEADS, 3, 2, DIM, generator=torch.Generator().manual_seed(2))
+    shares = share_of_center(query, center, GROUP, 64)
+    torch.testing.assert_close(shares, (query @ center.unsqueeze(2).mT).expand(-1, -1, -1, -1, 64))
+
+
 def test_a_share_is_what_was_taken_off_far_into_a_context() -> None:
     center = torch.zeros(1, HEADS, 4, DIM)
     set_center(rope(BIAS.expand(HEADS, GROUP, DIM), torch.arange(GROUP)).float()[None], None, FREQUENCIES, center)

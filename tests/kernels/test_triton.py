@@ -192,6 +192,19 @@ CASES = [
             Case(dtype=torch.bfloat16, bits=1, head_dim=128),
             Case(dtype=torch.bfloat16, param_bits=8, value_bits=1, value_code="trellis", rotate=True, head_dim=128),
             Case(dtype=torch.bfloat16, param_bits=8, bits=1, value_code="trellis", group=64, lanes=1),
+            *(
+                Case(
+                    dtype=torch.bfloat16,
+                    param_bits=8,
+                    bits=1,
+                    key_code="trellis",
+                    value_code="trellis",
+                    rotate=True,
+                    head_dim=d,
+                    sink_tokens=4,
+                )
+                for d in (64, 128, 256)
+            ),
         ]
         if DEVICE.type == "cuda"
         else []
@@ -322,6 +335,21 @@ def assert_dequantised_alike(ours: Layer, reference: Layer, of: int) -> None:
 
 
 READ, PARAMS = (read_keys, read_values), ("key_params", "value_params")
+
+
+def test_a_long_prompt_is_rotated_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_append, "SCRATCH", 2 * BATCH * 2 * 32 * 2 * 64 * 4)
+    assert triton_append.rotated_groups(BATCH * 2 * 32 * 2 * 64 * 4, 9) == 2
+    case = Case(rotate=True)
+    ours, reference = Layer(case, triton_append.append), Layer(case, tiers.append)
+    for field in ("recent", "codes", "key_params", "value_params"):
+        assert torch.equal(ours.state[field], reference.state[field]), field
+
+
+def test_keys_of_a_long_prompt_go_into_a_trellis_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_append, "SCRATCH", 2 * BATCH * 32 * 2 * 16 * 4)
+    case = Case(rotate=True, bits=1, key_code="trellis", head_dim=16, heads=1)
+    assert_as_near(Layer(case, triton_append.append), Layer(case, tiers.append), KEYS)
 
 
 @pytest.mark.parametrize("d", [2, 16, 65, 72, 80, 96, 128, 256])

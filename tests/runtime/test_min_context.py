@@ -69,6 +69,16 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
             torch.testing.assert_close(one[name][:, :, :end], other[name][:, :, :end], atol=1e-5, rtol=1e-5)
 
 
+def test_keys_in_a_trellis_have_their_mean_after_a_move(llama: LlamaForCausalLM) -> None:
+    options = {"bits": 1, "key_code": "trellis", "top_k": 16, "host_bits": 16, "min_context": 330}
+    twin, ids = compile_copy(llama, **options), prompt(333, 2)
+    cache = step(twin, ids[:, 300:], step(twin, ids[:, :300]).past_key_values).past_key_values
+    session_of(cache).queue.drain()
+    for layer in session_of(cache).state:
+        keys = in_order(layer["host"])[:, :, :256, 0]  # of the 300 tokens that moved, at R 32, g 32
+        torch.testing.assert_close(layer["center"], keys.mean(2, keepdim=True), atol=1e-5, rtol=1e-5)
+
+
 def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

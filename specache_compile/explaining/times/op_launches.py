@@ -232,8 +232,7 @@ def append(call: Call) -> list[Kernel]:
     if layout is None or not layout.is_quantised:
         return [small("copy_groups"), small("write_recent")]
     rows = call.arguments["center"].shape[2]
-    names = ["find_mean"] if rows == PLAIN else []
-    names += ["find_center"] if rows > PLAIN and call.arguments.get("frequencies") is not None else []
+    names = ["find_center"] if rows and (rows == PLAIN or call.arguments.get("frequencies") is not None) else []
     names += ["rotate_groups"] if layout.is_rotated or rows else []
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
