@@ -20,23 +20,19 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from behind_prompts import add_arguments, prepared
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from specache_compile.bench.results import Results
-from specache_compile.evaluation.command import load
 from specache_compile.evaluation.intervals import interval
-from specache_compile.evaluation.prefills import Prefills
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import STEPS, Continuations, measure
-from specache_compile.evaluation.tasks.task import Bench
+from specache_compile.evaluation.tasks.closeness import Continuations, measure
 from specache_compile.kernels.codes.params import EIGHT_BITS, read_scale, stored_scale
 from specache_compile.kernels.codes.quantize import dequantize_keys, quantize_keys
 from specache_compile.kernels.codes.trellis import MEMORY, STATES, circle_of, followed, in_steps, levels_of
@@ -158,24 +154,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="a checkpoint (smollm2-135m)")
-    parser.add_argument("--text", type=Path, default=Path("build/unseen.txt"), help="(build/unseen.txt)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt and its continuation (2048)")
-    parser.add_argument("--windows", type=int, default=16, help="prompts (16)")
+    add_arguments(parser, "key_codes.json")
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2], choices=sorted(STEP), help="of a key (1 2)")
     parser.add_argument("--value-bits", type=int, nargs="+", default=[8, 1], choices=[1, 8], help="8: keys alone (8 1)")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "key_codes.json")
     args = parser.parse_args(arguments)
-    model, reader = load(args.model, "cpu", torch.float32)
-    settings = {
-        "model": args.model, "text": str(args.text), "length": args.length, "windows": args.windows, "steps": STEPS,
-    }  # fmt: skip
-    results = Results(args.out, "benchmarks/key_codes.py", torch.device("cpu"), args.resume, **settings)
-    runner = Runner(model, reader, prefills=Prefills(model.device))
-    bench = Bench(reader, (args.length,), args.windows, 0, args.length, (args.text,), None, False, False)
-    known = Continuations(bench.windows_apart(args.length), 0)
-    runner.prefills.begin(f"{args.length}")  # type: ignore[union-attr]
+    runner, known, results = prepared(args, "benchmarks/key_codes.py")
     cases = [(bits, code, values) for values in args.value_bits for bits in args.bits for code in CODES]
     for bits, code, values in tqdm(cases, disable=None):
         if not results.has(key_bits=bits, code=code, value_bits=values):

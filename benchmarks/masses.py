@@ -16,23 +16,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
+from behind_prompts import add_arguments, prepared
 from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from specache_compile.bench.results import Results
-from specache_compile.evaluation.command import load
 from specache_compile.evaluation.intervals import interval
-from specache_compile.evaluation.prefills import Prefills
 from specache_compile.evaluation.runner import Runner
 from specache_compile.evaluation.settings import parse_setting, running
-from specache_compile.evaluation.tasks.closeness import STEPS, Continuations, measure
-from specache_compile.evaluation.tasks.task import Bench
+from specache_compile.evaluation.tasks.closeness import Continuations, measure
 from specache_compile.kernels import op as ops
 from specache_compile.kernels.movement import definition
 from specache_compile.kernels.movement.definition import refill
@@ -109,30 +104,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="a checkpoint (smollm2-135m)")
-    parser.add_argument("--text", type=Path, default=Path("build/unseen.txt"), help="(build/unseen.txt)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt and its continuation (2048)")
-    parser.add_argument("--windows", type=int, default=16, help="prompts (16)")
+    add_arguments(parser, "masses.json")
     parser.add_argument("--top-k", type=int, nargs="+", default=[64, 128], help="the most pairs a head (64 128)")
     parser.add_argument("--masses", type=float, nargs="+", default=[1.0, 0.9, 0.8, 0.6, 0.4], help="(1 .9 .8 .6 .4)")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has, and go on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "masses.json")
     args = parser.parse_args(arguments)
     if bad := [mass for mass in args.masses if not 0 < mass <= 1]:
         parser.error(f"--masses {bad[0]:g}: give shares above 0, at most 1")
-    model, reader = load(args.model, "cpu", torch.float32)
-    settings = {
-        "model": args.model,
-        "text": str(args.text),
-        "length": args.length,
-        "windows": args.windows,
-        "steps": STEPS,
-    }
-    results = Results(args.out, "benchmarks/masses.py", torch.device("cpu"), args.resume, **settings)
-    runner = Runner(model, reader, prefills=Prefills(model.device))
-    bench = Bench(reader, (args.length,), args.windows, 0, args.length, (args.text,), None, False, False)
-    known = Continuations(bench.windows_apart(args.length), 0)
-    runner.prefills.begin(f"{args.length}")  # type: ignore[union-attr]
+    runner, known, results = prepared(args, "benchmarks/masses.py")
     cases = [(k, mass) for k in args.top_k for mass in args.masses]
     for k, mass in tqdm(cases, disable=None):
         if not results.has(top_k=k, mass=mass):
