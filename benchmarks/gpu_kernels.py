@@ -41,8 +41,8 @@ from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.runtime.state import allocate
 
 QUERY_HEADS, HEADS, HEAD_DIM, LANES = 32, 8, 128, 2
-# Beside the settings that the command names, bits of keys and of values of a rotated tier.
-VARIANTS = ((2, 1), (2, 2))
+# Beside the settings that the command names: bits of keys and of values of a rotated tier, and the keys' code.
+VARIANTS = ((2, 1, "levels"), (2, 2, "levels"), (1, 1, "trellis"))
 # Enough sets of inputs that none of them is still in the L2 cache when its turn comes again.
 ROTATED_BYTES, MOST_SETS = 512 << 20, 16
 # Clock cycles, about a millisecond: longer than the host takes to launch any of the kernels.
@@ -60,12 +60,14 @@ class Setting:
     top_k: int = 64
     value_bits: int | None = None
     rotate: bool = False
+    key_code: str = "levels"
 
     @property
     def options(self) -> SpecacheOptions:
         return SpecacheOptions(
-            bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, top_k=self.top_k, correct="never"
-        )
+            bits=self.bits, value_bits=self.value_bits, rotate=self.rotate, top_k=self.top_k, correct="never",
+            key_code=self.key_code,
+        )  # fmt: skip
 
     @property
     def names(self) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class Setting:
         layout = self.options.layout
         return {
             "bits": layout.key_bits, "value_bits": layout.value_bits, "rotated": layout.is_rotated,
-            "context": self.context, "batch": self.batch,
+            "key_code": self.key_code, "context": self.context, "batch": self.batch,
         }  # fmt: skip
 
     @property
@@ -83,6 +85,10 @@ class Setting:
     @property
     def pairs(self) -> int:
         return self.batch * HEADS * self.low_bit
+
+
+def variants(context: int, batch: int, dtype: torch.dtype) -> list[Setting]:
+    return [Setting(b, context, batch, dtype, value_bits=v, rotate=True, key_code=code) for b, v, code in VARIANTS]
 
 
 class Inputs:
@@ -314,7 +320,8 @@ def center_row(setting: Setting, device: torch.device, repeats: int, limit: dict
 
 def bits_of(row: dict[str, Any]) -> str:
     bits = f"{row['bits']}" if row["bits"] == row["value_bits"] else f"{row['bits']} and {row['value_bits']}"
-    return bits + (", rotated" if row["rotated"] else "")
+    code = ", keys in the trellis" if row["key_code"] == "trellis" else ""
+    return bits + (", rotated" if row["rotated"] else "") + code
 
 
 def remark(row: dict[str, Any]) -> str:
@@ -354,18 +361,16 @@ def main(arguments: list[str] | None = None) -> None:
         args.contexts, args.batches, args.repeats = [256], [1], 1
     # The interpreter's bfloat16 is not the hardware's.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for value_bits, rotate in ((2, False), (1, True)):
-        size = 256 if args.smoke else 4096
-        check(Setting(2, size, 1, dtype, value_bits=value_bits, rotate=rotate), device)
+    size = 256 if args.smoke else 4096
+    for setting in (Setting(2, size, 1, dtype), *variants(size, 1, dtype)):
+        check(setting, device)
     results = Results(
         args.out, "benchmarks/gpu_kernels.py", device, args.resume, smoke=args.smoke, repeats=args.repeats
     )
     limit = results.once("limits", lambda: limits(device, 1 << (20 if args.smoke else 30), args.repeats))
     settings = [Setting(b, c, n, dtype) for c in args.contexts for n in args.batches for b in args.bits]
-    settings += [
-        Setting(b, c, n, dtype, value_bits=v, rotate=True)
-        for c in args.contexts for n in args.batches for b, v in VARIANTS[: 1 if args.smoke else None]
-    ]  # fmt: skip
+    rotated_ones = [variant for c in args.contexts for n in args.batches for variant in variants(c, n, dtype)]
+    settings += rotated_ones[: 1 if args.smoke else None]
     try:
         for setting in tqdm([setting for setting in settings if not results.has(**setting.names)], unit="setting"):
             rows = list(rows_of(setting, device, args.repeats, limit))

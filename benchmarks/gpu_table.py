@@ -100,7 +100,7 @@ def kernel_table(report: dict[str, Any]) -> str:
     lines = [
         (
             row["kernel"] + (f", reuse {row['reuse']:.0%}" if "reuse" in row else ""),
-            f"{row['bits']}, {row['value_bits']}" + (", rotated" if row["rotated"] else ""),
+            low_bit_of(row),
             f"{1e3 * row['ms']:,.0f}", f"{row['GB/s']:,.0f}", f"{row['share']:.0%}",
         )
         for kernel in KERNELS for row in rows if row["kernel"] == kernel
@@ -110,6 +110,11 @@ def kernel_table(report: dict[str, Any]) -> str:
         f"One layer, {batch} rows of {context:,} tokens. A copy: {copy:,.0f} GB/s within the device, {link:.0f} to it:"
     )
     return f"{told}\n\n{markdown(KERNEL_HEADERS, lines, left=2)}"
+
+
+def low_bit_of(row: dict[str, Any]) -> str:
+    keys = "1 in the trellis" if row["key_code"] == "trellis" else row["bits"]
+    return f"{keys}, {row['value_bits']}" + (", rotated" if row["rotated"] else "")
 
 
 def markdown(headers: tuple[str, ...], rows: list[tuple[str, ...]], left: int = 1) -> str:

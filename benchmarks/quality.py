@@ -130,6 +130,7 @@ TABLES = {
             "specache:value_code=levels",
             "specache:top_k=32",
             "specache:bits=1",
+            "specache:bits=1,key_code=trellis",
             f"specache:bits=1,{LEVELS}",
             f"specache:{LEVELS}",
         ),
