@@ -76,8 +76,13 @@ def predicted_bytes(model: LlamaForCausalLM, method: str, context: int) -> int:
     return sc.explain(model, context, 1, options).prefill_bytes
 
 
+def plain_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """torch.compile's, by their contexts."""
+    return {row["context"]: row for row in rows if row["method"] == "torch.compile"}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    plain = {row["context"]: row for row in rows if row["method"] == "torch.compile"}
+    plain = plain_rows(rows)
     lines = [
         (
             f"{row['context']:,}", row["method"], f"{row['ms']:.1f}", of_plain(row, plain),

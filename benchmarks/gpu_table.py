@@ -1,5 +1,5 @@
-"""The tables of GPU figures in docs/gpu.md, from what gpu_decode.py and gpu_kernels.py measured, and what break_even.py
-should say. Beside each measured step: what is computed for it (`explaining/times`).
+"""The tables of GPU figures in docs/gpu.md, from what gpu_decode.py, gpu_prefill.py and gpu_kernels.py measured, and
+what break_even.py should say. Beside each measured step: what is computed for it (`explaining/times`).
 
 python benchmarks/gpu_table.py [--out benchmarks/results/gpu_table.json]    reads the others' results beside it
 """
@@ -12,11 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from baselines import FP8, STATIC
 from computed_steps import traced
 from gpu_decode import GIB, METHODS, NEVER_CAPTURED, SPECACHE, break_even
+from gpu_prefill import of_plain, plain_rows
 
 from specache_compile.explaining.times.devices import Device, device_called
-from specache_compile.explaining.times.step_time import step_of
+from specache_compile.explaining.times.step_time import full_step_of, step_of
 
 HEADERS = (
     "", "one row, ms", "computed", "largest batch", "ms", "computed", "tokens/s", "of our 16 bits", "PCIe, MB a step",
@@ -24,7 +26,10 @@ HEADERS = (
 )  # fmt: skip
 # Kernels at the largest of the measured sizes, by the names of gpu_kernels.py.
 KERNELS = ("attention", "scores alone", "attention from scores", "selection", "gather", "quantise")
+PREFILL_HEADERS = ("", "ms", "of torch.compile's", "peak, GiB", "predicted")
 KERNEL_HEADERS = ("kernel", "keys, values", "µs", "GB/s", "share of it")
+# Bytes a number has in the caches of others that are computed too, as if attention read them at the memory's rate.
+STORED = {STATIC: 2, FP8: 1}
 # The method whose tokens a second the others' are compared with.
 OURS_IN_16_BITS = "16 bits, k = 0"
 
@@ -54,12 +59,17 @@ def traced_as(method: str) -> Any:
 
 
 def computed_ms(row: dict[str, Any], device: Device) -> float | None:
-    """What `explain` computes for a measured step of Llama-3-8B. None of a cache that is none of ours, of a step that
-    is never captured, and of a fetch that is made to wait."""
-    method = row["method"]
-    if row["model"] != "llama-3-8b" or method not in SPECACHE or method in NEVER_CAPTURED or "synchronous" in method:
+    """What `explain` computes for a measured step of Llama-3-8B; of a compiled static cache, for an attention that
+    reads no more than is stored. None of other caches that are none of ours, of a step that is never captured, and of a
+    fetch that is made to wait."""
+    method, size = row["method"], (row["context"], row["batch"])
+    if row["model"] != "llama-3-8b":
         return None
-    return 1e3 * step_of(traced_as(method), device, row["context"], row["batch"]).seconds
+    if method in STORED:
+        return 1e3 * full_step_of(traced_as("specache best"), device, *size, STORED[method]).seconds
+    if method not in SPECACHE or method in NEVER_CAPTURED or "synchronous" in method:
+        return None
+    return 1e3 * step_of(traced_as(method), device, *size).seconds
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -91,6 +101,20 @@ def at_most(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[st
         f"{row['tokens/s'] / base['tokens/s']:.2f}" if base else "", f"{row.get('bytes to device', 0) / 1e6:,.0f}",
         f"{row['waited']:.1f}" if "waited" in row else "", f"{row['roofline share']:.0%}",
     )  # fmt: skip
+
+
+def prefill_table(report: dict[str, Any]) -> str:
+    """A prefill of one row at the longest measured context."""
+    context, plain = max(row["context"] for row in report["rows"]), plain_rows(report["rows"])
+    lines = [
+        (
+            row["method"], f"{row['ms']:,.0f}", of_plain(row, plain), f"{row['peak bytes'] / GIB:.2f}",
+            f"{row['predicted bytes'] / GIB:.2f}",
+        )
+        for row in report["rows"] if row["context"] == context
+    ]  # fmt: skip
+    told = f"llama-3-8b, a prefill of one row of {context:,} tokens; memory beyond what was there before it:"
+    return f"{told}\n\n{markdown(PREFILL_HEADERS, lines)}"
 
 
 def kernel_table(report: dict[str, Any]) -> str:
@@ -133,10 +157,11 @@ def main(arguments: list[str] | None = None) -> None:
     for row in report["rows"] if device else []:
         row["computed ms"] = computed_ms(row, device)
     found = {"device": name, "break-even": least, "tables": tables(report)}
-    if (path := args.out.parent / "gpu_kernels.json").exists():
-        kernels = json.loads(path.read_text())
-        if why_no_figures(kernels) is None and kernels["provenance"]["device"] == name:
-            found["tables"] += f"\n\n{kernel_table(kernels)}"
+    for other, told in (("gpu_prefill.json", prefill_table), ("gpu_kernels.json", kernel_table)):
+        if (path := args.out.parent / other).exists():
+            measured = json.loads(path.read_text())
+            if why_no_figures(measured) is None and measured["provenance"]["device"] == name:
+                found["tables"] += f"\n\n{told(measured)}"
     args.out.write_text(json.dumps({**found, "no figures": no_figures}, indent=1) + "\n")
     print(found["tables"])
     if no_figures is not None:
