@@ -146,6 +146,13 @@ TABLES = {
         ),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
     ),
+    "long_exact": Table(
+        "the same in float32",
+        SMOLLM2,
+        ("long",),
+        ("uncompiled", "specache", "specache:bits=1", "kivi:bits=4", FORMER, "kivi:bits=2", PAPER),
+        (*UNSEEN, *EXACT, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
+    ),
     "own_output": Table(
         "summaries, reconstructions and answers against the full cache's own output (RoCo, Tables 2 to 4)",
         SMOLLM2,

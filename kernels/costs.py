@@ -14,7 +14,7 @@ from torch import SymInt, Tensor
 
 from .attention.kept_logits import bytes_of_logit
 from .codes.quantize import value_group
-from .state.center import PLAIN
+from .state.center import STEPPED
 from .state.stored_pairs import rounded_width, rounds
 
 
@@ -162,15 +162,18 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     scores = 4 * rows(load, site) * low if load.options.top_k else 0
     seen = load.length + size_of(q.shape[2])
     attended = Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
-    return attended + share_of_center(arguments, low)
+    return attended + share_of_center(arguments, load)
 
 
-def share_of_center(arguments: Arguments, low: int) -> Cost:
-    """What centered keys add to a decode step: a number for each query row and low-bit token, written and read. A plain
-    mean's is a number for each query row alone."""
-    q, is_centered = arguments["q"], arguments["center"].shape[2] > PLAIN
+def share_of_center(arguments: Arguments, load: Workload) -> Cost:
+    """What centered keys add to a decode step: a number for each query row and low-bit token, or group of them, written
+    and read."""
+    q, center_rows = arguments["q"], arguments["center"].shape[2]
+    if not center_rows:
+        return Cost()
+    shares = load.options.low_bit_length(load.length) // (load.options.group_size if center_rows == STEPPED else 1)
     query_rows = elements(q) // size_of(q.shape[3])
-    return Cost(4 * elements(q) * low, 8 * query_rows * low) if is_centered else Cost()
+    return Cost(4 * elements(q) * shares, 8 * query_rows * shares)
 
 
 def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
@@ -183,7 +186,7 @@ def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
     lanes = size_of(q.shape[2])
     logits = 2 * bytes_of_logit(q.dtype) * low * lanes * load.batch * load.query_heads[site]
     scores = 4 * low * lanes * rows(load, site)
-    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + logits + scores) + share_of_center(arguments, low)
+    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + logits + scores) + share_of_center(arguments, load)
 
 
 def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:

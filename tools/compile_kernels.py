@@ -240,7 +240,7 @@ def build_attention(
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
         "top_k": 64, "sink_tokens": 4, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True,
-        "ROTATED": False, "CENTERED": center.PLAIN if key_trellis else 0, "MASK": 0, "CAP": False,
+        "ROTATED": False, "CENTERED": center.STEPPED if key_trellis else 0, "MASK": 0, "CAP": False,
         "ROWS": decode.FEWEST_ROWS, "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span,
         "EXACT": decode.EXACT_BLOCK, "KEY_CIRCLE": key_circle, "CIRCLE": circle,
         "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "SHARES": decode.ALL_SHARES,
@@ -328,7 +328,7 @@ def main() -> None:
     build(append.write_recent, "bf16, d 128", d=128, window=128, BLOCK=append.RING_BLOCK, CHANNELS=128)
     for d in (96, 256):
         block = rotation_block(d)
-        for turned, centered in ((True, 0), (True, center.ROWS), (False, center.ROWS), (True, center.PLAIN)):
+        for turned, centered in ((True, 0), (True, center.ROWS), (False, center.ROWS), (True, center.STEPPED)):
             build(append.rotate_groups, f"bf16, d {d}, turned {turned}, centered {centered}", d=d, window=128, group=64,
                   room=64, block=block, sink_tokens=4, TURNED=turned, CENTERED=centered,
                   BLOCK=append.ROTATED_BLOCK)  # fmt: skip

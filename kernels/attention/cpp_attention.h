@@ -217,7 +217,7 @@ struct Attention {
           for (int i = 0; i < kLanes; ++i) by[i] = Params{s.key_params, first_place + first, s.param_bits == 8}.scale(i);
         for (int64_t m = 0; m < rows; ++m) {
           Floats x = (scores[u * rows + m] + base[m]) * by;
-          if (s.share_tokens == 1) x += s.shares[head * rows + m];
+          if (s.share_tokens > 1) x += s.shares[((head * rows + m) * most + first) / s.share_tokens];
           else if (s.shares) x += *reinterpret_cast<const Floats*>(s.shares + (head * rows + m) * most + first);
           x = capped(x);
           if (s.bias)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import circle_of, is_trellis
 from specache_compile.kernels.movement.copy_stream import wait_for_correction
-from specache_compile.kernels.state.center import PLAIN
+from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import has_table, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -199,8 +199,8 @@ def attend_tiers(
     # recent [B, H, W, 2, d], sink_pairs [B, H, s, 2, d] and sink_index [B, 1, s] int32 (-1: none), slots
     # [B, H, k, 2, d], slot_index [B, H, k] int32 (-1: empty).
     recent, sink_pairs, sink_index, slots, slot_index,
-    # shares [B, Hq, lanes, C] float32, of the center, [B, Hq, lanes, 1] of a plain one; anything where keys are not
-    # centered.
+    # shares [B, Hq, lanes, share_columns] float32, of the center, for tokens, or groups where it is stepped; anything
+    # where keys are not centered.
     shares,
     # Written where KEYS, the low-bit tier's read where not: logits [B, Hq, stored, C], 16-bit or float32; and of a half
     # their base [B, Hq, stored, C/16] float32, else anything.
@@ -211,9 +211,9 @@ def attend_tiers(
     # [B, Hq, lanes, tokens], 0 along what it is broadcast over.
     q_batch, q_head, q_lane, k_batch, k_head, k_lane, v_batch, v_head, v_lane, m_batch, m_head, m_row, m_token,
     scale, softcap,
-    # H, C in tokens, columns of the cursor; E, shares of the exact tiers, and S, of the low-bit tier; of all the first
-    # one of this launch.
-    heads, capacity, columns, exact, splits, first,
+    # H, C in tokens, columns of the cursor and of the center's shares; E, shares of the exact tiers, and S, of the
+    # low-bit tier; of all the first one of this launch.
+    heads, capacity, columns, share_columns, exact, splits, first,
     d: tl.constexpr, key_bits: tl.constexpr, value_bits: tl.constexpr, group: tl.constexpr, value_group: tl.constexpr,
     window: tl.constexpr, top_k: tl.constexpr, sink_tokens: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr,
     stored: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROTATED: tl.constexpr, CENTERED: tl.constexpr,
@@ -255,7 +255,7 @@ def attend_tiers(
         if ROTATED:
             q_row = turned + ((batch * heads * queries + query_head) * lanes + lane) * d
         shares_row = (batch * heads * queries + query_head) * lanes + lane
-        shares_row = shares + (shares_row if CENTERED == 1 else shares_row * capacity)
+        shares_row = shares + shares_row * share_columns
         peak, total = attend_low_bit(
             q_row, mask_row, logits_row, base_row, shares_row, out_row, real, kept,
             bh=bh, heads=heads, table=cursor, low_bit=low_bit, split=split - exact, splits=splits,
@@ -410,7 +410,7 @@ def decode_attention(
     form = mask_form(mask, batch, query_heads, lanes)
     # Half precision ranks as well as the model's own dtype does, at half the bytes of float32; but not where a share of
     # the center, of thousands, is the same in all of them.
-    exact = q.dtype == torch.float32 or held.center.shape[2] > PLAIN
+    exact = q.dtype == torch.float32 or held.center.shape[2] == CENTER_ROWS
     logits = torch.empty(
         (batch, query_heads, 1 if slots.shape[2] else 0, shape_of_scores(held.codes, cursor)[2]),
         dtype=torch.float32 if exact else torch.half, device=q.device,
@@ -479,7 +479,7 @@ def attend(
         k_batch=k.stride(0), k_head=k.stride(1), k_lane=k.stride(2),
         v_batch=v.stride(0), v_head=v.stride(1), v_lane=v.stride(2), **mask_strides,
         scale=scale, softcap=softcap or 1.0, heads=heads, capacity=capacity,
-        columns=cursor.stride(0), PAGED=has_table(cursor), exact=exact, splits=splits,
+        columns=cursor.stride(0), share_columns=shares.shape[-1], PAGED=has_table(cursor), exact=exact, splits=splits,
         d=d, key_bits=layout.key_bits, value_bits=layout.value_bits, group=group, value_group=value_group,
         window=window, top_k=top_k, sink_tokens=sink_tokens, lanes=lanes, queries=queries,
         stored=logits.shape[2], KEYS=keys, VALUES=values, ROTATED=turns, CENTERED=centered,

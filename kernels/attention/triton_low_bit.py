@@ -59,6 +59,7 @@ import triton.language as tl
 
 from specache_compile.kernels.codes.triton_levels import DROPPED, EIGHTH, read_scale, read_zero
 from specache_compile.kernels.codes.triton_trellis import load_expanded, load_expanded_words
+from specache_compile.kernels.state.triton_center import STEPPED_ROWS
 from specache_compile.kernels.state.triton_cursor import place_in_page
 
 from .triton_softmax import biased, capped, exponential, grown, shown
@@ -349,8 +350,6 @@ def attend_low_bit(
         lifted = (query.to(tl.float32) * (lift / plane_worth)[None, :]).to(kind)
         if KEY_CIRCLE > 0:
             offset = -1.5 * tl.sum(query.to(tl.float32), 1)
-        if CENTERED == 1:
-            share_alike = tl.load(shares_row, real, 0.0)
         if sink_tokens > 0:  # loaded here: every turn of the loop would wait for them
             sink = tl.arange(0, triton.next_power_of_2(sink_tokens))
             sinks = tl.load(sink_row + sink, sink < sink_tokens, -1)
@@ -424,8 +423,8 @@ def attend_low_bit(
                 zeros = tl.broadcast_to(zeros[None, :], [FEWEST_LEFT, keys.shape[1]])
                 constant = tl.max(tl.dot(zeros, against, input_precision=PRECISION), 0)
                 logits += (constant * zero_worth)[None, :]
-            if CENTERED == 1:
-                logits += share_alike[None, :]
+            if CENTERED == STEPPED_ROWS:
+                logits += tl.load(shares_row + tile, real, 0.0)[None, :]
             elif CENTERED:
                 logits += tl.load(shares_row[None, :] + tokens[:, None], real[None, :], 0.0)
             logits = tl.trans(capped(logits, softcap, CAP))

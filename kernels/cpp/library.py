@@ -31,7 +31,8 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "BFloat16", torch.float16: "Fl
 # A step's attention, as C++ and Python both see it; T: the pairs' dtype. Shapes are `attention.decode_attention`'s.
 # cursor: [B, 4 + pages]; pages: of a row's table, 0 where the low-bit tier lies in one piece.
 # places: tokens that the low-bit tier has places for, of all heads.
-# shares: `center.share_of_center`, [B, H, Hq/H, lanes, share_tokens]: of the fullest row's low-bit tier, or 1, of all.
+# shares: `center.share_of_center` [B, H, Hq/H, lanes, n] of the fullest row's low-bit tier.
+# share_tokens: that have one share.
 # scores: of all lanes, or the last one's.
 # row_width: elements of a token's codes.
 # param_bits: of a scale, 8 or T's (`params.py`).

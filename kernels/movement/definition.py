@@ -61,7 +61,7 @@ def append(
         leaving = window[:, :, : next_low_bit - low_bit]
         if not low_bit and center.shape[2] and (frequencies is not None or is_trellis(key_params)):
             there = None if padding is None else padding[..., :next_low_bit].mT
-            set_center(leaving[:, :, :, 0], there, frequencies, center)
+            set_center(leaving[:, :, :, 0], there, frequencies, center, codes.shape[2] // key_params.shape[2])
         tiers = StoredTiers(codes, key_params, value_params, center, sink_pairs, sink_index, recent)
         store_low_bit(leaving, padding, low_bit, tiers, layout, zero_point)
     first = max(length, next_low_bit)

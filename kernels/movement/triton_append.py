@@ -25,7 +25,7 @@ from specache_compile.kernels.codes.triton_levels import (
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import has_table
-from specache_compile.kernels.state.triton_center import load_group_center, set_center
+from specache_compile.kernels.state.triton_center import STEPPED_ROWS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import load_pairs
 from specache_compile.kernels.state.triton_rotate import hadamard
@@ -41,8 +41,8 @@ SCRATCH = 32 << 20
 
 @triton.jit(do_not_specialize=["heads", "columns", "done"])
 def rotate_groups(
-    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, 4, d], or a plain one
-    # [B, H, 1, d], anything where keys are not centered; sink_index [B, 1, S] int32; written: turned
+    # k and v [B, H, T, d]; cursor [B, 4]; recent [B, H, W, 2, d]; center float32 [B, H, CENTERED, d],
+    # anything where keys are not centered; sink_index [B, 1, S] int32; written: turned
     # [B, H, room, 2, d], a ring, and sink_pairs [B, H, S, 2, d].
     k, v, cursor, recent, center, sink_index, turned, sink_pairs,
     k_batch, k_head, k_token, v_batch, v_head, v_token,
@@ -79,11 +79,13 @@ def rotate_groups(
     head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
     keep_sinks(key, tokens, channel, channel < d, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
     keep_sinks(value, tokens, channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
-    if CENTERED == 1:
-        key -= tl.load(center + bh * d + channel)
+    # A group is whole blocks.
+    if CENTERED == STEPPED_ROWS:
+        one, _, _ = load_group_center(center, bh, start // group, channel, channel < d, d=d, rows=CENTERED)
+        key -= one
     elif CENTERED:
-        first = start // group * group  # a group is whole blocks
-        one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d)
+        first = start // group * group
+        one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d, rows=CENTERED)
         angle = (tokens - first).to(tl.float32) * theta
         key -= tl.cos(angle) * one + tl.sin(angle) * other
     if TURNED:
@@ -326,7 +328,7 @@ def append(
         step = groups
         centered = center.shape[2]
         if centered and (frequencies is not None or key_circle):
-            set_center(k, padding, frequencies, cursor, recent, center)
+            set_center(k, padding, frequencies, cursor, recent, center, group)
         apart = layout.is_rotated or centered > 0
         if apart:
             step = rotated_groups(batch * heads * group * 2 * d * k.element_size(), groups)

@@ -12,8 +12,10 @@ A state tensor `center` float32 [B, H, 4, d] holds what is needed to turn it, a 
     θ           RoPE's frequency of each channel, in radians a token; 0: not turned
     partner     the channel that each is turned with, counted from 1, and its sign; 0: none
 
-Keys in the trellis code, which has no zero points, need one at least as they are: `center` of one row is their plain
-mean, and its share is the same for all tokens.
+Keys in the trellis code have no zero points, which elsewhere hold most of a group's mean. Their center is *stepped*:
+the mean of R(t)·β over a group's tokens, so that a group has one share. It has the first three rows. θ is then the
+angle from one group to the next, and β the first group's mean. Where RoPE's frequencies are not known, θ and γ are 0,
+and β is the keys' plain mean.
 
 Zeros mean that there is none. Angles are the sum of a group's first token's and of the place in the group, everywhere:
 what is taken off must be what is added, to the last bits of large biases.
@@ -26,8 +28,8 @@ from torch import Tensor
 
 BETA, GAMMA, THETA, PARTNER = range(4)
 ROWS = 4
-# Rows of a plain mean.
-PLAIN = 1
+# Rows of a center that is the same for the tokens of a group.
+STEPPED = 3
 # Tokens that the mean is taken of: the last of those that are the first to come into the tier.
 MEAN_OF = 1024
 
@@ -49,13 +51,14 @@ def quarter_turn(x: Tensor, partner: Tensor) -> Tensor:
     return x[..., (partner.abs().long() - 1).clamp_min(0)] * partner.sign()
 
 
-def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, center: Tensor) -> None:
+def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, center: Tensor, group: int) -> None:
     """Write `center` for a tier whose first keys are to be these [B, H, T, d], of the tokens 0 to T - 1.
 
     there: bool [B, 1, T, 1], the tokens that count; None: all. What is not finite does not.
-    frequencies: RoPE's; None, or a plain center: nothing turns.
+    frequencies: RoPE's; None: nothing turns.
+    group: tokens of a group.
     """
-    if frequencies is None or center.shape[2] == PLAIN:
+    if frequencies is None:
         frequencies = keys.new_zeros(0)
     theta, partner = partners(frequencies, keys.shape[-1])
     first = max(0, keys.shape[2] - MEAN_OF)
@@ -67,6 +70,10 @@ def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, c
     angle = tokens[:, None] * theta
     turned = keys * angle.cos() - quarter_turn(keys, partner) * angle.sin()
     mean = turned.sum(2) / counts.sum(2).clamp_min(1)
+    if center.shape[2] == STEPPED:
+        angle = torch.arange(group, dtype=torch.float32, device=keys.device)[:, None] * theta
+        mean = angle.cos().mean(0) * mean + angle.sin().mean(0) * quarter_turn(mean, partner)
+        theta = theta * group
     rows = torch.stack([mean, quarter_turn(mean, partner), theta.expand_as(mean), partner.expand_as(mean)], 2)
     center[...] = rows[:, :, : center.shape[2]]
 
@@ -86,10 +93,15 @@ def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Te
     return groups, torch.cat([place.cos(), place.sin()], -1)
 
 
+def steps(center: Tensor, first: int, stop: int) -> Tensor:
+    """A stepped center's [B, H, n, d] of the groups first..stop."""
+    return waves(center, 1, first, stop)[0][..., : center.shape[-1]]
+
+
 def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
-    """R(t)·β [B, H, (stop - first)·g, d] of the tokens of the groups first..stop; a plain mean [B, H, 1, d]."""
-    if center.shape[2] == PLAIN:
-        return center
+    """What is taken off the keys [B, H, (stop - first)·g, d] of the groups first..stop."""
+    if center.shape[2] == STEPPED:
+        return steps(center, first, stop).repeat_interleave(group, 2)
     groups, places = waves(center, group, first, stop)
     both = groups.unsqueeze(3) * places
     return both.unflatten(-1, (2, -1)).sum(-2).flatten(2, 3)
@@ -99,11 +111,16 @@ def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> T
     """q·R(t)·β [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d], in float32: what the logits of the
     first `length` tokens, whole groups, lack.
 
-    FLOPs: 4·d a token and query row, as a product with a table of one group's places; of a plain mean 2·d a query row.
+    FLOPs: 4·d a token and query row, as a product with a table of one group's places; of a stepped center 2·d a group.
     """
-    if center.shape[2] == PLAIN:
-        return torch.einsum("bhgld,bhd->bhgl", query, center[:, :, BETA])[..., None].expand(*query.shape[:4], length)
+    if center.shape[2] == STEPPED:
+        return share_of_groups(query, center, length // group).repeat_interleave(group, -1)
     groups, places = waves(center, group, 0, length // group)
     rows = query.flatten(2, 3).repeat(1, 1, 1, 2)
     shares = (rows.unsqueeze(3) * groups.unsqueeze(2)) @ places.T
     return shares.flatten(3).unflatten(2, query.shape[2:4])
+
+
+def share_of_groups(query: Tensor, center: Tensor, groups: int) -> Tensor:
+    """`share_of_center` of a stepped center, once for each of the first groups [B, H, G, lanes, groups]."""
+    return torch.einsum("bhgld,bhnd->bhgln", query, steps(center, 0, groups))

@@ -20,7 +20,7 @@ class StoredTiers(NamedTuple):
     key_params: [B, H, C/g, 2, d], scale and zero point of each group of keys, as their dtype says (`params.py`); in the
         trellis code a key's scale, [B, H, C/g, 1, g].
     value_params: [B, H, C, 2, d/gv], those of each group of values; in the trellis code a scale, [B, H, C, 1, 1].
-    center: [B, H, 4, d], a plain one [B, H, 1, d] (`center.py`); without one [B, H, 0, d].
+    center: [B, H, 4, d], a stepped one [B, H, 3, d] (`center.py`); without one [B, H, 0, d].
     sink_pairs: [B, H, S, 2, d], the first tokens (`sinks.py`).
     sink_index: int32 [B, 1, S], which these are; -1: none.
     recent: [B, H, W, 2, d], the window.

@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .center import BETA, GAMMA, MEAN_OF, PARTNER, PLAIN, ROWS, THETA
+from .center import BETA, GAMMA, MEAN_OF, PARTNER, STEPPED, THETA
 from .triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT
 from .triton_pairs import load_pairs
 
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
-CENTER_ROWS, NEWEST = tl.constexpr(ROWS), tl.constexpr(MEAN_OF)
+NEWEST, STEPPED_ROWS = tl.constexpr(MEAN_OF), tl.constexpr(STEPPED)
 TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 32, 8
+# Groups that a stepped center's shares are computed of at once: as few columns as a product has.
+STEPS = 16
 # Of a program, 64 registers of each of 128 threads.
 SUMS = 8192
 # What shares are counted in, so that a channel's may be a million before it is none of float16's.
@@ -32,13 +34,14 @@ def find_center(
     # cursor int64 [B, 4]; recent [B, H, W, 2, d]; written: center float32 [B, H, rows, d].
     k, padding, frequencies, cursor, recent, center,
     k_batch, k_head, k_token, p_batch, heads, columns,
-    d: tl.constexpr, rows: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, PADDED: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    d: tl.constexpr, rows: tl.constexpr, turning: tl.constexpr, window: tl.constexpr, STEP: tl.constexpr,
+    PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one head. Nothing to do but where the first tokens come into the low-bit tier.
 
-    turning: half of the channels that RoPE turns; 0: β alone is written. CHANNELS: d, padded. Bytes: 4·d a token of the
-    newest `MEAN_OF`, from the cache the second time, or 2·d. FLOPs: some 60·d each, for sine and cosine, or d.
+    turning: half of the channels that RoPE turns; 0: β alone is written. STEP: tokens that have one center. CHANNELS:
+    d, padded. Bytes: 4·d a token of the newest `MEAN_OF`, from the cache the second time, or 2·d. FLOPs: some 60·d
+    each, for sine and cosine, or d.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -85,17 +88,27 @@ def find_center(
         count += tl.sum(there.to(tl.float32), 0)
     count = tl.maximum(count, 1.0)
     row = center + bh * rows * d + channel
-    tl.store(row + AT_BETA * d, beta / count, channel < d)
     if turning > 0:
+        if STEP > 1:
+            cos, sin = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+            for place in range(STEP):
+                cos += tl.cos(place * theta)
+                sin += tl.sin(place * theta)
+            turned = cos * beta + sin * gamma
+            beta, gamma = turned / STEP, (cos * gamma - sin * beta) / STEP
+            theta *= STEP
         tl.store(row + AT_GAMMA * d, gamma / count, channel < d)
         tl.store(row + AT_THETA * d, theta, channel < d)
-        tl.store(row + AT_PARTNER * d, sign * (partner + 1).to(tl.float32), channel < d)
+        if rows > AT_PARTNER:
+            tl.store(row + AT_PARTNER * d, sign * (partner + 1).to(tl.float32), channel < d)
+    tl.store(row + AT_BETA * d, beta / count, channel < d)
 
 
 @triton.jit
-def load_group_center(center, bh, start, channel, inside, d: tl.constexpr):
-    """The two factors of R(t)·β that are a group's, whose first token is `start`; and θ. Broadcast as `channel`."""
-    row = center + bh * CENTER_ROWS * d + channel
+def load_group_center(center, bh, start, channel, inside, d: tl.constexpr, rows: tl.constexpr):
+    """The two factors of R(t)·β that are a group's, whose first token is `start`; and θ. Broadcast as `channel`. Of a
+    stepped center, whose `start` is the group's number, the first factor is all that there is."""
+    row = center + bh * rows * d + channel
     beta, gamma = tl.load(row + AT_BETA * d, inside, 0.0), tl.load(row + AT_GAMMA * d, inside, 0.0)
     theta = tl.load(row + AT_THETA * d, inside, 0.0)
     angle = start.to(tl.float32) * theta
@@ -105,16 +118,18 @@ def load_group_center(center, bh, start, channel, inside, d: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "batch", "heads", "columns"])
 def write_angles(
-    # center float32 [B, H, 4, d]; cursor int64 [B, 4]; written: angles float32 [g + C/g, 2, d].
+    # center float32 [B, H, center_rows, d]; cursor int64 [B, 4]; written: angles float32 [g + C/g, 2, d].
     center, cursor, angles,
     # g + C/g, B, H, columns of the cursor.
     rows, batch, heads, columns,
-    d: tl.constexpr, group: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    d: tl.constexpr, group: tl.constexpr, center_rows: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK rows, the cosine of each channel's angle and then its sine: of the places in a group, and of
     the first tokens of those in the fullest low-bit tier, of which all others are a part.
 
-    CHANNELS: d, padded. Bytes a row: 8·d written. FLOPs: some 60·d.
+    STEP: tokens that have one center, and are one token here. CHANNELS: d, padded. Bytes a row: 8·d written. FLOPs:
+    some 60·d.
     """
     row, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
     token = tl.where(row < group, row, (row - group) * group)
@@ -123,8 +138,8 @@ def write_angles(
         held = tl.load(cursor + other * columns + AT_LOW_BIT)
         fullest = tl.where(held > low_bit, other, fullest)
         low_bit = tl.maximum(low_bit, held)
-    center += fullest * heads * CENTER_ROWS * d
-    known = (row < rows) & ((row < group) | (token < low_bit))
+    center += fullest * heads * center_rows * d
+    known = (row < rows) & ((row < group) | (token < low_bit // STEP))
     there = known[:, None] & (channel < d)[None, :]
     angle = token.to(tl.float32)[:, None] * tl.load(center + AT_THETA * d + channel, channel < d, 0.0)[None, :]
     at = angles + row[:, None] * (2 * d) + channel[None, :]
@@ -160,23 +175,25 @@ def add_waves(sums, factor, query, wave, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns"])
 def add_shares(
-    # q [B, Hq, lanes, d]; center float32 [B, H, 4, d]; angles as `write_angles` leaves them; cursor int64 [B, 4].
+    # q [B, Hq, lanes, d]; center float32 [B, H, center_rows, d]; angles as `write_angles` leaves them; cursor int64
+    # [B, 4].
     q, center, angles, cursor,
     # Written: shares float32 [B, Hq, lanes, C].
     shares,
     q_batch, q_head, q_lane, scale,
     # H, C in tokens, columns of the cursor.
     heads, capacity, columns,
-    d: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    d: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, center_rows: tl.constexpr,
+    STEP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """One program: GROUPS groups of tokens of one KV head, for all its query heads and lanes.
 
-    ROWS: G·lanes, padded. CHANNELS: those of one step of the products. Bytes: 8·d·(g + GROUPS) of the table, from the
-    cache; written: 4·G·lanes a token. FLOPs: 4·G·lanes·d a token, in 16 bits three times as many.
+    STEP: as `write_angles` has it. ROWS: G·lanes, padded. CHANNELS: those of one step of the products. Bytes:
+    8·d·(g + GROUPS) of the table, from the cache; written: 4·G·lanes a token. FLOPs: 4·G·lanes·d a token, in 16 bits
+    three times as many.
     """
     bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
-    low_bit = tl.load(cursor + (bh // heads) * columns + AT_LOW_BIT)
+    low_bit = tl.load(cursor + (bh // heads) * columns + AT_LOW_BIT) // STEP
     if first * group >= low_bit:
         return
     batch, head = bh // heads, bh % heads
@@ -191,7 +208,7 @@ def add_shares(
         inside = (channel < d)[None, :]
         query = tl.load(q_row[:, None] + channel[None, :], (row < queries * lanes)[:, None] & inside, 0.0)
         query = query.to(tl.float32) * (scale * UNIT)
-        at = center + bh * CENTER_ROWS * d + channel[None, :]
+        at = center + bh * center_rows * d + channel[None, :]
         beta, gamma = tl.load(at + AT_BETA * d, inside, 0.0), tl.load(at + AT_GAMMA * d, inside, 0.0)
         at = angles + (group + number)[:, None] * (2 * d) + channel[None, :]
         cos, sin = tl.load(at, known & inside, 0.0), tl.load(at + d, known & inside, 0.0)
@@ -206,34 +223,34 @@ def add_shares(
 
 
 def set_center(
-    k: Tensor, padding: Tensor | None, frequencies: Tensor | None, cursor: Tensor, recent: Tensor, center: Tensor
-) -> None:
+    k: Tensor, padding: Tensor | None, frequencies: Tensor | None, cursor: Tensor, recent: Tensor, center: Tensor,
+    group: int,
+) -> None:  # fmt: skip
     """As `center.set_center`, where this step's are the first tokens to come into the low-bit tier."""
     batch, heads, _, d = k.shape
     there = k if padding is None else padding.view(torch.uint8)
-    turning = 0 if frequencies is None or center.shape[2] == PLAIN else frequencies.shape[0]
     find_center[(batch * heads,)](
         k, there, k if frequencies is None else frequencies, cursor, recent, center,
         k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
         p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d, rows=center.shape[2],
-        turning=turning, window=recent.shape[2],
-        PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d), BLOCK=TOKEN_BLOCK, num_warps=4,
+        turning=0 if frequencies is None else frequencies.shape[0], window=recent.shape[2],
+        STEP=step_of(center, group), PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d), BLOCK=TOKEN_BLOCK,
+        num_warps=4,
     )  # fmt: skip
 
 
 def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, group: int, scale: float) -> Tensor:
     """As `center.share_of_center`: [B, Hq, lanes, C] of q [B, Hq, lanes, d]; beyond the low-bit tier anything. Of a
-    plain mean [B, Hq, lanes, 1]."""
+    stepped center as `center.share_of_groups`, [B, Hq, lanes, n], n no less than C/g."""
     batch, query_heads, lanes, d = q.shape
-    heads = center.shape[1]
-    if center.shape[2] == PLAIN:
-        rows = q.unflatten(1, (heads, -1)) * center.unsqueeze(2)  # in float32, as the center is
-        return (rows.sum(-1, keepdim=True) * scale).flatten(1, 2)
+    heads, step = center.shape[1], step_of(center, group)
+    if step > 1:
+        capacity, group = triton.cdiv(capacity // group, STEPS) * STEPS, STEPS
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     shares, angles = new((batch, query_heads, lanes, capacity)), new((group + capacity // group, 2, d))
     write_angles[(triton.cdiv(angles.shape[0], ANGLE_BLOCK),)](
         center, cursor, angles, rows=angles.shape[0], batch=batch, heads=heads, columns=cursor.stride(0),
-        d=d, group=group, CHANNELS=triton.next_power_of_2(d),
+        d=d, group=group, center_rows=center.shape[2], STEP=step, CHANNELS=triton.next_power_of_2(d),
         BLOCK=ANGLE_BLOCK, num_warps=4,
     )  # fmt: skip
     rows = triton.next_power_of_2(query_heads // heads * lanes)
@@ -241,11 +258,15 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     add_shares[batch * heads, triton.cdiv(capacity // group, groups)](
         q, center, angles, cursor, shares,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=scale, heads=heads, capacity=capacity,
-        columns=cursor.stride(0), d=d, group=group, lanes=lanes, queries=query_heads // heads, GROUPS=groups, ROWS=rows,
-        CHANNELS=CHANNEL_BLOCK,
-        num_warps=4,
+        columns=cursor.stride(0), d=d, group=group, lanes=lanes, queries=query_heads // heads,
+        center_rows=center.shape[2], STEP=step, GROUPS=groups, ROWS=rows, CHANNELS=CHANNEL_BLOCK, num_warps=4,
     )  # fmt: skip
     return shares
+
+
+def step_of(center: Tensor, group: int) -> int:
+    """Tokens that one center is for."""
+    return group if center.shape[2] == STEPPED else 1
 
 
 def groups_at_once(group: int, rows: int) -> int:

@@ -316,7 +316,7 @@ def params_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """The keys' mean, and how RoPE turns it (`kernels/state/center.py`)."""
     asked = options.center == "always" or (options.center == "auto" and layer.biased_keys)
-    rows = center.ROWS if asked else center.PLAIN if options.has_key_trellis else 0
+    rows = center.ROWS if asked else center.STEPPED if options.has_key_trellis else 0
     if not options.layout.is_quantised or layer.rank:
         rows = 0
     return (batch, layer.heads, rows, layer.head_dim)

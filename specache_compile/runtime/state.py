@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specache_compile.kernels.memory.host_memory import host_empty, host_grown
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.definition import store_low_bit
-from specache_compile.kernels.state.center import PLAIN, set_center
+from specache_compile.kernels.state.center import STEPPED, set_center
 from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.segments import SEGMENT, put, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
@@ -116,9 +116,9 @@ def moved_over(
         tiers = StoredTiers(*(new[name][rows] for name in StoredTiers._fields))
         if tiers.sink_index.shape[2]:
             find_sinks(tiers.sink_index, None if there is None else there[:, 0, 0], 0, length)
-        if low_bit and tiers.center.shape[2] == PLAIN:
+        if low_bit and tiers.center.shape[2] == STEPPED:
             keys = codes[rows, :, :low_bit].unflatten(3, (2, -1))[:, :, :, 0]
-            set_center(keys, None if there is None else there[..., :low_bit].mT, None, tiers.center)
+            set_center(keys, None if there is None else there[..., :low_bit].mT, None, tiers.center, options.group_size)
         for start in range(0, low_bit, MOVED):
             pairs = codes[rows, :, start : min(start + MOVED, low_bit)].unflatten(3, (2, -1))
             store_low_bit(pairs, there, start, tiers, options.layout, options.zero_point)

@@ -165,9 +165,12 @@ def make_step(case: Case, seed: int = 0) -> Step:
     if case.center:
         center, waves = make_center(low_bit, normal(*rows, d).float() * 20)
         stored_keys = stored_keys + waves
-    elif case.key_trellis:  # a plain mean
-        center = normal(*rows, 1, d).float()
-        stored_keys = stored_keys + center
+    elif case.key_trellis:  # one that stays for a group, and turns from one to the next
+        center = normal(*rows, 3, d).float()
+        center[:, :, 2] = 0.7 ** torch.arange(d)
+        beta, gamma, theta = center.double()[:, :, :, None].unbind(2)
+        angle = (torch.arange(low_bit) // case.group)[:, None] * theta
+        stored_keys = stored_keys + angle.cos() * beta + angle.sin() * gamma
 
     # The row b's sinks begin at its token 3·b; the last of them is none yet.
     sink_index = torch.arange(case.sink_tokens).int() + 3 * torch.arange(case.batch).int().view(-1, 1, 1)

@@ -58,28 +58,41 @@ def test_what_is_not_finite_has_no_part_in_the_center() -> None:
     keys = rope(torch.zeros(1, HEADS, 96, DIM) + BIAS, torch.arange(96)).float()
     keys[0, 0, 5, 3], keys[0, 1, 7] = float("nan"), float("inf")
     center = torch.zeros(1, HEADS, 4, DIM)
-    set_center(keys, None, FREQUENCIES, center)
+    set_center(keys, None, FREQUENCIES, center, GROUP)
     torch.testing.assert_close(center[0, :, 0], BIAS[:, 0], atol=2e-3, rtol=1e-5)
 
 
-def test_a_plain_center_is_the_mean_of_the_newest_that_are_there() -> None:
+def test_a_stepped_center_is_what_the_mean_before_rope_is_over_a_group() -> None:
+    """Of the newest keys that are there. Its share is one for a group."""
+    keys = torch.randn(1, HEADS, 1088, DIM, generator=torch.Generator().manual_seed(3)) + 5
+    center = torch.zeros(1, HEADS, 3, DIM)
+    set_center(keys, None, FREQUENCIES, center, GROUP)
+    mean = rope(keys[0, :, 64:], -torch.arange(64, 1088)).mean(1, keepdim=True)
+    expected = rope(mean, torch.arange(4096)).unflatten(1, (-1, GROUP)).mean(2).repeat_interleave(GROUP, 1)[None]
+    found = centers(center, GROUP, 0, 4096 // GROUP)
+    torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=0)  # of 5: the angle's rounding in float32
+    query = torch.randn(1, HEADS, 3, 2, DIM, generator=torch.Generator().manual_seed(2))
+    shares = share_of_center(query, center, GROUP, 4096)
+    torch.testing.assert_close(shares, query @ found.unsqueeze(2).mT, atol=1e-4, rtol=0)
+
+
+def test_without_frequencies_a_stepped_center_is_the_mean_of_the_newest_that_are_there() -> None:
     keys = torch.randn(2, HEADS, 1100, DIM, generator=torch.Generator().manual_seed(3)) + 5
     keys[1, 0, 1000, 3] = float("nan")
     there = (torch.arange(1100) >= torch.tensor([0, 200]).view(2, 1, 1)).unsqueeze(-1)  # [B, 1, T, 1]
-    center = torch.zeros(2, HEADS, 1, DIM)
-    set_center(keys, there, FREQUENCIES, center)
-    torch.testing.assert_close(center[0], keys[0, :, 76:].mean(1, keepdim=True))
-    torch.testing.assert_close(center[1, 1], keys[1, 1, 200:].mean(0, keepdim=True))
+    center = torch.zeros(2, HEADS, 3, DIM)
+    set_center(keys, there, None, center, GROUP)
+    found = centers(center, GROUP, 0, 2)
     finite = torch.cat([keys[1, 0, 200:1000], keys[1, 0, 1001:]])
-    torch.testing.assert_close(center[1, 0], finite.mean(0, keepdim=True))
-    query = torch.randn(2, HEADS, 3, 2, DIM, generator=torch.Generator().manual_seed(2))
-    shares = share_of_center(query, center, GROUP, 64)
-    torch.testing.assert_close(shares, (query @ center.unsqueeze(2).mT).expand(-1, -1, -1, -1, 64))
+    means = keys[0, 0, 76:].mean(0), keys[0, 1, 76:].mean(0), finite.mean(0), keys[1, 1, 200:].mean(0)
+    expected = torch.stack(means).view(2, HEADS, 1, DIM).expand(-1, -1, 2 * GROUP, -1)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_share_is_what_was_taken_off_far_into_a_context() -> None:
     center = torch.zeros(1, HEADS, 4, DIM)
-    set_center(rope(BIAS.expand(HEADS, GROUP, DIM), torch.arange(GROUP)).float()[None], None, FREQUENCIES, center)
+    keys = rope(BIAS.expand(HEADS, GROUP, DIM), torch.arange(GROUP)).float()[None]
+    set_center(keys, None, FREQUENCIES, center, GROUP)
     query = torch.randn(1, HEADS, 3, 2, DIM, generator=torch.Generator().manual_seed(2))
     length = 4096
     waves = centers(center, GROUP, 0, length // GROUP)

@@ -90,7 +90,7 @@ class Inputs:
         self.value_params = self.normal(*rows, CAPACITY if quantized else 0, 2, d // 16)
         self.center = torch.zeros(*rows, 4 if case.center else 0, d)
         if case.center and low_bit:
-            set_center(self.normal(*rows, low_bit, d) + 30.0, None, self.frequencies, self.center)
+            set_center(self.normal(*rows, low_bit, d) + 30.0, None, self.frequencies, self.center, GROUP)
         self.sink_pairs = self.normal(*rows, SINKS if quantized else 0, 2, d)
         self.sink_index = torch.arange(self.sink_pairs.shape[2], dtype=torch.int32).repeat(case.batch, 1, 1)
         self.sink_index[..., -1:] = -1

@@ -90,7 +90,7 @@ class Cache:
         self.key_params = torch.full((*ROWS, groups, 2, d), nothing, dtype=dtype)
         if self.key_trellis:
             self.key_params = torch.full((*ROWS, groups, 1, self.group), nothing, dtype=dtype)
-            self.center = torch.zeros(*ROWS, 1, d)
+            self.center = torch.zeros(*ROWS, 3, d)
         of_values = (1, 1) if self.trellis else (2, d // self.size)
         self.value_params = torch.full((*ROWS, tokens, *of_values), nothing, dtype=dtype)
         self.sink_pairs = torch.full((*ROWS, self.sink_tokens, 2, d), math.nan, dtype=self.dtype)

@@ -91,8 +91,9 @@ class Case:
 
     @property
     def frequencies(self) -> Tensor | None:
-        """RoPE's, over a half of the channels."""
-        return 0.8 ** torch.arange(self.head_dim // 4, device=DEVICE) if self.center else None
+        """RoPE's, over a half of the channels; None where they are not known."""
+        known = self.center or (self.key_code == "trellis" and self.head_dim > 64)
+        return 0.8 ** torch.arange(self.head_dim // 4, device=DEVICE) if known else None
 
     @property
     def has_exact_rotation(self) -> bool:

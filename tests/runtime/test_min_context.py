@@ -76,7 +76,7 @@ def test_keys_in_a_trellis_have_their_mean_after_a_move(llama: LlamaForCausalLM)
     session_of(cache).queue.drain()
     for layer in session_of(cache).state:
         keys = in_order(layer["host"])[:, :, :256, 0]  # of the 300 tokens that moved, at R 32, g 32
-        torch.testing.assert_close(layer["center"], keys.mean(2, keepdim=True), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer["center"][:, :, :1], keys.mean(2, keepdim=True), atol=1e-5, rtol=1e-5)
 
 
 def test_a_move_that_was_interrupted_goes_on_with_the_next_step(

@@ -14,7 +14,7 @@ from typing import Any
 from specache_compile.kernels import costs
 from specache_compile.kernels.attention.kept_logits import bytes_of_logit
 from specache_compile.kernels.costs import Cost, Workload, size_of
-from specache_compile.kernels.state.center import PLAIN
+from specache_compile.kernels.state.center import STEPPED
 from specache_compile.runtime.state import bucket
 
 from .devices import Device
@@ -133,11 +133,8 @@ def turned(call: Call) -> list[Kernel]:
     """The launches before the low-bit tier is read: the query is rotated and multiplied with the center."""
     layout = getattr(call.load.options, "layout", None)
     made = [small("rotate_rows")] if layout is not None and layout.is_rotated else []
-    rows = call.arguments["center"].shape[2]
-    if rows == PLAIN:
-        made += [small(f"{name} of a plain center") for name in ("products", "sums", "scale")]
-    elif rows:
-        cost = call.cost(lambda arguments, load, site: costs.share_of_center(arguments, call.low))
+    if call.arguments["center"].shape[2]:
+        cost = call.cost(lambda arguments, load, site: costs.share_of_center(arguments, load))
         fused = cost.flops / 2 / WARP
         made += [small("write_angles"), Kernel("add_shares", memory=cost.hbm, instructions=fused, tail=TAIL)]
     return made
@@ -232,7 +229,7 @@ def append(call: Call) -> list[Kernel]:
     if layout is None or not layout.is_quantised:
         return [small("copy_groups"), small("write_recent")]
     rows = call.arguments["center"].shape[2]
-    names = ["find_center"] if rows and (rows == PLAIN or call.arguments.get("frequencies") is not None) else []
+    names = ["find_center"] if rows == STEPPED or (rows and call.arguments.get("frequencies") is not None) else []
     names += ["rotate_groups"] if layout.is_rotated or rows else []
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
