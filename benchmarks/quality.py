@@ -131,6 +131,8 @@ TABLES = {
             "specache:top_k=32",
             "specache:bits=1",
             "specache:bits=1,key_code=trellis",
+            "specache:bits=1,center=always,key_code=trellis",
+            "kivi:bits=4",
             f"specache:bits=1,{LEVELS}",
             f"specache:{LEVELS}",
         ),

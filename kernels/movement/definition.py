@@ -48,7 +48,7 @@ def append(
     group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays, or is plain). Mutates
     recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params
     [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g] and
-    [B, H, C, 1, 1]), center [B, H, 4, d] (`center.py`; a plain one [B, H, 1, d], none [B, H, 0, d]) and sink_pairs
+    [B, H, C, 1, 1]), center [B, H, 4, d] (`center.py`; a stepped one [B, H, 3, d], none [B, H, 0, d]) and sink_pairs
     [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`). Where k and v are the halves of rows,
     key_params has 2·d channels, and value_params none.
     """

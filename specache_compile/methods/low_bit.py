@@ -134,7 +134,7 @@ class LowBitOptions(DraftOptions):
     key_code: str = choice(
         "levels", ("levels", "trellis"),
         "how its keys are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a key, behind "
-        "their mean",
+        "what their mean before RoPE is over a group",
     )  # fmt: skip
     param_bits: int | str = choice(
         16, (16, 8, "auto"),

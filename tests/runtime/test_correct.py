@@ -86,6 +86,16 @@ def in_trellis(values: Tensor, codes: Codes) -> Tensor:
     return trellis.dequantize(found, scale.double())
 
 
+def stepped(keys: Tensor, tokens: int, base: float) -> Tensor:
+    """Of these first keys the mean before RoPE, and what RoPE makes of it over each group of so many tokens."""
+    half = keys.shape[-1] // 2
+    angles = torch.arange(max(keys.shape[2], tokens)).double()[:, None] * base ** -(torch.arange(half).double() / half)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    mean = (torch.complex(*keys.chunk(2, -1)) / turns[: keys.shape[2]]).mean(2, keepdim=True)
+    groups = (mean * turns[:tokens]).unflatten(2, (-1, G)).mean(3).repeat_interleave(G, 2)
+    return torch.cat([groups.real, groups.imag], -1)
+
+
 def simulated(codes: Codes, lanes: int = 1, sinks: int = 0) -> Any:
     """An attention of transformers: exact but for one token's, or so many tokens', whose far pairs are of low bits; of
     those k are exact, which the tokens give most together, and the first `sinks`."""
@@ -99,9 +109,9 @@ def simulated(codes: Codes, lanes: int = 1, sinks: int = 0) -> Any:
         first = min(sinks, far)
         counted = (torch.arange(far) >= first).view(-1, G, 1)
         groups = turn(k[:, :, :far]).unflatten(2, (-1, G))
-        mean = k[:, :, :FIRST].mean(2, keepdim=True)
+        center = stepped(k[:, :, :FIRST], far, module.config.rope_parameters["rope_theta"])
         low_k = (
-            mean + turn(in_trellis(turn(k[:, :, :far] - mean), codes)) if codes.key_trellis
+            center + turn(in_trellis(turn(k[:, :, :far] - center), codes)) if codes.key_trellis
             else turn(quantised(groups, codes.key_bits, 3, counted, codes).flatten(2, 3))
         )  # fmt: skip
         values = turn(v[:, :, :far])
