@@ -49,6 +49,8 @@ from specache_compile.kernels.movement import triton_copy as copy
 from specache_compile.kernels.movement import triton_select as select
 from specache_compile.kernels.state import triton_center as center
 from specache_compile.kernels.state import triton_rotate as rotate
+from specache_compile.kernels.state.center import ROWS as CENTER_ROWS
+from specache_compile.kernels.state.center import STEPPED
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.stored_pairs import rounded_width
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -240,7 +242,7 @@ def build_attention(
     constants = {
         "d": d, "key_bits": key_bits, "value_bits": value_bits, "group": group, "value_group": gv, "window": 64 + group,
         "top_k": 64, "sink_tokens": 4, "lanes": 2, "queries": 4, "stored": 1, "KEYS": True, "VALUES": True,
-        "ROTATED": False, "CENTERED": center.STEPPED if key_trellis else 0, "MASK": 0, "CAP": False,
+        "ROTATED": False, "CENTERED": STEPPED if key_trellis else 0, "MASK": 0, "CAP": False,
         "ROWS": decode.FEWEST_ROWS, "CHANNELS": max(decode.FEWEST_CHANNELS, next_power_of_2(d)), "SPAN": span,
         "EXACT": decode.EXACT_BLOCK, "KEY_CIRCLE": key_circle, "CIRCLE": circle,
         "m_token": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "SHARES": decode.ALL_SHARES,
@@ -305,7 +307,7 @@ def main() -> None:
     for label, kind in (("bool mask", decode.BOOL_MASK), ("padding", decode.PADDING)):
         build_attention(label, "bf16", 2, 2, 128, 64, MASK=kind)
     build_attention("rotated", "bf16", 2, 2, 128, 64, ROTATED=True)
-    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=center.ROWS)
+    build_attention("centered", "bf16", 2, 2, 128, 64, CENTERED=CENTER_ROWS)
     build_attention("in pages", "bf16", 2, 2, 128, 64, PAGED=True)
     build_attention("in 16 bits, after a correction", "bf16", 2, 1, 128, 64, trellis=True, KEYS=False, stored=2,
                     SHARES=decode.EXACT_SHARES)  # fmt: skip
@@ -318,17 +320,19 @@ def main() -> None:
         build_attention(f"{bits} bits, d {d}, from logits", KEYS=False, SHARES=decode.LOW_BIT_SHARES, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip
-    for rows, turning in ((center.ROWS, 64), (center.PLAIN, 0)):
-        build(center.find_center, f"bf16, d 128, {rows} rows", d=128, rows=rows, turning=turning, window=128,
-              PADDED=True, CHANNELS=128, BLOCK=center.TOKEN_BLOCK)  # fmt: skip
-    build(center.write_angles, "d 128", d=128, group=64, CHANNELS=128, BLOCK=center.ANGLE_BLOCK)
-    for dtype in ("bf16", "fp32"):
-        build(center.add_shares, f"{dtype}, d 128, g 64", dtype, d=128, group=64, lanes=2, queries=4, ROWS=8,
-              GROUPS=center.groups_at_once(64, 8), CHANNELS=center.CHANNEL_BLOCK)  # fmt: skip
+    for rows, step, group in ((CENTER_ROWS, 1, 64), (STEPPED, 64, center.STEPS)):
+        held = {"d": 128, "group": group, "center_rows": rows, "STEP": step}
+        for turning in (64, 0):
+            build(center.find_center, f"bf16, d 128, {rows} rows, {turning} turning", d=128, rows=rows, turning=turning,
+                  window=128, STEP=step, PADDED=True, CHANNELS=128, BLOCK=center.TOKEN_BLOCK)  # fmt: skip
+        build(center.write_angles, f"d 128, {rows} rows", CHANNELS=128, BLOCK=center.ANGLE_BLOCK, **held)
+        for dtype in ("bf16", "fp32"):
+            build(center.add_shares, f"{dtype}, d 128, {rows} rows", dtype, lanes=2, queries=4, ROWS=8,
+                  GROUPS=center.groups_at_once(group, 8), CHANNELS=center.CHANNEL_BLOCK, **held)  # fmt: skip
     build(append.write_recent, "bf16, d 128", d=128, window=128, BLOCK=append.RING_BLOCK, CHANNELS=128)
     for d in (96, 256):
         block = rotation_block(d)
-        for turned, centered in ((True, 0), (True, center.ROWS), (False, center.ROWS), (True, center.STEPPED)):
+        for turned, centered in ((True, 0), (True, CENTER_ROWS), (False, CENTER_ROWS), (True, STEPPED)):
             build(append.rotate_groups, f"bf16, d {d}, turned {turned}, centered {centered}", d=d, window=128, group=64,
                   room=64, block=block, sink_tokens=4, TURNED=turned, CENTERED=centered,
                   BLOCK=append.ROTATED_BLOCK)  # fmt: skip

@@ -22,8 +22,8 @@ NEWEST, STEPPED_ROWS = tl.constexpr(MEAN_OF), tl.constexpr(STEPPED)
 TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 32, 8
 # Groups that a stepped center's shares are computed of at once: as few columns as a product has.
 STEPS = 16
-# Of a program, 64 registers of each of 128 threads.
-SUMS = 8192
+# Of a program, 64 registers of each of 128 threads; and rows of a product.
+SUMS, MOST_ROWS = 8192, 128
 # What shares are counted in, so that a channel's may be a million before it is none of float16's.
 UNIT = tl.constexpr(1 / 16)
 
@@ -270,6 +270,6 @@ def step_of(center: Tensor, group: int) -> int:
 
 
 def groups_at_once(group: int, rows: int) -> int:
-    """Groups of a program of `add_shares`: a table of places is worth reading for many, and their sums must fit in
-    registers."""
-    return max(1, SUMS // (group * rows))
+    """Groups of a program of `add_shares`: a table of places is worth reading for many; their sums and products must
+    fit in registers."""
+    return max(1, min(SUMS // group, MOST_ROWS) // rows)
