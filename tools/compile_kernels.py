@@ -153,11 +153,11 @@ COUNTED = {decode.attend_tiers: loop_of, center.add_shares: instructions, select
 
 def per_element(
     loop: Counter[str], warps: int, group: int, d: int, KEYS: bool = True, VALUES: bool = True, GROUPS: int = 1,
-    **_: Any,
+    STEP: int = 1, **_: Any,
 ) -> str:  # fmt: skip
     """Instructions a stored number in the low-bit tier's loop, one turn of which is `group` keys and values, or those
-    of a half; and what the center's share adds to each, GROUPS groups a program."""
-    elements = GROUPS * (KEYS + VALUES) * group * d / (32 * warps)
+    of a half; and what the center's share adds to each, GROUPS groups a program, of STEP tokens each place."""
+    elements = GROUPS * (KEYS + VALUES) * group * STEP * d / (32 * warps)
     spilled = loop["LDL"] + loop["STL"]
     return (
         f", {loop.total() / elements:.2f} instructions an element, {spilled} for spills, {loop['LDG']} loads waited for"
@@ -320,7 +320,7 @@ def main() -> None:
         build_attention(f"{bits} bits, d {d}, from logits", KEYS=False, SHARES=decode.LOW_BIT_SHARES, **half)
     build_attention("softcap, additive mask", "bf16", 2, 2, 128, 64, {"mask": "*bf16"}, queries=8, ROWS=16, window=128,
                     MASK=2, CAP=True)  # fmt: skip
-    for rows, step, group in ((CENTER_ROWS, 1, 64), (STEPPED, 64, center.STEPS)):
+    for rows, step, group in ((CENTER_ROWS, 1, 64), (STEPPED, 64, center.STEPS.value)):
         held = {"d": 128, "group": group, "center_rows": rows, "STEP": step}
         for turning in (64, 0):
             build(center.find_center, f"bf16, d 128, {rows} rows, {turning} turning", d=128, rows=rows, turning=turning,

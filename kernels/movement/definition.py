@@ -45,12 +45,12 @@ def append(
     """Put the new pairs k, v [B, H, T, d] into `recent`; what thereby leaves the window goes to the low-bit tier.
 
     padding bool [B, 1, 1, C] (False: the token is not there; None: all are): what is not there has no part in its
-    group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays, or is plain). Mutates
-    recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate, key_params
-    [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g] and
-    [B, H, C, 1, 1]), center [B, H, 4, d] (`center.py`; a stepped one [B, H, 3, d], none [B, H, 0, d]) and sink_pairs
-    [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`). Where k and v are the halves of rows,
-    key_params has 2·d channels, and value_params none.
+    group's range. frequencies [h]: RoPE's, where the keys' center can be found (None: it stays, or is their plain
+    mean). Mutates recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate,
+    key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g]
+    and [B, H, C, 1, 1]), center [B, H, 4, d] (`center.py`; a stepped one [B, H, 3, d], none [B, H, 0, d]) and
+    sink_pairs [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`). Where k and v are the halves of
+    rows, key_params has 2·d channels, and value_params none.
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[0, i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))

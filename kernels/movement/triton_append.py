@@ -25,7 +25,7 @@ from specache_compile.kernels.codes.triton_levels import (
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import has_table
-from specache_compile.kernels.state.triton_center import STEPPED_ROWS, load_group_center, set_center
+from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
 from specache_compile.kernels.state.triton_cursor import AT_LENGTH, AT_LOW_BIT, AT_NEXT_LOW_BIT, place_in_page
 from specache_compile.kernels.state.triton_pairs import load_pairs
 from specache_compile.kernels.state.triton_rotate import hadamard
@@ -79,14 +79,13 @@ def rotate_groups(
     head_sinks, sink_row = sink_pairs + bh * (sink_tokens * 2 * d), sink_index + bh // heads * sink_tokens
     keep_sinks(key, tokens, channel, channel < d, head_sinks, sink_row, WHICH=0, sink_tokens=sink_tokens, d=d)
     keep_sinks(value, tokens, channel, channel < d, head_sinks, sink_row, WHICH=1, sink_tokens=sink_tokens, d=d)
-    # A group is whole blocks.
-    if CENTERED == STEPPED_ROWS:
-        one, _, _ = load_group_center(center, bh, start // group, channel, channel < d, d=d, rows=CENTERED)
-        key -= one
-    elif CENTERED:
-        first = start // group * group
+    if CENTERED:
+        # A group is whole blocks.
+        first, places = start // group * group, tokens - start // group * group
+        if CENTERED == STEPPED_ROWS:
+            first, places = start // group // STEPS * STEPS, start // group % STEPS
         one, other, theta = load_group_center(center, bh, first, channel, channel < d, d=d, rows=CENTERED)
-        angle = (tokens - first).to(tl.float32) * theta
+        angle = places.to(tl.float32) * theta
         key -= tl.cos(angle) * one + tl.sin(angle) * other
     if TURNED:
         key, value = hadamard(key), hadamard(value)

@@ -81,13 +81,12 @@ def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, c
 def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
     """R(t)·β of the tokens of the groups first..stop, in two factors.
 
-    The groups' is float32 [B, H, n, 2·d], that of the places in a group [g, 2·d]. Their product has two halves of d
-    channels, whose sum is R(t)·β.
+    The groups' is float32 [B, H, n, 2·d], that of the places in a group [B, H, g, 2·d]. Their product has two halves of
+    d channels, whose sum is R(t)·β.
     """
     beta, gamma, theta = (center[:, :, row, None] for row in (BETA, GAMMA, THETA))
     start = torch.arange(first * group, stop * group, group, dtype=torch.float32, device=center.device)[:, None] * theta
-    # Of rows that have a center yet; the others' share is 0, whatever the angles.
-    place = torch.arange(group, dtype=torch.float32, device=center.device)[:, None] * theta.amax((0, 1))
+    place = torch.arange(group, dtype=torch.float32, device=center.device)[:, None] * theta
     cos, sin = start.cos(), start.sin()
     groups = torch.cat([cos * beta + sin * gamma, cos * gamma - sin * beta], -1)
     return groups, torch.cat([place.cos(), place.sin()], -1)
@@ -103,7 +102,7 @@ def centers(center: Tensor, group: int, first: int, stop: int) -> Tensor:
     if center.shape[2] == STEPPED:
         return steps(center, first, stop).repeat_interleave(group, 2)
     groups, places = waves(center, group, first, stop)
-    both = groups.unsqueeze(3) * places
+    both = groups.unsqueeze(3) * places.unsqueeze(2)
     return both.unflatten(-1, (2, -1)).sum(-2).flatten(2, 3)
 
 
@@ -111,14 +110,14 @@ def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> T
     """q·R(t)·β [B, H, G, lanes, length] of the scaled query [B, H, G, lanes, d], in float32: what the logits of the
     first `length` tokens, whole groups, lack.
 
-    FLOPs: 4·d a token and query row, as a product with a table of one group's places; of a stepped center 2·d a group.
+    FLOPs: 4·d a token and query row, as a product with a table of one group's places; of a stepped center a group.
     """
     if center.shape[2] == STEPPED:
         return share_of_groups(query, center, length // group).repeat_interleave(group, -1)
     groups, places = waves(center, group, 0, length // group)
     rows = query.flatten(2, 3).repeat(1, 1, 1, 2)
-    shares = (rows.unsqueeze(3) * groups.unsqueeze(2)) @ places.T
-    return shares.flatten(3).unflatten(2, query.shape[2:4])
+    shares = (rows.unsqueeze(3) * groups.unsqueeze(2)).flatten(2, 3) @ places.mT
+    return shares.view(*query.shape[:4], length)
 
 
 def share_of_groups(query: Tensor, center: Tensor, groups: int) -> Tensor:

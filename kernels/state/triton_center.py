@@ -20,8 +20,8 @@ from .triton_pairs import load_pairs
 AT_BETA, AT_GAMMA, AT_THETA, AT_PARTNER = (tl.constexpr(row) for row in (BETA, GAMMA, THETA, PARTNER))
 NEWEST, STEPPED_ROWS = tl.constexpr(MEAN_OF), tl.constexpr(STEPPED)
 TOKEN_BLOCK, CHANNEL_BLOCK, ANGLE_BLOCK = 16, 32, 8
-# Groups that a stepped center's shares are computed of at once: as few columns as a product has.
-STEPS = 16
+# What a stepped center's groups are to its shares: 16 of them are a group, as few columns as a product has.
+STEPS = tl.constexpr(16)
 # Of a program, 64 registers of each of 128 threads; and rows of a product.
 SUMS, MOST_ROWS = 8192, 128
 # What shares are counted in, so that a channel's may be a million before it is none of float16's.
@@ -39,9 +39,9 @@ def find_center(
 ):  # fmt: skip
     """One program: one head. Nothing to do but where the first tokens come into the low-bit tier.
 
-    turning: half of the channels that RoPE turns; 0: β alone is written. STEP: tokens that have one center. CHANNELS:
-    d, padded. Bytes: 4·d a token of the newest `MEAN_OF`, from the cache the second time, or 2·d. FLOPs: some 60·d
-    each, for sine and cosine, or d.
+    turning: half of the channels that RoPE turns; 0: none, and θ and γ are 0. STEP: tokens that have one center.
+    CHANNELS: d, padded. Bytes: 4·d a token of the newest `MEAN_OF`, from the cache the second time, or 2·d. FLOPs: some
+    60·d each, for sine and cosine, or d.
     """
     bh = tl.program_id(0).to(tl.int64)
     cursor += (bh // heads) * columns
@@ -49,6 +49,7 @@ def find_center(
     if (tl.load(cursor + AT_LOW_BIT) > 0) | (stop == 0):
         return
     channel = tl.arange(0, CHANNELS)
+    theta, partner, sign = tl.zeros([CHANNELS], tl.float32), channel, tl.zeros([CHANNELS], tl.float32)
     if turning > 0:
         turns = channel < 2 * turning
         theta = tl.load(frequencies + channel % turning, turns, 0.0).to(tl.float32)
@@ -88,26 +89,24 @@ def find_center(
         count += tl.sum(there.to(tl.float32), 0)
     count = tl.maximum(count, 1.0)
     row = center + bh * rows * d + channel
-    if turning > 0:
-        if STEP > 1:
-            cos, sin = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
-            for place in range(STEP):
-                cos += tl.cos(place * theta)
-                sin += tl.sin(place * theta)
-            turned = cos * beta + sin * gamma
-            beta, gamma = turned / STEP, (cos * gamma - sin * beta) / STEP
-            theta *= STEP
-        tl.store(row + AT_GAMMA * d, gamma / count, channel < d)
-        tl.store(row + AT_THETA * d, theta, channel < d)
-        if rows > AT_PARTNER:
-            tl.store(row + AT_PARTNER * d, sign * (partner + 1).to(tl.float32), channel < d)
+    if STEP > 1:
+        cos, sin = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
+        for place in range(STEP):
+            cos += tl.cos(place * theta)
+            sin += tl.sin(place * theta)
+        turned = cos * beta + sin * gamma
+        beta, gamma = turned / STEP, (cos * gamma - sin * beta) / STEP
+        theta *= STEP
     tl.store(row + AT_BETA * d, beta / count, channel < d)
+    tl.store(row + AT_GAMMA * d, gamma / count, channel < d)
+    tl.store(row + AT_THETA * d, theta, channel < d)
+    if rows > AT_PARTNER:
+        tl.store(row + AT_PARTNER * d, sign * (partner + 1).to(tl.float32), channel < d)
 
 
 @triton.jit
 def load_group_center(center, bh, start, channel, inside, d: tl.constexpr, rows: tl.constexpr):
-    """The two factors of R(t)·β that are a group's, whose first token is `start`; and θ. Broadcast as `channel`. Of a
-    stepped center, whose `start` is the group's number, the first factor is all that there is."""
+    """The two factors of R(t)·β that are a group's, whose first token is `start`; and θ. Broadcast as `channel`."""
     row = center + bh * rows * d + channel
     beta, gamma = tl.load(row + AT_BETA * d, inside, 0.0), tl.load(row + AT_GAMMA * d, inside, 0.0)
     theta = tl.load(row + AT_THETA * d, inside, 0.0)
@@ -118,27 +117,25 @@ def load_group_center(center, bh, start, channel, inside, d: tl.constexpr, rows:
 
 @triton.jit(do_not_specialize=["rows", "batch", "heads", "columns"])
 def write_angles(
-    # center float32 [B, H, center_rows, d]; cursor int64 [B, 4]; written: angles float32 [g + C/g, 2, d].
+    # center float32 [B, H, center_rows, d]; cursor int64 [B, 4]; written: angles float32 [B, g + C/g, 2, d].
     center, cursor, angles,
-    # g + C/g, B, H, columns of the cursor.
-    rows, batch, heads, columns,
+    # g + C/g, H, columns of the cursor.
+    rows, heads, columns,
     d: tl.constexpr, group: tl.constexpr, center_rows: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK rows, the cosine of each channel's angle and then its sine: of the places in a group, and of
-    the first tokens of those in the fullest low-bit tier, of which all others are a part.
+    """One program: BLOCK rows of angles of one of the batch, the cosine of each channel's and then its sine: of the
+    places in a group, and of the first tokens of those in the low-bit tier.
 
     STEP: tokens that have one center, and are one token here. CHANNELS: d, padded. Bytes a row: 8·d written. FLOPs:
     some 60·d.
     """
     row, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
+    batch = tl.program_id(1).to(tl.int64)
     token = tl.where(row < group, row, (row - group) * group)
-    low_bit, fullest = tl.load(cursor + AT_LOW_BIT), 0  # a row that has none yet has no θ either
-    for other in range(1, batch):
-        held = tl.load(cursor + other * columns + AT_LOW_BIT)
-        fullest = tl.where(held > low_bit, other, fullest)
-        low_bit = tl.maximum(low_bit, held)
-    center += fullest * heads * center_rows * d
+    low_bit = tl.load(cursor + batch * columns + AT_LOW_BIT)
+    center += batch * heads * center_rows * d
+    angles += batch * rows * (2 * d)
     known = (row < rows) & ((row < group) | (token < low_bit // STEP))
     there = known[:, None] & (channel < d)[None, :]
     angle = token.to(tl.float32)[:, None] * tl.load(center + AT_THETA * d + channel, channel < d, 0.0)[None, :]
@@ -181,8 +178,8 @@ def add_shares(
     # Written: shares float32 [B, Hq, lanes, C].
     shares,
     q_batch, q_head, q_lane, scale,
-    # H, C in tokens, columns of the cursor.
-    heads, capacity, columns,
+    # H, C in tokens, columns of the cursor, rows of the angles.
+    heads, capacity, columns, angle_rows,
     d: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, queries: tl.constexpr, center_rows: tl.constexpr,
     STEP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -197,6 +194,7 @@ def add_shares(
     if first * group >= low_bit:
         return
     batch, head = bh // heads, bh % heads
+    angles += batch * angle_rows * (2 * d)
     row = tl.arange(0, ROWS)
     q_row = q + batch * q_batch + (head * queries + row // lanes) * q_head + row % lanes * q_lane
     number, place = first + tl.arange(0, GROUPS), tl.arange(0, group)
@@ -245,11 +243,12 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     batch, query_heads, lanes, d = q.shape
     heads, step = center.shape[1], step_of(center, group)
     if step > 1:
-        capacity, group = triton.cdiv(capacity // group, STEPS) * STEPS, STEPS
+        capacity, group = triton.cdiv(capacity // group, STEPS.value) * STEPS.value, STEPS.value
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    shares, angles = new((batch, query_heads, lanes, capacity)), new((group + capacity // group, 2, d))
-    write_angles[(triton.cdiv(angles.shape[0], ANGLE_BLOCK),)](
-        center, cursor, angles, rows=angles.shape[0], batch=batch, heads=heads, columns=cursor.stride(0),
+    shares, angle_rows = new((batch, query_heads, lanes, capacity)), group + capacity // group
+    angles = new((batch, angle_rows, 2, d))
+    write_angles[triton.cdiv(angle_rows, ANGLE_BLOCK), batch](
+        center, cursor, angles, rows=angle_rows, heads=heads, columns=cursor.stride(0),
         d=d, group=group, center_rows=center.shape[2], STEP=step, CHANNELS=triton.next_power_of_2(d),
         BLOCK=ANGLE_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -258,7 +257,7 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     add_shares[batch * heads, triton.cdiv(capacity // group, groups)](
         q, center, angles, cursor, shares,
         q_batch=q.stride(0), q_head=q.stride(1), q_lane=q.stride(2), scale=scale, heads=heads, capacity=capacity,
-        columns=cursor.stride(0), d=d, group=group, lanes=lanes, queries=query_heads // heads,
+        columns=cursor.stride(0), angle_rows=angle_rows, d=d, group=group, lanes=lanes, queries=query_heads // heads,
         center_rows=center.shape[2], STEP=step, GROUPS=groups, ROWS=rows, CHANNELS=CHANNEL_BLOCK, num_warps=4,
     )  # fmt: skip
     return shares

@@ -406,7 +406,7 @@ def test_values_in_a_trellis_and_params_of_eight_bits(
 @pytest.mark.parametrize(("value_bits", "trellis"), [(1, True), (1, False), (2, False)])
 @pytest.mark.parametrize(("rotate", "eight", "mask"), [(True, True, "padding"), (False, False, "none")])
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 80, 96, 128, 256])
-def test_keys_in_a_trellis_behind_a_plain_mean(
+def test_keys_in_a_trellis_behind_a_stepped_center(
     op: str, head_dim: int, value_bits: int, trellis: bool, rotate: bool, eight: bool, mask: str
 ) -> None:
     check(op, Case(head_dim=head_dim, bits=1, value_bits=value_bits, key_trellis=True, trellis=trellis, eight=eight,

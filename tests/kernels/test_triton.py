@@ -545,6 +545,24 @@ def test_a_share_of_the_center_is_that_of_double_precision(
     assert ((shares[..., :low_bit] - expected).abs() / size).max() < 2e-6
 
 
+@pytest.mark.parametrize("group", [32, 64])
+def test_shares_of_a_stepped_center_are_those_of_each_rows_own_frequencies(group: int) -> None:
+    """A row whose center is a plain mean, the fullest, beside one whose center turns."""
+    heads, capacity, d = 2, 2048, 64
+    q = torch.randn(2, 2 * heads, 1, d, device=DEVICE)
+    stored = torch.randn(2, heads, 3, d, device=DEVICE)
+    stored[:, :, 2] = 3 * 0.8 ** torch.arange(d, device=DEVICE)
+    stored[0, :, 1:] = 0
+    low_bit = torch.tensor([1920, 640])
+    cursor = torch.stack([low_bit + 40, low_bit, low_bit, 0 * low_bit], 1).to(DEVICE)
+    shares = triton_center.share_of_center(q, stored, cursor, capacity, group, d**-0.5)
+    expected = center.share_of_groups(q.double().unflatten(1, (heads, 2)) * d**-0.5, stored.double(), capacity // group)
+    for row, stop in enumerate((low_bit // group).tolist()):
+        torch.testing.assert_close(
+            shares[row, ..., :stop].double(), expected[row].flatten(0, 1)[..., :stop], atol=1e-4, rtol=0
+        )
+
+
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)], ids=str)
 def test_a_byte_is_a_16_bit_float_without_exponent(dtype: torch.dtype, unit: float) -> None:
     """What the low-bit kernel unpacks codes to, in the dtype that the interpreter cannot show as well."""

@@ -14,7 +14,6 @@ from typing import Any
 from specache_compile.kernels import costs
 from specache_compile.kernels.attention.kept_logits import bytes_of_logit
 from specache_compile.kernels.costs import Cost, Workload, size_of
-from specache_compile.kernels.state.center import STEPPED
 from specache_compile.runtime.state import bucket
 
 from .devices import Device
@@ -136,7 +135,8 @@ def turned(call: Call) -> list[Kernel]:
     if call.arguments["center"].shape[2]:
         cost = call.cost(lambda arguments, load, site: costs.share_of_center(arguments, load))
         fused = cost.flops / 2 / WARP
-        made += [small("write_angles"), Kernel("add_shares", memory=cost.hbm, instructions=fused, tail=TAIL)]
+        shares = Kernel("add_shares", memory=cost.hbm, instructions=fused, floor=SMALLEST, tail=TAIL)
+        made += [small("write_angles"), shares]
     return made
 
 
@@ -229,7 +229,8 @@ def append(call: Call) -> list[Kernel]:
     if layout is None or not layout.is_quantised:
         return [small("copy_groups"), small("write_recent")]
     rows = call.arguments["center"].shape[2]
-    names = ["find_center"] if rows == STEPPED or (rows and call.arguments.get("frequencies") is not None) else []
+    found = call.load.options.has_key_trellis or call.arguments.get("frequencies") is not None
+    names = ["find_center"] if rows and found else []
     names += ["rotate_groups"] if layout.is_rotated or rows else []
     return [small(name) for name in (*names, "quantize_groups", "write_recent")]
 
