@@ -81,10 +81,11 @@ def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, c
 def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
     """R(t)·β of the tokens of the groups first..stop, in two factors.
 
-    The groups' is float32 [B, H, n, 2·d], that of the places in a group [B, H, g, 2·d]. Their product has two halves of
-    d channels, whose sum is R(t)·β.
+    The groups' is float32 [B, H, n, 2·d], that of the places in a group [B, 1, g, 2·d], alike in all heads. Their
+    product has two halves of d channels, whose sum is R(t)·β.
     """
-    beta, gamma, theta = (center[:, :, row, None] for row in (BETA, GAMMA, THETA))
+    beta, gamma = center[:, :, BETA, None], center[:, :, GAMMA, None]
+    theta = center[:, :1, THETA, None]
     start = torch.arange(first * group, stop * group, group, dtype=torch.float32, device=center.device)[:, None] * theta
     place = torch.arange(group, dtype=torch.float32, device=center.device)[:, None] * theta
     cos, sin = start.cos(), start.sin()
@@ -122,4 +123,7 @@ def share_of_center(query: Tensor, center: Tensor, group: int, length: int) -> T
 
 def share_of_groups(query: Tensor, center: Tensor, groups: int) -> Tensor:
     """`share_of_center` of a stepped center, once for each of the first groups [B, H, G, lanes, groups]."""
-    return torch.einsum("bhgld,bhnd->bhgln", query, steps(center, 0, groups))
+    beta, gamma = center[:, :, BETA, None], center[:, :, GAMMA, None]
+    angle = center[:, :1, THETA, :, None] * torch.arange(groups, dtype=torch.float32, device=center.device)
+    rows = query.flatten(2, 3)
+    return ((rows * beta) @ angle.cos() + (rows * gamma) @ angle.sin()).view(*query.shape[:4], groups)
