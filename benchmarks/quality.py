@@ -152,7 +152,7 @@ TABLES = {
         "the same in float32",
         SMOLLM2,
         ("long",),
-        ("uncompiled", "specache", "specache:bits=1", "kivi:bits=4", FORMER, "kivi:bits=2", PAPER),
+        ("uncompiled", "specache", "kivi:bits=4"),
         (*UNSEEN, *EXACT, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
     ),
     "own_output": Table(

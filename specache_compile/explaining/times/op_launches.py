@@ -34,8 +34,9 @@ ISSUED, SCHEDULERS = 0.5, 4
 # A warp's instructions for a stored number of the low-bit tier, with one lane and with two, for four query heads and 1
 # to 2 bits: the attention's loops under Triton 3.6 (tools/compile_kernels.py counts them under the installed Triton).
 INSTRUCTIONS = {"whole": (2.57, 2.62), "keys": (2.86, 2.83), "values": (2.24, 2.50)}
-# Further instructions: of keys with scales and zero points of 8 bits, of keys in the trellis, of values in it.
-OF_SMALL_PARAMS, OF_KEY_TRELLIS, OF_TRELLIS = 0.55, -0.5, {"whole": 1.15, "values": -0.15}
+# Further instructions: of keys with scales and zero points of 8 bits, of keys in the trellis, of values in it. Keys in
+# the trellis need 0.5 fewer; they are given what their time on an H200 is worth, which is that of 1 bit in levels.
+OF_SMALL_PARAMS, OF_KEY_TRELLIS, OF_TRELLIS = 0.55, 0.3, {"whole": 1.15, "values": -0.15}
 # A warp's instructions (sm_90, Triton 3.7): of a program of `keep_best`, some 12 turns of 80 (for sums of softmaxes of
 # normal logits) and 1,330 once; for a score of a token, KV head and lane; for a merged query head and lane.
 SELECTING, SCORING, MERGING = 12 * 80 + 1_330, 2.5, 1_800
