@@ -353,7 +353,7 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("closeness", "closeness"), ("host", "closeness"), ("sinks", "closeness"), ("codes", "closeness"),
-    ("evictions", "closeness"), ("long", "long"), ("own_output", "own_output"),
+    ("evictions", "closeness"), ("long", "long"), ("long_exact", "long"), ("own_output", "own_output"),
     ("paper", "closeness"), ("needles_smollm2", "needle"),
     ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
 )  # fmt: skip
