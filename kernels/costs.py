@@ -14,7 +14,7 @@ from torch import SymInt, Tensor
 
 from .attention.kept_logits import bytes_of_logit
 from .codes.quantize import value_group
-from .state.center import STEPPED
+from .state.center import tokens_of_one
 from .state.stored_pairs import rounded_width, rounds
 
 
@@ -168,10 +168,10 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
 def share_of_center(arguments: Arguments, load: Workload) -> Cost:
     """What centered keys add to a decode step: a number for each query row and low-bit token, or group of them, written
     and read."""
-    q, center_rows = arguments["q"], arguments["center"].shape[2]
-    if not center_rows:
+    q, center = arguments["q"], arguments["center"]
+    if not center.shape[2]:
         return Cost()
-    shares = load.options.low_bit_length(load.length) // (load.options.group_size if center_rows == STEPPED else 1)
+    shares = load.options.low_bit_length(load.length) // tokens_of_one(center, load.options.group_size)
     query_rows = elements(q) // size_of(q.shape[3])
     return Cost(4 * elements(q) * shares, 8 * query_rows * shares)
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .phase import Phase
-from .reading.nodes import value_of
+from .reading.nodes import turns_neighbours, value_of
 from .reading.sites import Part, Site
 from .recipe import Call, RecipeOf
 
@@ -165,12 +165,15 @@ def padding_input(graph_module: GraphModule, plan: Plan, site: Site) -> Node | N
 
 
 def frequencies_input(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> tuple[Node | None, ...]:
-    """What a call that takes RoPE's frequencies ends with: their input, or None where the site has none.
+    """What a call that takes RoPE's frequencies ends with: their input, or None where the site has none, or turns
+    neighbouring channels by them.
 
     () for any other call.
     """
     if not call.turned or not plan.state[site.number][call.turned].shape[2]:
         return ()
+    if turns_neighbours(site.k):
+        return (None,)
     inputs = graph_module.graph.find_nodes(op="placeholder")
     return (next((node for node in inputs if node.name == site.frequencies), None),)
 

@@ -20,7 +20,6 @@ from .plan import (
     state_input,
     with_tiers,
 )
-from .reading.find_attention import turns_neighbours
 from .reading.sites import Site
 from .recipe import OVER_LATENTS, Call
 
@@ -58,8 +57,6 @@ def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) 
     with graph.inserting_before(site.attention):
         if named is None:
             turned = frequencies_input(graph_module, plan, site, call)
-            if turned and turns_neighbours(site.k):
-                turned = (None,)
             given = (*pairs.values(), *state.values(), *weights, *call.settings, *last.values(), *turned)
             new = call_op(graph_module, site, op, given)
         else:

@@ -6,7 +6,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .plan import PassReport, Plan, call_op, cursor_input, frequencies_input, padding_input, state_input
-from .reading.find_attention import turns_neighbours
 from .reading.in_place import take_writes
 from .reading.nodes import output_node, value_of
 
@@ -34,7 +33,7 @@ def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRepor
             if site.latents is not None:
                 k, v = halves(graph_module, k)
             for call, tensors in zip(calls, state, strict=True):
-                turned = [] if turns_neighbours(site.k) else frequencies_input(graph_module, plan, site, call)
+                turned = frequencies_input(graph_module, plan, site, call)
                 call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
     return graph_module, PassReport("store", {"stored": len(plan.sites)})
 

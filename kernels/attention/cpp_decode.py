@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specache_compile.kernels.codes.trellis import circle_of
 from specache_compile.kernels.cpp.library import DTYPES, STRIDES, Step, decode_library
-from specache_compile.kernels.state.center import STEPPED, share_of_center, share_of_groups
+from specache_compile.kernels.state.center import share_of_center, share_of_groups, tokens_of_one
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, LENGTH, LOW_BIT
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import PAGE, shape_of_scores
@@ -84,8 +84,8 @@ def step_of(
     if center.shape[2]:
         query = q.float().unflatten(1, (codes.shape[1], -1)) * scale
         tokens, group = int(cursor[:, LOW_BIT].max()), codes.shape[2] // key_params.shape[2]
-        step.share_tokens = group if center.shape[2] == STEPPED else 1
-        if center.shape[2] == STEPPED:
+        step.share_tokens = tokens_of_one(center, group)
+        if step.share_tokens > 1:
             shares = share_of_groups(query, center, tokens // group)
         else:
             shares = share_of_center(query, center, group, tokens)

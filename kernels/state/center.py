@@ -93,6 +93,11 @@ def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Te
     return groups, torch.cat([place.cos(), place.sin()], -1)
 
 
+def tokens_of_one(center: Tensor, group: int) -> int:
+    """How many tokens have one center, and one share."""
+    return group if center.shape[2] == STEPPED else 1
+
+
 def steps(center: Tensor, first: int, stop: int) -> Tensor:
     """A stepped center's [B, H, n, d] of the groups first..stop."""
     return waves(center, 1, first, stop)[0][..., : center.shape[-1]]

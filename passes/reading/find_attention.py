@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +15,7 @@ from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .in_place import memory_of, unknown_write, written
 from .latents import Latents, match_latents
 from .masks import read_mask
-from .nodes import output_node, value_of
+from .nodes import nodes_behind, output_node, value_of
 from .sites import Found, LeftAlone, Site
 
 # `read_mask`: whether a mask is causal, and the padding that it hides besides.
@@ -271,30 +269,10 @@ def frequencies_of(keys: Node, head_dim: int) -> str | None:
     return None
 
 
-def turns_neighbours(keys: Node) -> bool:
-    """Whether RoPE turns channels 2·j and 2·j + 1 together, and not j and j + h.
-
-    RoPE then takes out every second channel.
-    """
-    taken = (node.args[1] for node in nodes_behind(keys) if node.target is operator.getitem)
-    return any(isinstance(one, slice) and one.step == 2 for of in taken if isinstance(of, tuple) for one in of)
-
-
 def has_bias(keys: Node) -> bool:
     """Whether the linear layer that keys come from adds a bias."""
     projection = next((node for node in nodes_behind(keys) if node.target is F.linear), None)
     return projection is not None and argument(projection, 2, "bias") is not None
-
-
-def nodes_behind(node: Node) -> Iterator[Node]:
-    """Every node that this one comes from, the nearest first."""
-    seen, todo = {node}, deque([node])
-    while todo:
-        for behind in todo.popleft().all_input_nodes:
-            if behind not in seen:
-                seen.add(behind)
-                todo.append(behind)
-                yield behind
 
 
 def unread_updates(graph_module: GraphModule) -> tuple[LeftAlone, ...]:

@@ -1,8 +1,11 @@
-"""What a graph's nodes are: their values, and the weights of the model's layers among them."""
+"""What a graph's nodes are: their values, what they come from, and the weights of the model's layers among them."""
 
 from __future__ import annotations
 
+import operator
 import re
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -35,6 +38,26 @@ def arguments_of(node: Node) -> dict[str, Any]:
     """An op's arguments by the names of its schema; those that are left to their defaults are not there."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     return {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+
+
+def nodes_behind(node: Node) -> Iterator[Node]:
+    """Every node that this one comes from, the nearest first."""
+    seen, todo = {node}, deque([node])
+    while todo:
+        for behind in todo.popleft().all_input_nodes:
+            if behind not in seen:
+                seen.add(behind)
+                todo.append(behind)
+                yield behind
+
+
+def turns_neighbours(keys: Node) -> bool:
+    """Whether RoPE turns channels 2·j and 2·j + 1 together, and not j and j + h.
+
+    RoPE then takes out every second channel.
+    """
+    taken = (node.args[1] for node in nodes_behind(keys) if node.target is operator.getitem)
+    return any(isinstance(one, slice) and one.step == 2 for of in taken if isinstance(of, tuple) for one in of)
 
 
 def output_node(graph_module: GraphModule) -> Node:

@@ -21,11 +21,11 @@ from specache_compile.methods.field import Field, LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
-from specache_compile.passes.reading.find_attention import find_attention, nodes_behind
+from specache_compile.passes.reading.find_attention import find_attention
 from specache_compile.passes.reading.joined_copies import joined_copies
 from specache_compile.passes.reading.known_sizes import fill_in_sizes
 from specache_compile.passes.reading.local_shards import local_shards
-from specache_compile.passes.reading.nodes import value_of
+from specache_compile.passes.reading.nodes import nodes_behind, value_of
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.runtime.held import HeldTensor
