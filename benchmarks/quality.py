@@ -23,6 +23,7 @@ NEEDLE = "examples/needle-llama"
 PAPER = "specache:bits=1,setting=paper"
 MIDPOINT = "zero_point=midpoint"
 LEVELS = "value_code=levels,param_bits=16"
+ONE_BIT = "bits=1,key_code=levels"  # 1 bit of before, which most tables have; `codes` has today's
 FORMER = f"specache:host_bits=16,sink_tokens=0,{LEVELS},{MIDPOINT}"  # the default of before
 SPECACHE = (PAPER, "specache:bits=2,setting=paper")
 KIVI = ("kivi:bits=1", "kivi:bits=2")
@@ -99,14 +100,14 @@ TABLES = {
         "how close the next tokens are to the full cache's on a real checkpoint (text: benchmarks/unseen_text.py)",
         SMOLLM2,
         ("closeness",),
-        ("uncompiled", "fp8", "kivi:bits=1", "kivi:bits=2", "kivi:bits=4", *SPECACHE, "specache:bits=1", "specache"),
+        ("uncompiled", "fp8", *KIVI, "kivi:bits=4", *SPECACHE, f"specache:{ONE_BIT}", "specache"),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "host": Table(
         "the same of a host tier of 8 bits, the default's, and of 16",
         SMOLLM2,
         ("closeness",),
-        ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", "bits=1,") for on_host in (16, 8))),
+        ("uncompiled", *(f"specache:{bits}host_bits={on_host}" for bits in ("", f"{ONE_BIT},") for on_host in (16, 8))),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
     ),
     "sinks": Table(
@@ -115,7 +116,7 @@ TABLES = {
         ("closeness",),
         (
             "uncompiled",
-            *(f"specache:{which},sink_tokens={n}" for which in ("bits=1", MIDPOINT) for n in (0, 1, 4, 16)),
+            *(f"specache:{which},sink_tokens={n}" for which in (ONE_BIT, MIDPOINT) for n in (0, 1, 4, 16)),
             *(f"specache:zero_point=middles,sink_tokens={n}" for n in (0, 4)),
         ),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
@@ -129,11 +130,11 @@ TABLES = {
             "specache",
             "specache:value_code=levels",
             "specache:top_k=32",
+            f"specache:{ONE_BIT}",
             "specache:bits=1",
-            "specache:bits=1,key_code=trellis",
-            "specache:bits=1,center=always,key_code=trellis",
+            "specache:bits=1,center=always",
             "kivi:bits=4",
-            f"specache:bits=1,{LEVELS}",
+            f"specache:{ONE_BIT},{LEVELS}",
             f"specache:{LEVELS}",
         ),
         (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
@@ -143,7 +144,7 @@ TABLES = {
         SMOLLM2,
         ("long",),
         (
-            "uncompiled", "specache", FORMER, "specache:bits=1", "kivi:bits=4", "kivi:bits=2", PAPER,
+            "uncompiled", "specache", FORMER, f"specache:{ONE_BIT}", "kivi:bits=4", "kivi:bits=2", PAPER,
             "h2o:budget=512", "streaming_llm:budget=512", "fp8",
         ),
         (*UNSEEN, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
@@ -160,7 +161,7 @@ TABLES = {
         SMOLLM2,
         ("own_output",),
         (
-            "uncompiled", "specache:bits=16", "specache", "specache:bits=1", PAPER, "kivi:bits=4", "kivi:bits=2",
+            "uncompiled", "specache:bits=16", "specache", f"specache:{ONE_BIT}", PAPER, "kivi:bits=4", "kivi:bits=2",
             *(f"{name}:budget=0.5,eviction_block=prompt" for name in ("h2o", "roco")),
         ),
         ("--text", *LICENCES, *FAST, "--lengths", "1024", "--samples", "32"),
@@ -176,14 +177,14 @@ TABLES = {
         "perplexity on a real checkpoint, where it gains from a long context",
         SMOLLM2,
         ("perplexity",),
-        ("uncompiled", *KIVI, PAPER, "specache:bits=1", "specache"),
+        ("uncompiled", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
         (*UNSEEN, *EXACT, "--lengths", "2048", "--samples", "64"),
     ),
     "needles_smollm2": Table(
         "pass keys on a real checkpoint: depth × length (SpeCache, Figure 4)",
         SMOLLM2,
         ("needle",),
-        ("uncompiled", *KIVI, PAPER, "specache:bits=1", "specache"),
+        ("uncompiled", *KIVI, PAPER, f"specache:{ONE_BIT}", "specache"),
         (*NEEDLES, "--lengths", "2048", "4096"),  # at 8,192 the model itself finds two keys of three
     ),
     "needles_blind": Table(
@@ -218,7 +219,7 @@ TABLES = {
         (
             "uncompiled", "fp8",
             *EXACT_EVICTIONS,
-            *KIVI, "kivi:bits=4", "kcache", *SPECACHE, "specache:bits=1", "specache",
+            *KIVI, "kivi:bits=4", "kcache", *SPECACHE, f"specache:{ONE_BIT}", "specache",
         ),
         ("--text", *LICENCES, *FAST, *EXACT, "--lengths", "1024", "--samples", "64"),
     ),

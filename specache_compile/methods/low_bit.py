@@ -132,9 +132,9 @@ class LowBitOptions(DraftOptions):
         "auto: the trellis where they have 1 bit",
     )  # fmt: skip
     key_code: str = choice(
-        "levels", ("levels", "trellis"),
+        "levels", ("levels", "trellis", "auto"),
         "how its keys are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a key, behind "
-        "what their mean before RoPE is over a group",
+        "what their mean before RoPE is over a group. auto: the trellis where they have 1 bit",
     )  # fmt: skip
     param_bits: int | str = choice(
         16, (16, 8, "auto"),
@@ -225,7 +225,7 @@ class LowBitOptions(DraftOptions):
     @property
     def has_key_trellis(self) -> bool:
         """Whether keys are in it."""
-        return self.key_code == "trellis" and self.layout.key_bits == 1
+        return self.key_code != "levels" and self.layout.key_bits == 1
 
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of scales and zero points, beside pairs of `dtype`."""
@@ -254,7 +254,7 @@ class LowBitOptions(DraftOptions):
     def with_bits(self, bits: int | float) -> LowBitOptions:
         """The same with keys and values of so many bits, and such codes and parameters as go with them."""
         value_code = "auto" if self.value_code == "trellis" else self.value_code
-        key_code = self.key_code if BITS_OF_BOTH[bits][0] == 1 else "levels"
+        key_code = "auto" if self.key_code == "trellis" else self.key_code
         param_bits = "auto" if self.param_bits == 8 else self.param_bits
         return replace(
             self, bits=bits, key_bits=None, value_bits=None, key_code=key_code, value_code=value_code,

@@ -22,7 +22,7 @@ from .slots import CORRECTED, FETCHED, SLOT_INDEX, SLOTS, TALLY, WANTED
 # (docs/evaluation.md).
 PAPER = {
     "bits": 2, "rotate": False, "center": "never", "correct": "never", "sink_tokens": 0, "zero_point": "midpoint",
-    "value_code": "levels", "param_bits": 16,
+    "key_code": "levels", "value_code": "levels", "param_bits": 16,
 }  # fmt: skip
 
 
@@ -38,14 +38,15 @@ class SpecacheOptions(LowBitOptions):
     setting: str = choice(
         "best",
         ("best", "paper"),
-        "defaults of bits, rotate, center, sink_tokens, zero_point, value_code, param_bits and correct: best, or as in "
-        "SpeCache's paper",
+        "defaults of bits, rotate, center, sink_tokens, zero_point, key_code, value_code, param_bits and correct: "
+        "best, or as in SpeCache's paper",
     )
     bits: int | float = inherited(LowBitOptions, "bits", default=1.5)
     rotate: bool = inherited(LowBitOptions, "rotate", default=True)
     center: str = inherited(LowBitOptions, "center", default="auto")
     sink_tokens: int = inherited(LowBitOptions, "sink_tokens", default=4)
     zero_point: str = inherited(LowBitOptions, "zero_point", default="middles")
+    key_code: str = inherited(LowBitOptions, "key_code", default="auto")
     value_code: str = inherited(LowBitOptions, "value_code", default="auto")
     param_bits: int | str = inherited(LowBitOptions, "param_bits", default="auto")
     host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")

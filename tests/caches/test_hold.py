@@ -20,8 +20,8 @@ from specache_compile.runtime.state import MEASURE, fields_of
 pytestmark = pytest.mark.one_process
 
 SETTINGS = {
-    "best": {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 8},
-    "keys in a trellis": {"bits": 1, "key_code": "trellis", "group_size": 32, "residual_length": 32, "top_k": 8},
+    "best": {"group_size": 32, "residual_length": 32, "top_k": 8},
+    "keys in a trellis": {"bits": 1, "group_size": 32, "residual_length": 32, "top_k": 8},
     "paper": {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 8},
     "16 bits first": {"min_context": 160, "group_size": 32, "residual_length": 32, "top_k": 8},
     "kivi": {"method": "kivi", "bits": 2, "group_size": 32, "residual_length": 32},

@@ -28,7 +28,7 @@ SMALL = {"lowering": "eager", "group_size": 32, "residual_length": 32, "top_k": 
 SETTINGS = {
     "lossless": LOSSLESS,
     "default": SMALL,
-    "keys in a trellis": {**SMALL, "bits": 1, "key_code": "trellis"},
+    "keys in a trellis": {**SMALL, "bits": 1},
     "paper": {**SMALL, "setting": "paper", "bits": 1},
     "paper, one lane": {**SMALL, "setting": "paper", "bits": 1, "speculate": False},
     "kivi": {**SMALL, "method": "kivi", "bits": 2},

@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "snapkv": {**BUDGET, "window": 8}, "expected_attention": BUDGET, "kvzip": {**SMALL, "budget": 4096},
     **{policy: BUDGET for policy in ("random", "streaming_llm", "scissorhands", "h2o", "tova", "roco")},
     "specache": {**GROUPS, "top_k": 8},
-    "specache, keys in a trellis": {**GROUPS, "top_k": 8, "bits": 1, "key_code": "trellis"},
+    "specache, keys in a trellis": {**GROUPS, "top_k": 8, "bits": 1},
     "specache, in the paper": {**GROUPS, "top_k": 8, "setting": "paper"},
     "specache, one lane": {**GROUPS, "top_k": 8, "speculate": False},
     "specache, pages": {**GROUPS, "top_k": 16, "selector": "pages", "page_size": 4, "correct": "never"},

@@ -99,9 +99,9 @@ def test_a_large_model_explains_from_its_config_without_weights() -> None:
     explained = sc.explain(config, prompt_length=32_768, batch_size=4, options={"bits": 1})
     assert time.time() - start < 60
     assert explained.full_cache_bytes == 4 * 32_768 * 2 * 8 * 128 * 2 * 2
-    # A key has a scale and a zero point of 8 bits a group of 64, a value of 128 channels a scale; k and R are 64; and
-    # up to an eighth of spare room in a bucket.
-    bits = ((1 + 16 / 64) + (1 + 8 / 128)) / 2
+    # A key and a value of 128 channels have a scale of 8 bits each; k and R are 64; and up to an eighth of spare room
+    # in a bucket.
+    bits = 1 + 8 / 128
     assert explained.kv_ratio == pytest.approx(bits / 16 + 128 / 32_768, rel=0.15)
 
 

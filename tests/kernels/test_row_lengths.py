@@ -39,9 +39,7 @@ OPTIONS = {
     "centered": SpecacheOptions(
         bits=2, rotate=False, center="always", value_code="levels", group_size=32, residual_length=32, top_k=TOP_K
     ),
-    "keys in a trellis": SpecacheOptions(
-        bits=1, key_code="trellis", group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3
-    ),
+    "keys in a trellis": SpecacheOptions(bits=1, group_size=32, residual_length=32, top_k=TOP_K, sink_tokens=3),
     "16 bits": SpecacheOptions(bits=16, group_size=32, residual_length=32, top_k=TOP_K),
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

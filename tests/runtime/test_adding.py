@@ -77,10 +77,8 @@ def test_a_quantiser_is_a_function_from_a_groups_ends_to_its_levels(monkeypatch:
         return (high - low) * 0.75, low + (high - low) / 8
 
     monkeypatch.setitem(QUANTISERS, "eighths", eighths)
-    (ours, *_), (paper, *_) = (
-        state_after("specache", bits=1, group_size=32, residual_length=32, zero_point=name, param_bits=16)
-        for name in ("eighths", "midpoint")
-    )
+    settings = {"bits": 1, "key_code": "levels", "group_size": 32, "residual_length": 32, "param_bits": 16}
+    (ours, *_), (paper, *_) = (state_after("specache", **settings, zero_point=name) for name in ("eighths", "midpoint"))
     scale, zero = ours["key_params"][:, :, :2].unbind(3)
     paper_scale, paper_zero = paper["key_params"][:, :, :2].unbind(3)
     low, spread = paper_zero - paper_scale / 2, 2 * paper_scale

@@ -166,15 +166,15 @@ def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> 
 @pytest.mark.parametrize(
     ("options", "codes", "sinks"),
     [
-        ({"bits": 1}, Codes(key_bits=1), 4),
+        ({"bits": 1}, Codes(key_bits=1, key_trellis=True), 4),
         ({}, Codes(), 4),
         ({"sink_tokens": 37}, Codes(), 37),
         ({"sink_tokens": 0, **BEFORE}, Codes(middles=False, trellis=False, eight=False), 0),
         ({"value_code": "levels"}, Codes(trellis=False), 4),
         ({"param_bits": 16}, Codes(eight=False), 4),
         ({"bits": 2, "rotate": False}, Codes(value_bits=2, rotate=False, trellis=False), 4),
-        ({"key_bits": 1, "value_bits": 4}, Codes(1, 4, trellis=False, eight=False), 4),
-        ({"bits": 1, "key_code": "trellis"}, Codes(key_bits=1, key_trellis=True), 4),
+        ({"key_bits": 1, "value_bits": 4}, Codes(1, 4, trellis=False, key_trellis=True, eight=False), 4),
+        ({"bits": 1, "key_code": "levels"}, Codes(key_bits=1), 4),
     ],
     ids=[
         "1 bit",
@@ -185,7 +185,7 @@ def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> 
         "16",
         "2 bits, not rotated",
         "1 and 4 bits",
-        "keys",
+        "1 bit, keys in levels",
     ],
 )
 def test_each_steps_logits_are_the_formulas(

@@ -71,7 +71,7 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
 
 @pytest.mark.parametrize("center", ["auto", "always"])
 def test_keys_in_a_trellis_have_their_mean_after_a_move(llama: LlamaForCausalLM, center: str) -> None:
-    options = {"bits": 1, "key_code": "trellis", "center": center, "top_k": 16, "host_bits": 16, "min_context": 330}
+    options = {"bits": 1, "center": center, "top_k": 16, "host_bits": 16, "min_context": 330}
     twin, ids = compile_copy(llama, **options), prompt(333, 2)
     cache = step(twin, ids[:, 300:], step(twin, ids[:, :300]).past_key_values).past_key_values
     session_of(cache).queue.drain()
