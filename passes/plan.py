@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .phase import Phase
-from .reading.nodes import turns_neighbours, value_of
+from .reading.nodes import value_of
 from .reading.sites import Part, Site
 from .recipe import Call, RecipeOf
 
@@ -165,17 +165,14 @@ def padding_input(graph_module: GraphModule, plan: Plan, site: Site) -> Node | N
 
 
 def frequencies_input(graph_module: GraphModule, plan: Plan, site: Site, call: Call) -> tuple[Node | None, ...]:
-    """What a call that takes RoPE's frequencies ends with: their input, or None where the site has none, or turns
-    neighbouring channels by them.
+    """What a call that takes RoPE's frequencies ends with: their input, or None where the site is turned by none.
 
     () for any other call.
     """
     if not call.turned or not plan.state[site.number][call.turned].shape[2]:
         return ()
-    if turns_neighbours(site.k):
-        return (None,)
-    inputs = graph_module.graph.find_nodes(op="placeholder")
-    return (next((node for node in inputs if node.name == site.frequencies), None),)
+    turned_by, inputs = site.turned_by, graph_module.graph.find_nodes(op="placeholder")
+    return (next((node for node in inputs if node.name == turned_by), None),)
 
 
 def replace_attention(graph_module: GraphModule, site: Site, new: Node) -> None:

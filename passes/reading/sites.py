@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch.fx import Node
 
 from .latents import Latents
+from .nodes import turns_neighbours
 
 Part = Literal["keys", "values"]
 PARTS: tuple[Part, Part] = ("keys", "values")
@@ -52,6 +53,11 @@ class Site:
     frequencies: str | None = None
     biased_keys: bool = False
     latents: Latents | None = None
+
+    @property
+    def turned_by(self) -> str | None:
+        """`frequencies` where RoPE turns channels j and j + h by them; None where it turns neighbours."""
+        return None if self.frequencies is None or turns_neighbours(self.k) else self.frequencies
 
     def moved(self, to: Mapping[Node, Node]) -> Site:
         """The same site in a copy of its graph."""

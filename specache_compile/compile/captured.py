@@ -90,6 +90,12 @@ class Captured:
             for site, k in zip(self.sites, keys, strict=True)
         ]  # fmt: skip
 
+    @functools.cached_property
+    def frequencies(self) -> tuple[int | None, ...]:
+        """Position of the argument that each site's RoPE turns channels j and j + h by; None where there is none."""
+        position = {name: i for i, name in enumerate(self.names)}
+        return tuple(position.get(site.turned_by or "") for site in self.sites)
+
     @property
     def batch(self) -> Any:
         """The batch size, a symbol of Dynamo's or a number."""

@@ -14,6 +14,7 @@ import torch
 from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.lowering import cuda_graphs
 from specache_compile.options import differences
+from specache_compile.passes.reading.local_shards import local
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.regroup import agreed_session
@@ -68,6 +69,9 @@ class CompiledGraph:
             others = session.asked != captured.options and OTHER_OPTIONS not in session.told
             if others and (told := differences(session.asked, captured.options)):
                 session.tell(OTHER_OPTIONS, made_otherwise(told))
+        if session.tiers.pending is not None:
+            turned_by = (None if i is None else arguments[i] for i in captured.frequencies)
+            session.tiers.frequencies = [None if found is None else local(found) for found in turned_by]
         return session
 
     def check_layers(self, session: Session) -> None:

@@ -153,6 +153,7 @@ def tiers_from(places: Sequence[Place]) -> Tiers:
     """The layers at `places`, numbered anew; their tensors are the sources' own."""
     made = copy.copy(places[0][0].tiers)
     made.layers = [replace(session.layers[site], number=number) for number, (session, site) in enumerate(places)]
+    made.frequencies = [session.tiers.frequencies[site] for session, site in places]
     made.state = [session.state[site] for session, site in places]
     made.sinks_known = None
     return made

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.memory.host_memory import host_empty, host_grown
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.definition import store_low_bit
@@ -87,11 +86,11 @@ def allocate(
 
 def moved_over(
     state: LayerState, options: LowBitOptions, layer: LayerShape, lengths: Sequence[int], padding: Tensor | None,
-    backed: int,
+    frequencies: Tensor | None, backed: int,
 ) -> LayerState:  # fmt: skip
     """A layer's 16-bit state (`in_16_bits`) with so many tokens of each row, as `options` have it.
 
-    padding: as for `append`.
+    padding, frequencies: as for `append`.
     backed: as for `allocate`.
 
     The recent tier stays, and so does a host tier that is not rounded. The low-bit tier is quantised from the 16-bit
@@ -117,9 +116,11 @@ def moved_over(
         tiers = StoredTiers(*(new[name][rows] for name in StoredTiers._fields))
         if tiers.sink_index.shape[2]:
             find_sinks(tiers.sink_index, None if there is None else there[:, 0, 0], 0, length)
-        if low_bit and is_trellis(tiers.key_params):
+        if low_bit and tiers.center.shape[2]:
             keys = codes[rows, :, :low_bit].unflatten(3, (2, -1))[:, :, :, 0]
-            set_center(keys, None if there is None else there[..., :low_bit].mT, None, tiers.center, options.group_size)
+            counts = None if there is None else there[..., :low_bit].mT
+            turned_by = None if frequencies is None else frequencies.to(keys.device)
+            set_center(keys, counts, turned_by, tiers.center, options.group_size)
         for start in range(0, low_bit, MOVED):
             pairs = codes[rows, :, start : min(start + MOVED, low_bit)].unflatten(3, (2, -1))
             store_low_bit(pairs, there, start, tiers, options.layout, options.zero_point)

@@ -70,6 +70,8 @@ class Tiers:
 
     options: those in force (`options_at`).
     pending: those that the tiers have yet to move over to; None where they are in force.
+    frequencies: of each layer those of RoPE, by which its keys are centered when they move over; None where none has
+        been seen.
     ranks: the process group that the model is split over, of whose KV heads these are this rank's.
     state: the state tensors of each layer.
     capacity: tokens that there are places for.
@@ -91,6 +93,7 @@ class Tiers:
         self.options = in_force(fixed, layers, batch, prompt, ranks)
         self.pending: MethodOptions | None = fixed if fixed != self.options else None
         self.layers = layers
+        self.frequencies: list[Tensor | None] = [None] * len(layers)
         self.batch = batch
         self.ranks = ranks
         self.state: list[LayerState] = []
@@ -190,9 +193,9 @@ class Tiers:
         """Likewise, whether there is a gain or not."""
         assert isinstance(self.pending, LowBitOptions)
         settle()
-        for number, layer in enumerate(self.layers):
-            size = (lengths, padding, self.allocated[1])
-            self.state[number] = moved_over(self.state[number], self.pending, layer, *size)
+        for number, (layer, frequencies) in enumerate(zip(self.layers, self.frequencies, strict=True)):
+            more = (lengths, padding, frequencies, self.allocated[1])
+            self.state[number] = moved_over(self.state[number], self.pending, layer, *more)
         self.options, self.pending = self.pending, None
         return True
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt
+from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from held_tiers import in_order
 from specache_compile.methods import parse_options
 from specache_compile.runtime import tiers
@@ -69,15 +69,24 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
             torch.testing.assert_close(one[name][:, :, :end], other[name][:, :, :end], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("center", ["auto", "always"])
-def test_keys_in_a_trellis_have_their_mean_after_a_move(llama: LlamaForCausalLM, center: str) -> None:
-    options = {"bits": 1, "center": center, "top_k": 16, "host_bits": 16, "min_context": 330}
-    twin, ids = compile_copy(llama, **options), prompt(333, 2)
-    cache = step(twin, ids[:, 300:], step(twin, ids[:, :300]).past_key_values).past_key_values
-    session_of(cache).queue.drain()
-    for layer in session_of(cache).state:
-        keys = in_order(layer["host"])[:, :, :256, 0]  # of the 300 tokens that moved, at R 32, g 32
-        torch.testing.assert_close(layer["center"][:, :, :1], keys.mean(2, keepdim=True), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("biased", "options"),
+    [(False, {"bits": 1}), (False, {"bits": 1, "center": "always"}), (True, {})],
+    ids=["keys in a trellis", "centered, in a trellis", "biased"],
+)
+def test_keys_that_move_over_have_the_center_of_those_that_never_moved(biased: bool, options: dict[str, Any]) -> None:
+    model, ids = tiny_llama(attention_bias=biased), prompt(333, 2)
+    states = []
+    for least in (330, 0):
+        twin = compile_copy(model, **options, setting="best", host_bits=16, min_context=least)
+        cache = step(twin, ids[:, 300:], step(twin, ids[:, :300]).past_key_values).past_key_values
+        session_of(cache).queue.drain()
+        assert session_of(cache).tiers.pending is None
+        states.append(session_of(cache).state)
+    for moved, born in zip(*states, strict=True):
+        assert moved["center"][:, :, 2].any(), "it turns"
+        torch.testing.assert_close(moved["center"], born["center"], atol=1e-5, rtol=1e-5)
+        assert torch.equal(moved["codes"][:, :, :288], born["codes"][:, :, :288])
 
 
 def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
