@@ -11,7 +11,7 @@ from specache_compile.kernels.codes.params import stored_scale
 from specache_compile.kernels.codes.quantize import quantize_keys, quantize_values
 from specache_compile.kernels.codes.trellis import is_trellis, quantize
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.center import centers, set_center
+from specache_compile.kernels.state.center import centers, is_found, set_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.pages import Pages, pairs_of
@@ -59,7 +59,7 @@ def append(
     if next_low_bit > low_bit:
         window = torch.cat([ring_tokens(recent, low_bit, length), new], dim=2)
         leaving = window[:, :, : next_low_bit - low_bit]
-        if not low_bit and center.shape[2] and (frequencies is not None or is_trellis(key_params)):
+        if not low_bit and is_found(center, frequencies, is_trellis(key_params)):
             there = None if padding is None else padding[..., :next_low_bit].mT
             set_center(leaving[:, :, :, 0], there, frequencies, center, codes.shape[2] // key_params.shape[2])
         tiers = StoredTiers(codes, key_params, value_params, center, sink_pairs, sink_index, recent)

@@ -23,6 +23,7 @@ from specache_compile.kernels.codes.triton_levels import (
     stored_params,
 )
 from specache_compile.kernels.codes.triton_trellis import encode_vectors
+from specache_compile.kernels.state.center import is_found
 from specache_compile.kernels.state.layout import Layout, rotation_block
 from specache_compile.kernels.state.pages import has_table
 from specache_compile.kernels.state.triton_center import STEPPED_ROWS, STEPS, load_group_center, set_center
@@ -326,7 +327,7 @@ def append(
         groups, pairs = count // group + 1, recent
         step = groups
         centered = center.shape[2]
-        if centered and (frequencies is not None or key_circle):
+        if is_found(center, frequencies, key_circle > 0):
             set_center(k, padding, frequencies, cursor, recent, center, group)
         apart = layout.is_rotated or centered > 0
         if apart:

@@ -51,6 +51,11 @@ def quarter_turn(x: Tensor, partner: Tensor) -> Tensor:
     return x[..., (partner.abs().long() - 1).clamp_min(0)] * partner.sign()
 
 
+def is_found(center: Tensor, frequencies: Tensor | None, in_trellis: bool) -> bool:
+    """Whether a tier's keys get a center: those in the trellis always, others where RoPE's frequencies are known."""
+    return center.shape[2] > 0 and (in_trellis or frequencies is not None)
+
+
 def set_center(keys: Tensor, there: Tensor | None, frequencies: Tensor | None, center: Tensor, group: int) -> None:
     """Write `center` for a tier whose first keys are to be these [B, H, T, d], of the tokens 0 to T - 1.
 

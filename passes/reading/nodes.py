@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 # Dynamo names a weight by its place in the model, whose modules are numbered where they stand in a list, as layers do.
@@ -40,23 +41,24 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
 
 
-def nodes_behind(node: Node) -> Iterator[Node]:
-    """Every node that this one comes from, the nearest first."""
+def nodes_behind(node: Node, up_to: Any = None) -> Iterator[Node]:
+    """Every node that this one comes from, the nearest first; none behind calls of the function `up_to`."""
     seen, todo = {node}, deque([node])
     while todo:
         for behind in todo.popleft().all_input_nodes:
             if behind not in seen:
                 seen.add(behind)
-                todo.append(behind)
+                if up_to is None or behind.target is not up_to:
+                    todo.append(behind)
                 yield behind
 
 
 def turns_neighbours(keys: Node) -> bool:
     """Whether RoPE turns channels 2·j and 2·j + 1 together, and not j and j + h.
 
-    RoPE then takes out every second channel.
+    RoPE then takes out every second channel of what a linear layer gives.
     """
-    taken = (node.args[1] for node in nodes_behind(keys) if node.target is operator.getitem)
+    taken = (node.args[1] for node in nodes_behind(keys, up_to=F.linear) if node.target is operator.getitem)
     return any(isinstance(one, slice) and one.step == 2 for of in taken if isinstance(of, tuple) for one in of)
 
 

@@ -146,6 +146,7 @@ def session_for(
     session = Session(options, layers, batch, tokens)
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
+    session.tiers.frequencies = [frequencies_of(model)] * len(layers)
     with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
         fill(step, pairs)
     return session

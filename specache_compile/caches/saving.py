@@ -49,6 +49,7 @@ from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
 
+from .holding import frequencies_of
 from .recurrent import STATES, marks_of, restore, states_of
 
 FORMAT = 1
@@ -216,6 +217,7 @@ def filled(
     session.progress.guess, session.progress.padding = starts_from.get("guess"), starts_from.get("padding")
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
+    session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
     session.note_memory()
     layers: list[Any] = list(cache.layers)
     for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):

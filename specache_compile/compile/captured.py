@@ -42,6 +42,7 @@ class Captured:
     held: positions of the arguments that are held tensors.
     padding: position of the argument that says which tokens are there.
     pasts: positions of each site's cached keys and values.
+    frequencies: position of the argument that each site's keys are `turned_by`; None where there is none.
     """
 
     graph_module: GraphModule
@@ -53,6 +54,7 @@ class Captured:
     found: Found
     padding: int | None
     pasts: tuple[tuple[int, int], ...]
+    frequencies: tuple[int | None, ...]
     symbols: SymbolReader
     # The graph's own sizes, by what they count.
     sizes: dict[str, torch.SymInt] = field(default_factory=dict)
@@ -89,12 +91,6 @@ class Captured:
             )
             for site, k in zip(self.sites, keys, strict=True)
         ]  # fmt: skip
-
-    @functools.cached_property
-    def frequencies(self) -> tuple[int | None, ...]:
-        """Position of the argument that each site's RoPE turns channels j and j + h by; None where there is none."""
-        position = {name: i for i, name in enumerate(self.names)}
-        return tuple(position.get(site.turned_by or "") for site in self.sites)
 
     @property
     def batch(self) -> Any:
@@ -180,10 +176,12 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
     if sites and len(pasts) != len(held):
         raise unmatched_held(found.left_alone)
     index = {node: i for i, node in enumerate(placeholders)}
+    named = {node.name: i for node, i in index.items()}
     return Captured(
         graph_module, options, mode or options.mode, phase_of(sites), fakes, held, found,
-        padding=next((i for i, node in enumerate(placeholders) if node.name == found.padding), None),
+        padding=named.get(found.padding or ""),
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
+        frequencies=tuple(named.get(site.turned_by or "") for site in sites),
         symbols=SymbolReader(fakes),
     )  # fmt: skip
 

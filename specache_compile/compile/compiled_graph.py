@@ -70,8 +70,11 @@ class CompiledGraph:
             if others and (told := differences(session.asked, captured.options)):
                 session.tell(OTHER_OPTIONS, made_otherwise(told))
         if session.tiers.pending is not None:
-            turned_by = (None if i is None else arguments[i] for i in captured.frequencies)
-            session.tiers.frequencies = [None if found is None else local(found) for found in turned_by]
+            known = session.tiers.frequencies
+            session.tiers.frequencies = [
+                before if i is None else local(arguments[i])
+                for before, i in zip(known, captured.frequencies, strict=True)
+            ]
         return session
 
     def check_layers(self, session: Session) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from specache_compile.kernels.codes.trellis import is_trellis
 from specache_compile.kernels.memory.host_memory import host_empty, host_grown
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.definition import store_low_bit
-from specache_compile.kernels.state.center import set_center
+from specache_compile.kernels.state.center import is_found, set_center
 from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.kernels.state.segments import SEGMENT, put, tokens_of
 from specache_compile.kernels.state.sinks import find_sinks
@@ -116,7 +117,7 @@ def moved_over(
         tiers = StoredTiers(*(new[name][rows] for name in StoredTiers._fields))
         if tiers.sink_index.shape[2]:
             find_sinks(tiers.sink_index, None if there is None else there[:, 0, 0], 0, length)
-        if low_bit and tiers.center.shape[2]:
+        if low_bit and is_found(tiers.center, frequencies, is_trellis(tiers.key_params)):
             keys = codes[rows, :, :low_bit].unflatten(3, (2, -1))[:, :, :, 0]
             counts = None if there is None else there[..., :low_bit].mT
             turned_by = None if frequencies is None else frequencies.to(keys.device)

@@ -61,6 +61,7 @@ class Recalled:
     tokens: Any
     padding: int | None
     pasts: tuple[tuple[int, int], ...]
+    frequencies: tuple[int | None, ...]
     is_causal: bool
     names: tuple[str, ...]
     symbols: SymbolReader
@@ -81,8 +82,8 @@ def recalled(captured: Captured) -> Recalled:
             raise NotKeepable(f"an input of class {type(fake).__name__}")
     return Recalled(
         captured.options, captured.mode, captured.phase, captured.layers, as_traced(captured.batch),
-        as_traced(captured.tokens), captured.padding, captured.pasts, captured.is_causal, captured.names,
-        captured.symbols, captured.left_alone,
+        as_traced(captured.tokens), captured.padding, captured.pasts, captured.frequencies, captured.is_causal,
+        captured.names, captured.symbols, captured.left_alone,
     )  # fmt: skip
 
 

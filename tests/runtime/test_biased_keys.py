@@ -47,9 +47,15 @@ def distance(model: LlamaForCausalLM, options: dict[str, object], ids: Tensor) -
 def test_biased_keys_cost_nothing_where_keys_are_centered() -> None:
     free = tiny_llama(attention_bias=True, head_dim=32, initializer_range=0.15)
     ids, biased = prompt(350, batch=2), with_biased_keys(free, 900.0)
-    plain, centered, usual = (
-        distance(model, {**KIVI, "center": center}, ids)
-        for model, center in ((biased, "never"), (biased, "auto"), (free, "never"))
+    plain, centered, moved, usual = (
+        distance(model, {**KIVI, "center": center, "min_context": least}, ids)
+        for model, center, least in (
+            (biased, "never", 0),
+            (biased, "auto", 0),
+            (biased, "auto", ids.shape[1] - STEPS // 2),
+            (free, "never", 0),
+        )
     )
     assert plain > 4 * centered
     assert centered < 1.2 * usual
+    assert moved < centered, "half of its steps are in 16 bits"

@@ -275,7 +275,7 @@ def test_a_head_dim_that_cannot_be_stored_so_is_one_clear_line() -> None:
             {"value_bits": 2, "value_code": "trellis"},
             "value_code='trellis': it is a code of 1 bit",
         ),
-        ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis'"),
+        ({"key_code": "lattice"}, "key_code='lattice': accepted are 'levels', 'trellis', 'auto'"),
         ({"key_code": "trellis"}, "key_code='trellis': it is a code of 1 bit, and the keys have 2; take key_bits=1"),
         ({"bits": 8, "param_bits": 8}, "param_bits=8 with codes of 8 bits"),
         ({"param_bits": 4}, "param_bits=4: accepted are 16, 8, 'auto'"),

@@ -32,6 +32,12 @@ def test_the_next_process_traces_nothing_and_says_the_same(traces: Traces, optio
     assert sc.stats(model).decodes == STEPS
 
 
+def test_a_cache_moves_over_in_the_next_process_too(traces: Traces) -> None:
+    options = {**LOSSLESS, "min_context": PROMPT + 2}
+    assert run(llama(), traces, ALL, options=options) == 3
+    assert run(llama(), traces, ALL, options=options) == 0
+
+
 def test_other_weights_of_the_same_shapes_are_used(kept: Traces) -> None:
     other = llama()
     for weight in other.parameters():
