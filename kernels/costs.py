@@ -162,16 +162,16 @@ def decode_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     scores = 4 * rows(load, site) * low if load.options.top_k else 0
     seen = load.length + size_of(q.shape[2])
     attended = Cost(4 * elements(q) * seen, rows(load, site) * read + 2 * bytes_of(q) + 2 * bytes_of(k) + scores)
-    return attended + share_of_center(arguments, load)
+    return attended + share_of_center(arguments, load, site)
 
 
-def share_of_center(arguments: Arguments, load: Workload) -> Cost:
+def share_of_center(arguments: Arguments, load: Workload, site: int) -> Cost:
     """What centered keys add to a decode step: a number for each query row and low-bit token, or group of them, written
     and read."""
-    q, center = arguments["q"], arguments["center"]
-    if not center.shape[2]:
+    q, rows_of_center = arguments["q"], load.options.center_rows(load.layers[site])
+    if not rows_of_center:
         return Cost()
-    shares = load.options.low_bit_length(load.length) // tokens_of_one(center, load.options.group_size)
+    shares = load.options.low_bit_length(load.length) // tokens_of_one(rows_of_center, load.options.group_size)
     query_rows = elements(q) // size_of(q.shape[3])
     return Cost(4 * elements(q) * shares, 8 * query_rows * shares)
 
@@ -186,7 +186,8 @@ def score_low_bit(arguments: Arguments, load: Workload, site: int) -> Cost:
     lanes = size_of(q.shape[2])
     logits = 2 * bytes_of_logit(q.dtype) * low * lanes * load.batch * load.query_heads[site]
     scores = 4 * low * lanes * rows(load, site)
-    return Cost(2 * elements(q) * load.length, keys + bytes_of(q) + logits + scores) + share_of_center(arguments, load)
+    scored = Cost(2 * elements(q) * load.length, keys + bytes_of(q) + logits + scores)
+    return scored + share_of_center(arguments, load, site)
 
 
 def attend_scored(arguments: Arguments, load: Workload, site: int) -> Cost:

@@ -84,7 +84,7 @@ def step_of(
     if center.shape[2]:
         query = q.float().unflatten(1, (codes.shape[1], -1)) * scale
         tokens, group = int(cursor[:, LOW_BIT].max()), codes.shape[2] // key_params.shape[2]
-        step.share_tokens = tokens_of_one(center, group)
+        step.share_tokens = tokens_of_one(center.shape[2], group)
         if step.share_tokens > 1:
             shares = share_of_groups(query, center, tokens // group)
         else:

@@ -98,9 +98,9 @@ def waves(center: Tensor, group: int, first: int, stop: int) -> tuple[Tensor, Te
     return groups, torch.cat([place.cos(), place.sin()], -1)
 
 
-def tokens_of_one(center: Tensor, group: int) -> int:
-    """How many tokens have one center, and one share."""
-    return group if center.shape[2] == STEPPED else 1
+def tokens_of_one(rows: int, group: int) -> int:
+    """How many tokens have one center of so many rows, and one share."""
+    return group if rows == STEPPED else 1
 
 
 def steps(center: Tensor, first: int, stop: int) -> Tensor:

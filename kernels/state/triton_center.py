@@ -232,7 +232,7 @@ def set_center(
         k_batch=k.stride(0), k_head=k.stride(1), k_token=k.stride(2),
         p_batch=there.stride(0), heads=heads, columns=cursor.stride(0), d=d, rows=center.shape[2],
         turning=0 if frequencies is None else frequencies.shape[0], window=recent.shape[2],
-        STEP=tokens_of_one(center, group), PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d),
+        STEP=tokens_of_one(center.shape[2], group), PADDED=padding is not None, CHANNELS=triton.next_power_of_2(d),
         BLOCK=TOKEN_BLOCK, num_warps=4,
     )  # fmt: skip
 
@@ -241,7 +241,7 @@ def share_of_center(q: Tensor, center: Tensor, cursor: Tensor, capacity: int, gr
     """As `center.share_of_center`: [B, Hq, lanes, C] of q [B, Hq, lanes, d]; beyond the low-bit tier anything. Of a
     stepped center as `center.share_of_groups`, [B, Hq, lanes, n], n no less than C/g."""
     batch, query_heads, lanes, d = q.shape
-    heads, step = center.shape[1], tokens_of_one(center, group)
+    heads, step = center.shape[1], tokens_of_one(center.shape[2], group)
     if step > 1:
         capacity, group = triton.cdiv(capacity // group, STEPS.value) * STEPS.value, STEPS.value
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)

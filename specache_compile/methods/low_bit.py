@@ -227,6 +227,13 @@ class LowBitOptions(DraftOptions):
         """Whether keys are in it."""
         return self.key_code != "levels" and self.layout.key_bits == 1
 
+    def center_rows(self, layer: LayerShape) -> int:
+        """Of the center of a layer's keys (`kernels/state/center.py`); 0: they have none."""
+        if layer.rank or not self.layout.is_quantised:
+            return 0
+        asked = self.center == "always" or (self.center == "auto" and layer.biased_keys)
+        return center.ROWS if asked else center.STEPPED if self.has_key_trellis else 0
+
     def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of scales and zero points, beside pairs of `dtype`."""
         few = max(self.layout.key_bits, self.layout.value_bits) <= 2
@@ -315,11 +322,7 @@ def params_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 
 def center_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """The keys' mean, and how RoPE turns it (`kernels/state/center.py`)."""
-    asked = options.center == "always" or (options.center == "auto" and layer.biased_keys)
-    rows = center.ROWS if asked else center.STEPPED if options.has_key_trellis else 0
-    if not options.layout.is_quantised or layer.rank:
-        rows = 0
-    return (batch, layer.heads, rows, layer.head_dim)
+    return (batch, layer.heads, options.center_rows(layer), layer.head_dim)
 
 
 def sink_pairs_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:

@@ -44,6 +44,13 @@ def test_it_lists_sites_passes_and_bytes(llama: LlamaForCausalLM) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_other_bits_have_the_step_that_explain_gives_them(llama: LlamaForCausalLM) -> None:
+    """Of 1 bit the trellis' center too, which the traced graph, of 1.5 bits, has not."""
+    explain = functools.partial(sc.explain, llama, prompt_length=4000, device="H100")
+    (alternative,) = explain().compare(bits=(1,), group_sizes=(64,), top_k=(64,))[1:]
+    assert (alternative.bits, alternative.step) == (1, explain(options={"bits": 1}).step().seconds)
+
+
 def test_the_graph_it_shows_is_the_graph_that_runs(llama: LlamaForCausalLM) -> None:
     options = {"setting": "best", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16, "speculate": True}
     explained = sc.explain(llama, prompt_length=100, options=options)

@@ -96,6 +96,10 @@ class Call:
         return size_of(self.arguments["q"].shape[2])
 
     @property
+    def center_rows(self) -> int:
+        return self.load.options.center_rows(self.load.layers[self.site])
+
+    @property
     def low(self) -> int:
         return self.load.options.low_bit_length(self.load.length)
 
@@ -133,8 +137,8 @@ def turned(call: Call) -> list[Kernel]:
     """The launches before the low-bit tier is read: the query is rotated and multiplied with the center."""
     layout = getattr(call.load.options, "layout", None)
     made = [small("rotate_rows")] if layout is not None and layout.is_rotated else []
-    if call.arguments["center"].shape[2]:
-        cost = call.cost(lambda arguments, load, site: costs.share_of_center(arguments, load))
+    if call.center_rows:
+        cost = call.cost(costs.share_of_center)
         fused = cost.flops / 2 / WARP
         shares = Kernel("add_shares", memory=cost.hbm, instructions=fused, floor=SMALLEST, tail=TAIL)
         made += [small("write_angles"), shares]
@@ -229,7 +233,7 @@ def append(call: Call) -> list[Kernel]:
     layout = getattr(call.load.options, "layout", None)
     if layout is None or not layout.is_quantised:
         return [small("copy_groups"), small("write_recent")]
-    rows = call.arguments["center"].shape[2]
+    rows = call.center_rows
     found = call.load.options.has_key_trellis or call.arguments.get("frequencies") is not None
     names = ["find_center"] if rows and found else []
     names += ["rotate_groups"] if layout.is_rotated or rows else []
