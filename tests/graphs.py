@@ -83,7 +83,7 @@ def found(builder: GraphBuilder, graph_module: GraphModule) -> Found:
 def plan_for(builder: GraphBuilder, phase: Phase, graph_module: GraphModule | None = None) -> Plan:
     """Of a graph with its sites; of none, without any."""
     sites = [] if graph_module is None else list(found(builder, graph_module).sites)
-    options = SpecacheOptions(bits=1, group_size=32, top_k=4)
+    options = SpecacheOptions(bits=1, key_code="levels", group_size=32, top_k=4)
     layer = LayerShape(HEADS, DIM, torch.float32, torch.device("cpu"))
     with builder.mode:
         state = [
