@@ -52,6 +52,7 @@ def all_free(batch: sc.Batch) -> bool:
     return batch.memory.pool.held == 0
 
 
+@pytest.mark.quick_for("verify", slow=("lookup",))
 @pytest.mark.parametrize("options", [VERIFY, LOOKUP], ids=["verify", "lookup"])
 def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[str, Any]) -> None:
     reference = tiny_llama(1, initializer_range=0.1) if "lookup" in options else tiny_llama()

@@ -86,6 +86,7 @@ def test_a_fork_has_a_state_of_its_own(models: tuple[Any, Any]) -> None:
         assert_same(models, forks, prompt(2, seed=10 * seed))
 
 
+@pytest.mark.slow
 def test_rows_of_the_state_go_with_beams(models: tuple[Any, Any]) -> None:
     caches = filled(models, 3)
     for cache in caches:

@@ -96,6 +96,7 @@ class Interrupted:
         return row
 
 
+@pytest.mark.slow
 def test_an_interruption_loses_no_finished_row_and_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_distance_is_the_full_caches_along_the_methods_own_text(runner: Runn
     assert kl[:, 60:].mean() > 0.01
 
 
+@pytest.mark.slow
 def test_methods_that_agree_draw_the_same_tokens(runner: Runner) -> None:
     full, exact, lossy = (texts(outcome(runner, method, SAMPLED)) for method in ("uncompiled", EXACT, LOSSY))
     assert full == exact != lossy

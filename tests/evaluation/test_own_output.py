@@ -51,6 +51,7 @@ def test_cells_are_two_a_length_and_one_of_instructions(bench: Bench) -> None:
     assert len(set(INSTRUCTIONS)) == len(INSTRUCTIONS) == 32
 
 
+@pytest.mark.slow
 def test_the_full_caches_outputs_are_the_measure(bench: Bench) -> None:
     """An exact method says them to the letter, a lossy one does not, and the table says so."""
     runner = Runner(tiny_llama(vocab_size=256), BYTES, batch_size=2)

@@ -149,6 +149,7 @@ def test_what_is_not_drafted_says_why_and_goes_on_one_token_a_step(
     assert (told.decodes, told.widened, told.extends, told.verification) == (11, 0, 0, None)
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_made_under_the_other_kind_of_drafts_is_not_drafted_for(
     echo: LlamaForCausalLM, twin: LlamaForCausalLM
 ) -> None:

@@ -101,7 +101,7 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     assert told.acceptance < 1
 
 
-@pytest.mark.quick_for("into another")
+@pytest.mark.quick_for(slow=("into another",))
 @pytest.mark.parametrize(
     ("length", "settings"),
     [(70, {}), (235, {}), (235, {"sliding_window": 4096})],

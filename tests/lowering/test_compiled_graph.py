@@ -152,7 +152,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick_for("kivi, no host tier")
+@pytest.mark.quick_for(slow=("kivi, no host tier",))
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_nothing_is_asked_of_the_capacity(llama: LlamaForCausalLM, settings: dict[str, Any]) -> None:
     """A graph out of Inductor's caches asks nothing; one that is compiled does, of all sizes but those alone."""

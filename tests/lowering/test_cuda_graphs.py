@@ -280,7 +280,7 @@ def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO)
     return requests, rows
 
 
-@pytest.mark.quick_for("two lanes", slow=("one lane",))
+@pytest.mark.quick_for(slow=("two lanes", "one lane"))
 @pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
 def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
     llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch

@@ -326,7 +326,8 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+@pytest.mark.quick_for("terminal", slow=("log",))
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "log"])
 def test_progress_is_a_line_on_a_terminal_and_a_log_everywhere(
     stream: io.StringIO, compiles: list[GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

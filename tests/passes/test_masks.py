@@ -242,7 +242,7 @@ def distances(bits: int, pad: int) -> tuple[Tensor, Tensor]:
     return ours, (ours - theirs).abs().mean((1, 2))
 
 
-@pytest.mark.quick_for("2")
+@pytest.mark.quick_for(slow=("2",))
 @pytest.mark.parametrize("bits", [1, 2])
 def test_padding_by_whole_groups_changes_nothing(bits: int) -> None:
     torch.testing.assert_close(distances(bits, GROUP)[0], distances(bits, 0)[0], atol=1e-4, rtol=0)

@@ -150,7 +150,7 @@ class Guesses(LogitsProcessor):
         return self.plain(text, use_cache=False, attention_mask=mask, position_ids=places).logits[:, -1]
 
 
-@pytest.mark.quick_for("llama 3", "phi3, longrope", "opt")
+@pytest.mark.quick_for("llama 3", "phi3, longrope", slow=("opt",))
 @pytest.mark.asks_for_sizes
 @SOME
 @torch.no_grad()
@@ -180,7 +180,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
     assert_rewritten_as_listed(model, family, "prefill", "decode", "extend")
 
 
-@pytest.mark.quick_for("llama 3", "gemma2", "gpt_neox")
+@pytest.mark.quick_for("llama 3", "gemma2", slow=("gpt_neox",))
 @pytest.mark.parametrize("family", [BY_NAME[name] for name in PADDED], ids=PADDED)
 def test_left_padded_batches(family: Family) -> None:
     """Long enough that a group leaves the recent tier while padded rows decode, at 96 tokens."""

@@ -86,6 +86,7 @@ def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausa
     assert torch.equal(state["recent"][:, :, 32:], host[:, :, 32:64]), "tokens 32 to 63 are in the window again"
 
 
+@pytest.mark.slow
 def test_a_model_of_double_precision_keeps_its_pairs() -> None:
     model = tiny_llama().double()
     twin = compiled_with(model, {**SMALL, "top_k": 1024, "lowering": "inductor"})

@@ -41,7 +41,7 @@ def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any,
     return model, model(prompt(tokens), use_cache=True).past_key_values
 
 
-@pytest.mark.quick_for("kivi", "k = 0, rotated")
+@pytest.mark.quick_for("k = 0, rotated", slow=("kivi",))
 @pytest.mark.parametrize("name", WITHOUT)
 def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any) -> None:
     """What only extends and crops read changes no decode step."""
@@ -53,7 +53,7 @@ def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-@pytest.mark.quick_for("kivi, 16 bits first", "k = 0")
+@pytest.mark.quick_for("kivi, 16 bits first", slow=("k = 0",))
 @pytest.mark.parametrize("name", WITHOUT)
 def test_nothing_lies_on_the_host_as_explain_predicted(name: str, llama: Any) -> None:
     options = WITHOUT[name]
@@ -65,6 +65,7 @@ def test_nothing_lies_on_the_host_as_explain_predicted(name: str, llama: Any) ->
     assert all("host" not in state for state in session_of(cache).state)
 
 
+@pytest.mark.slow
 def test_rows_and_forks_go_on_as_they_are(llama: Any) -> None:
     model, cache = filled(WITHOUT["kivi"], llama)
     twin = copy.deepcopy(cache)
@@ -84,6 +85,7 @@ def test_a_crop_within_the_window_is_right(llama: Any) -> None:
     assert torch.equal(model(prompt(1), past_key_values=cache, use_cache=True).logits, expected)
 
 
+@pytest.mark.slow
 def test_a_held_cache_and_one_that_was_saved_go_on(llama: Any, tmp_path: Any) -> None:
     model, cache = filled(WITHOUT["kivi"], llama)
     held = sc.hold(llama(prompt(100), use_cache=True).past_key_values, model)
@@ -142,6 +144,7 @@ def test_options_that_need_a_host_tier_are_refused(options: dict[str, Any], told
         parse_options(options)
 
 
+@pytest.mark.slow
 def test_generate_says_the_same_with_and_without(llama: Any) -> None:
     texts = [
         greedy(compiled_for(llama, **{**WITHOUT["kivi"], "host_tier": host}), prompt(70, 2), 40)

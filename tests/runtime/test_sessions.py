@@ -124,7 +124,7 @@ def test_host_tier_equals_hf_cache_bit_for_bit_where_the_tiers_verify() -> None:
     assert "widened" in rewritten
 
 
-@pytest.mark.quick_for("4")
+@pytest.mark.quick_for(slow=("4",))
 @pytest.mark.usefixtures("many_recompiles")
 @pytest.mark.parametrize("seed", range(4, 6))
 def test_host_tier_of_deeper_layers_equals_hf_cache_after_a_random_walk(llama: LlamaForCausalLM, seed: int) -> None:
@@ -210,6 +210,7 @@ def test_memory_is_freed_with_the_cache(llama: LlamaForCausalLM) -> None:
     assert live_bytes() - before < 0.02 * tiers
 
 
+@pytest.mark.slow
 def test_live_device_bytes_equal_the_prediction(llama: LlamaForCausalLM) -> None:
     for bits, length, batch in ((1, 700, 2), (2, 300, 1), (4, 1500, 3), (16, 300, 1)):
         twin = compile_copy(llama, bits=bits, top_k=32)
@@ -352,6 +353,7 @@ def test_an_interrupted_step_can_be_taken_again(
     torch.testing.assert_close(step(twin, tokens[:, 100:], cache).logits, expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_token_ids_after_vectors_on_one_cache(llama: LlamaForCausalLM) -> None:
     """The step on vectors runs one lane and makes no guess; the next step on ids needs one, and makes it first."""
     twin = compile_copy(llama)
@@ -370,6 +372,7 @@ def test_token_ids_after_vectors_on_one_cache(llama: LlamaForCausalLM) -> None:
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", [False, True], ids=["itself", "its fork"])
 @torch.no_grad()
 def test_a_token_that_a_mask_hid_and_no_mask_hides_any_more_is_chosen_for_the_slots(

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from served import answer, figures, grown, prompt_of, say, serving, write_checkpoint
 
 
+@pytest.mark.quick_for("verify", slow=("lookup",))
 @pytest.mark.parametrize("flags", [("--verify", "4", "--top-k", "8"), ("--lookup",)], ids=["verify", "lookup"])
 def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Whose tokens come beside each other, and are the uncompiled model's, up to a stop string too; so are those of a
