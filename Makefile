@@ -18,7 +18,7 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: .venv/ready          ## the test suite: a quarter of an hour on two cores; or a part: TESTS=tests/passes
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(TESTS)
 
-test-slow: .venv/weights   ## what `make test` leaves to CI: more instances, benchmarks, examples, checkpoints, weights
+test-slow: .venv/weights   ## what takes long: more instances, benchmarks, examples, checkpoints, weights; by hand
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'slow and not whole' $(TESTS)
 
 test-all: .venv/weights    ## everything, whole grids too; by hand

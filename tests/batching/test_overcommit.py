@@ -111,6 +111,7 @@ def test_the_last_to_begin_gives_way_and_may_leave_meanwhile(
     assert nothing_is_left(batch, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_nobody_needs_gives_way_before_who_runs(model: Any, alone: list[Request], tmp_path: Path) -> None:
     """A beginning that is kept; and a next turn that waits with its cache, which says what it says alone later."""
     batch, roomy = small(model, 4, tmp_path), sc.Batch(model, chunk=CHUNK)

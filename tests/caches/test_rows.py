@@ -82,7 +82,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-@pytest.mark.quick_for("default", "kivi", slow=("lossless",))
+@pytest.mark.quick_for("default", slow=("kivi", "lossless"))
 def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: pytest.FixtureRequest) -> None:
     """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
     paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
@@ -143,7 +143,7 @@ def pool_of(cache: DynamicCache) -> Pool:
     return Pool(session.options, session.layers)
 
 
-@pytest.mark.quick_for("default")
+@pytest.mark.quick_for(slow=("default",))
 @pytest.mark.parametrize("model", ["lossless", "default", "kivi"], indirect=True)
 def test_ragged_prompts_of_generate_say_what_each_says_alone(model: Any) -> None:
     prompts = [prompt(length, seed=length) for length in (LONG, SHORT, MIDDLE)]

@@ -135,6 +135,7 @@ def test_a_cropped_cache_is_saved_as_it_is_seen(compiled: LlamaForCausalLM, tmp_
     assert torch.equal(go_on(compiled, again, 3), go_on(compiled, cache, 3))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layers_that_stay_plain_are_saved_beside_the_held_ones(tmp_path: Path) -> None:
     """gemma2: every other layer has a window, and stays as Hugging Face wrote it."""

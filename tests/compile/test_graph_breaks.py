@@ -153,6 +153,7 @@ def interrupt(*arguments: Any) -> Any:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> None:
     """Each part of a prompt is fitted into the option memory by itself, and a larger one with fewer bits."""
     twin = broken(llama, "in the prompt")
@@ -178,6 +179,7 @@ def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: st
     assert torch.equal(tokens, greedy(llama, ids, 12))
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_the_cache_for_its_length_alone_takes_it_in_any_place() -> None:
     """xmod breaks behind its embeddings, whose graph has the cache among its first inputs: Dynamo gives it no more."""
     family = Family("xmod", "XmodConfig", {"default_language": "en_XX", "is_decoder": True, "num_hidden_layers": 1})

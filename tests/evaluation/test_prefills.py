@@ -56,6 +56,7 @@ def test_an_answer_that_ends_with_its_first_token_has_no_more(model: Any, shared
         model.generation_config.eos_token_id = before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS[:2])
 def test_distances_are_those_behind_a_methods_own_prefill(model: Any, shared: Runner, method: str) -> None:
     known = Continuations(prompts(140, 140), seed=0)

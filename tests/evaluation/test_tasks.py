@@ -174,6 +174,7 @@ def test_only_the_uncompiled_model_is_asked_behind_the_last_tokens_alone(model: 
         assert "recent" not in perplexity.measure(Runner(model, BYTES), bench(samples=1).windows_apart(80)).detail
 
 
+@pytest.mark.quick_for("False", slow=("True",))
 @pytest.mark.parametrize("compiled", [False, True])
 def test_answers_over_a_shared_context_are_those_to_the_whole_prompts(model: Any, compiled: bool) -> None:
     runner = Runner(compile_copy(model, **LOSSLESS) if compiled else model, BYTES)

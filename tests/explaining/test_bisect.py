@@ -32,6 +32,7 @@ def test_a_sound_lossless_rewrite_moves_nothing(model: Any) -> None:
     assert "no layer" in str(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faulty", [1])
 def test_a_fault_planted_in_a_pass_is_found(model: Any, monkeypatch: pytest.MonkeyPatch, faulty: int) -> None:
     """A pass that halves one layer's attention scale in decode, as a wrong constant would."""

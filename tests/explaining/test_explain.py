@@ -69,6 +69,7 @@ def test_the_graph_it_shows_is_the_graph_that_runs(llama: LlamaForCausalLM) -> N
         assert graph_hash(ran) == recorded[phase]
 
 
+@pytest.mark.slow
 def test_the_hash_is_of_what_a_graph_computes(llama: LlamaForCausalLM) -> None:
     """Another option, a removed node or a changed constant changes it; another name does not."""
     graph = sc.explain(llama, prompt_length=100, options={"setting": "paper"}).graph("decode")

@@ -96,6 +96,7 @@ def test_the_full_cache_step_is_weights_and_cache(wide: sc.Explanation) -> None:
     assert wide.full_step() == pytest.approx(floor, rel=0.02)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: LlamaForCausalLM) -> None:
     """With the slots emptied before each step nothing can be reused: what was counted is what was predicted, for any of

@@ -243,6 +243,7 @@ def test_what_is_said_of_the_kernels_is_what_they_have() -> None:
     assert (op_launches.TILE, op_launches.PROGRAMS) == (triton_select.TILE, triton_copy.PROGRAMS)
 
 
+@pytest.mark.slow
 def test_few_layers_stand_for_more_and_one_row_for_several() -> None:
     device = DEVICES["H100"]
     more = sc.explain(llama(4), 32_768, 2, OPTIONS["paper"], device="H100").traced()

@@ -102,6 +102,7 @@ class Stops(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
+@pytest.mark.slow
 def test_it_stops_where_the_uncompiled_model_does(echo: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     """Wherever in a round that token comes: by eos, by a criterion and by length."""
     ids, whole = prompt(75), greedy(echo, prompt(75), 60)
@@ -236,6 +237,7 @@ def test_a_step_that_was_interrupted_half_way_leaves_no_bit_behind(
     assert differences(held(at_hand(cache)), before) == []
 
 
+@pytest.mark.slow
 def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     """Behind any step of a generation."""
     interrupted_behind((1, 9, 17, 30), twin, echo, prompt(75), 60)

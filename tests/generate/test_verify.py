@@ -91,6 +91,7 @@ def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
     assert told.acceptance < 1
 
 
+@pytest.mark.slow
 def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     twin = copy.deepcopy(llama)
     options = {"method": "kcache", "top_n": 4, "verify": 4, "lowering": "eager"}
@@ -161,6 +162,7 @@ class Stops(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
+@pytest.mark.slow
 def test_it_stops_where_the_uncompiled_model_does(llama: LlamaForCausalLM) -> None:
     """Within a draft all of whose tokens are right, and at its ends: by eos, by a criterion and by length."""
     twin, ids = verifying(llama, **RIGHT), prompt(75)
@@ -200,6 +202,7 @@ def test_a_beam_search_is_not_drafted_and_says_why(llama: LlamaForCausalLM, aske
         assert torch.equal(beams(compile_copy(llama, **asked)), beams(llama))
 
 
+@pytest.mark.slow
 def test_a_cache_still_in_16_bits_is_not_drafted_for(llama: LlamaForCausalLM) -> None:
     twin = verifying(llama, min_context=100)
     assert torch.equal(greedy(twin, prompt(80), 45), greedy(llama, prompt(80), 45))

@@ -99,7 +99,7 @@ def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: 
     assert state_left_alone(code[phase]) > 8
 
 
-@pytest.mark.quick_for("settings0")
+@pytest.mark.quick_for(slow=("settings0",))
 @pytest.mark.parametrize("settings", [{"speculate": False, "bits": 4}, {"top_k": 0, "bits": 16}])
 def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
     twin = copy.deepcopy(llama)

@@ -191,6 +191,7 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     assert told is None if reason is None else str(told).startswith(reason)
 
 
+@pytest.mark.quick_for("1", slow=("3",))
 @pytest.mark.parametrize("batch", [1, 3])
 def test_steps_of_a_padded_batch_are_captured(
     llama: LlamaForCausalLM, batch: int, stand_in: list[int], monkeypatch: pytest.MonkeyPatch

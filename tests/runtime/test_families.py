@@ -86,10 +86,10 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
 
 
 @pytest.mark.quick_for(
-    "llama, dynamic rope", "mistral, sliding", "phi", "gptj", "qwen3_5_text",
+    "mistral, sliding", "phi", "gptj", "qwen3_5_text",
     slow=(
-        "llama 2", "qwen2_moe", "cohere2", "glm4", "gemma4_text", "gpt_bigcode", "llama4_text", "deepseek_v3",
-        "kimi_linear", "deepseek_v32", "falcon_h1", "jamba", "minimax",
+        "llama, dynamic rope", "llama 2", "qwen2_moe", "cohere2", "glm4", "gemma4_text", "gpt_bigcode", "llama4_text",
+        "deepseek_v3", "kimi_linear", "deepseek_v32", "falcon_h1", "jamba", "minimax",
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
@@ -114,7 +114,7 @@ def test_one_lane_gives_the_same_tokens(name: str) -> None:
         assert_same_generation(model, family.model(), input_ids=prompt(90), max_new_tokens=12)
 
 
-@pytest.mark.quick_for("gemma2")
+@pytest.mark.quick_for(slow=("gemma2",))
 @pytest.mark.parametrize("name", ["llama 3", "gemma2"])
 def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
     family = BY_NAME[name]
@@ -150,7 +150,7 @@ class Guesses(LogitsProcessor):
         return self.plain(text, use_cache=False, attention_mask=mask, position_ids=places).logits[:, -1]
 
 
-@pytest.mark.quick_for("llama 3", "phi3, longrope", slow=("opt",))
+@pytest.mark.quick_for("llama 3", slow=("phi3, longrope", "opt"))
 @pytest.mark.asks_for_sizes
 @SOME
 @torch.no_grad()

@@ -132,6 +132,7 @@ def test_a_fork_moves_over_by_itself(llama: LlamaForCausalLM) -> None:
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_explain_shows_what_holds_at_the_prompts_length(llama: LlamaForCausalLM) -> None:
     options = {**LOSSLESS, "min_context": 1000}
     assert sc.explain(llama, 999, 1, options).bytes_by_tier["slots"] == 0

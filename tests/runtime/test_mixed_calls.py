@@ -51,7 +51,7 @@ def padded(ids: Tensor, seed: int) -> Tensor:
 # Batch sizes
 
 
-@pytest.mark.quick_for("eager")
+@pytest.mark.quick_for(slow=("eager",))
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowering: str) -> None:
     """One graph for a batch of one, which Dynamo always takes for a constant, and one for all others. Beams and
