@@ -119,6 +119,7 @@ def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: 
         assert after.bytes_to_host - before.bytes_to_host == cost.to_host
 
 
+@pytest.mark.slow
 def test_the_live_tiers_are_the_predicted_ones(llama: LlamaForCausalLM) -> None:
     """Within 2 %: in fact to the byte, since both are one sum."""
     options = {**OPTIONS, "bits": 1}

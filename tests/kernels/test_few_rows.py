@@ -169,6 +169,7 @@ def test_what_the_kernel_would_read_wrongly_stays() -> None:
     assert not is_plain(TwoTensor(weight, weight))
 
 
+@pytest.mark.slow
 def test_a_pre_decode_multiplies_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     monkeypatch.setattr(lower, "few_rows_op_by_op", lambda graph: counts.append(few_rows_op_by_op(graph)))

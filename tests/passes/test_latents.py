@@ -281,6 +281,7 @@ def test_rows_that_have_no_halves_stay_exact_with_that_reason() -> None:
         assert torch.equal(greedy(model, ids, 4), greedy(plain, ids, 4))
 
 
+@pytest.mark.slow
 def test_more_bits_of_a_row_are_nearer_and_with_every_pair_fetched_nothing_is_lost() -> None:
     ids = prompt(200)
     with torch.no_grad():

@@ -65,6 +65,7 @@ def test_what_is_no_memory_is_refused(given: dict[str, object], said: str) -> No
         parse_options(given)
 
 
+@pytest.mark.slow
 def test_explain_shows_what_a_session_takes_and_too_little_is_an_error(
     llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_processes_with_a_whole_model_each_have_a_budget_each(monkeypatch: pytes
     assert session.statistics.bytes_by_tier["host"] == needed
 
 
+@pytest.mark.slow
 def test_a_rank_is_explained_by_its_part() -> None:
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8,
