@@ -144,12 +144,17 @@ def session_for(
     ]  # fmt: skip
     batch, _, tokens, _ = pairs[0][0].shape
     session = Session(options, layers, batch, tokens)
-    session.weights = [weakref.ref(weight) for weight in model.parameters()]
-    session.from_elsewhere = True
-    session.tiers.frequencies = [frequencies_of(model)] * len(layers)
+    is_of(session, model)
     with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
         fill(step, pairs)
     return session
+
+
+def is_of(session: Session, model: torch.nn.Module) -> None:
+    """Tell a session that no graph has filled what a graph's arguments would of its model."""
+    session.weights = [weakref.ref(weight) for weight in model.parameters()]
+    session.from_elsewhere = True
+    session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
 
 
 def decoder_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -22,7 +22,6 @@ import json
 import os
 import shutil
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -49,7 +48,7 @@ from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
 
-from .holding import frequencies_of
+from .holding import is_of
 from .recurrent import STATES, marks_of, restore, states_of
 
 FORMAT = 1
@@ -215,9 +214,7 @@ def filled(
     session.tiers.state = [states[site] for site in range(len(session.layers))]
     starts_from = {name: tensor.to(device, copy=True) for name, tensor in read(files[STEP]).items()}
     session.progress.guess, session.progress.padding = starts_from.get("guess"), starts_from.get("padding")
-    session.weights = [weakref.ref(weight) for weight in model.parameters()]
-    session.from_elsewhere = True
-    session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
+    is_of(session, model)
     session.note_memory()
     layers: list[Any] = list(cache.layers)
     for number, (layer, told) in enumerate(zip(layers, header["layers"], strict=True)):

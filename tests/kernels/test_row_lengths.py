@@ -165,7 +165,7 @@ def equal(kind: Implementation, ours: Any, theirs: Any) -> None:
 ON_CPU = tuple(f"{what}-{layout}" for what in ("definitions", "C++") for layout in ("rotated", "centered", "16 bits"))
 
 
-@pytest.mark.quick_for(*ON_CPU, slow=("Triton-centered",))
+@pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
 def test_what_is_stored_of_a_row_is_what_is_stored_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
     """Bit for bit, the padding in front of it nowhere."""
@@ -199,7 +199,7 @@ def asked(
     return found if options.bits_on_host < 16 else {**found, "extend": exact}
 
 
-@pytest.mark.quick_for(*ON_CPU, slow=("Triton-centered",))
+@pytest.mark.quick_for(*ON_CPU, "Triton-centered")
 @every_option
 def test_an_attention_of_a_row_is_that_of_it_alone(kind: Implementation, options: SpecacheOptions) -> None:
     state = filled(kind, options, EVERY)
