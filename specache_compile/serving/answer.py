@@ -12,7 +12,6 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import ReasoningText
 
 from specache_compile.batching.request import Logprobs
 
@@ -83,13 +82,12 @@ class Answer:
     The event loop that made the answer reads its pieces: text, reasoning and tool calls.
 
     reused: tokens of the prompt that a session had.
-    thought: tokens whose text is reasoning.
     """
 
     def __init__(self, ticket: Ticket, question: Question, tokenizer: Any, metrics: Metrics) -> None:
         self.ticket, self.question, self.metrics = ticket, question, metrics
         self.ids: list[int] = []
-        self.prompt = self.reused = self.thought = 0
+        self.prompt = self.reused = 0
         self.stops = Stops(question.stop)
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)
@@ -151,9 +149,8 @@ class Answer:
         self.send([error])
 
     def send_text(self, text: str) -> None:
-        plain, pieces = self.parts.plain, self.parts.feed(text)
-        self.thought += any(isinstance(piece, ReasoningText) for piece in pieces)
-        self.send(pieces)
+        plain = self.parts.plain
+        self.send(self.parts.feed(text))
         if self.parts.plain and not plain:
             self.decoder = DecodeStream([], skip_special_tokens=True)
 

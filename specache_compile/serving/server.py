@@ -26,7 +26,6 @@ from .generation import Generation
 from .interface.questions import chat, completion, numbered
 from .interface.replies import ChatReply, Reply, told_error
 from .interface.requests import Body, ChatBody, CompletionBody
-from .interface.responses import ResponseBody, ResponseReply
 from .metrics import Metrics
 from .model import ServedModel
 
@@ -67,7 +66,7 @@ def application(
         if asked not in (None, name):
             raise HTTPException(404, f"no model {asked!r} here: this server has {name!r}")
 
-    async def replied(request: Request, body: Body, question: Question, kind: type[Reply | ResponseReply]) -> Any:
+    async def replied(request: Request, body: Body, question: Question, kind: type[Reply]) -> Any:
         ticket, answers = request.state.ticket, body.n or 1
         reply = kind(name, [generation.begin(ticket, numbered(question, index)) for index in range(answers)])
         if body.stream:
@@ -83,11 +82,6 @@ def application(
     async def completed(request: Request, body: CompletionBody) -> Any:
         is_here(body.model)
         return await replied(request, body, completion(served, body), Reply)
-
-    @app.post("/v1/responses")
-    async def responded(request: Request, body: ResponseBody) -> Any:
-        is_here(body.model)
-        return await replied(request, body, chat(served, body.as_chat()), ResponseReply)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
