@@ -18,6 +18,7 @@ from specache_compile.batching.request import Logprobs
 from .metrics import Metrics
 from .parts import Parts
 from .stops import Stops
+from .token_bytes import bytes_of
 
 # The prompt's last tokens that a continuation is decoded with: at least as many as a character may have.
 BEFORE = 8
@@ -33,10 +34,12 @@ class Stopped(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """One request: its time of arrival (`time.perf_counter`), and whether its client has left."""
+    """One request: its time of arrival (`time.perf_counter`), and whether its client has left, and its
+    answers."""
 
     came: float = field(default_factory=time.perf_counter)
     left: threading.Event = field(default_factory=threading.Event)
+    answers: list[Answer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class Question:
     logprobs: of how many of the likeliest tokens to tell how likely they were; None: of none, nor of the answer's.
     continued: whether the answer goes on with the prompt's text. Of any other text some tokenizers drop the first
     space.
+    special: whether special tokens are a part of the text.
+    matcher: llguidance's, of the grammar that the answer follows; None: it is any text.
+    words: of 32 bits, in a mask of the tokens that it allows.
     """
 
     inputs: Any
@@ -60,6 +66,9 @@ class Question:
     parser: Any = None
     logprobs: int | None = None
     continued: bool = False
+    special: bool = False
+    matcher: Any = None
+    words: int = 0
 
     @property
     def tokens(self) -> int:
@@ -68,12 +77,18 @@ class Question:
 
 @dataclass(frozen=True)
 class Likely:
-    """How likely a token of an answer was: its text, the natural logarithm of its probability, and those of the
-    likeliest in its place."""
+    """A token of an answer, or one of the likeliest in its place.
+
+    text: with U+FFFD where the token is a part of a character.
+    logprob: the natural logarithm of its probability.
+    bytes: its own, of UTF-8.
+    likeliest: in its place.
+    """
 
     text: str
     logprob: float
-    likeliest: tuple[tuple[str, float], ...]
+    bytes: bytes
+    likeliest: tuple[Likely, ...] = ()
 
 
 class Answer:
@@ -91,7 +106,9 @@ class Answer:
         self.stops = Stops(question.stop)
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)
-        self.decoder = DecodeStream([], skip_special_tokens=self.parts.plain)  # a parser goes by them
+        self.decoder = DecodeStream(
+            [], skip_special_tokens=self.parts.plain and not question.special
+        )  # a parser goes by them
         ends = question.config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
 
@@ -111,7 +128,7 @@ class Answer:
         if not self.prompt:
             self.prompt, self.ids = len(new), new  # in this order: others ask for `said` meanwhile
             if self.question.continued:
-                self.decoder = DecodeStream(new[-BEFORE:], skip_special_tokens=True)
+                self.decoder = DecodeStream(new[-BEFORE:], skip_special_tokens=not self.question.special)
         else:
             self.say(new)
         if self.ticket.left.is_set():
@@ -120,8 +137,12 @@ class Answer:
     def note(self, token: int, known: Logprobs) -> None:
         """How likely the token was that `put` gets next. As at OpenAI, the one that ends a text has no place."""
         if token not in self.ends:
-            likeliest = tuple((self.text_of(other), value) for other, value in known.likeliest)
-            self.send([Likely(self.text_of(token), known.said, likeliest)])
+            likeliest = tuple(self.likely(other, value) for other, value in known.likeliest)
+            self.send([self.likely(token, known.said, likeliest)])
+
+    def likely(self, token: int, logprob: float, likeliest: tuple[Likely, ...] = ()) -> Likely:
+        text = self.text_of(token)
+        return Likely(text, logprob, bytes_of(self.rust, token, text), likeliest)
 
     def text_of(self, token: int) -> str:
         """Behind the token before: of a text's first token some decoders drop the space."""
@@ -152,7 +173,7 @@ class Answer:
         plain = self.parts.plain
         self.send(self.parts.feed(text))
         if self.parts.plain and not plain:
-            self.decoder = DecodeStream([], skip_special_tokens=True)
+            self.decoder = DecodeStream([], skip_special_tokens=not self.question.special)
 
     def send(self, pieces: list[Any]) -> None:
         for piece in pieces:

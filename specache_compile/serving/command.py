@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import ipaddress
+import logging
 import math
 import os
 import socket
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from .conversations import Bounds
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 GIB = 1 << 30
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -47,6 +48,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="what requests must bear, for whoever opens the server to a network; also in SPECACHE_API_KEY",
     )
+    command.add_argument("--quiet", action="store_true", help="print no line for each request")
     command.add_argument(
         "--rows",
         type=int,
@@ -82,7 +84,18 @@ def run_serve(args: argparse.Namespace, options: dict[str, Any]) -> None:
     with bound(args.host, args.port) as listener:
         server = make_server(args, options, listener)
         print(f"{args.model} at {url_of(listener)}/v1; Ctrl+C stops", file=sys.stderr)
+        if not args.quiet:
+            log_requests()
         server.run([listener])
+
+
+def log_requests() -> None:
+    """Print a line for each request on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger(__package__)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
+from llguidance import LLTokenizer
+from llguidance.hf import from_tokenizer
 from transformers import AutoModelForCausalLM
 
 from specache_compile.checkpoints.loaded import placed, tokenizer_of
@@ -21,6 +24,12 @@ class ServedModel:
         model = loader.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
         self.model: Any = placed(model, device)
         self.model.compile(backend="specache", options=dict(options))
+
+    @cached_property
+    def grammar_tokenizer(self) -> LLTokenizer:
+        """For answers that follow a grammar."""
+        size = max(self.vocabulary, len(self.tokenizer))
+        return from_tokenizer(self.tokenizer, size, self.model.generation_config.eos_token_id)
 
     @property
     def vocabulary(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -29,6 +30,7 @@ from .interface.requests import Body, ChatBody, CompletionBody
 from .metrics import Metrics
 from .model import ServedModel
 
+log = logging.getLogger(__name__)
 # Bytes of a request's body: enough for a text of a million tokens.
 LARGEST_BODY = 16 << 20
 # nginx's status for a client that has left.
@@ -67,8 +69,12 @@ def application(
             raise HTTPException(404, f"no model {asked!r} here: this server has {name!r}")
 
     async def replied(request: Request, body: Body, question: Question, kind: type[Reply]) -> Any:
+        if body.ignored:
+            log.info("ignored: %s", ", ".join(body.ignored))
         ticket, answers = request.state.ticket, body.n or 1
-        reply = kind(name, [generation.begin(ticket, numbered(question, index)) for index in range(answers)])
+        begun = [generation.begin(ticket, numbered(question, index)) for index in range(answers)]
+        ticket.answers.extend(begun)
+        reply = kind(name, begun)
         if body.stream:
             return reply.stream(body.stream_options.usage if body.stream_options else "none")
         return await while_waited_for(request, reply.whole())
@@ -192,6 +198,13 @@ class Tickets:
                 self.metrics.left.inc()
             else:
                 self.metrics.requests.labels(status).inc()
+            log.info("%s", told_request(scope, status if ended else CLIENT_LEFT, ticket))
+
+
+def told_request(scope: Scope, status: int, ticket: Ticket) -> str:
+    """A line of the log."""
+    tokens = sum(answer.said for answer in ticket.answers)
+    return f"{scope['method']} {scope['path']} {status} {time.perf_counter() - ticket.came:.2f} s, {tokens} tokens"
 
 
 async def refused(request: Request, exception: Any) -> JSONResponse:

@@ -16,8 +16,9 @@ from transformers.cli.serving.utils import build_response_parser
 
 from specache_compile.serving.answer import Question
 from specache_compile.serving.model import ServedModel
+from specache_compile.serving.structured import Constraint, matcher_of, of_calls, of_schema
 
-from .requests import Body, ChatBody, CompletionBody, Message
+from .requests import Body, ChatBody, CompletionBody, Message, ToolChoice
 
 
 def completion(served: ServedModel, body: CompletionBody) -> Question:
@@ -34,7 +35,8 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
     tools = [tool.model_dump(exclude_none=True) for tool in offered] or None
 
     def text(answer: bool = True, tools: Any = tools) -> str:
-        more = body.chat_template_kwargs or {}
+        effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+        more = effort | (body.chat_template_kwargs or {})
         try:
             rendered = tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=answer, tokenize=False, **more
@@ -49,20 +51,40 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
     opening = tokenizer(whole.removeprefix(asked), add_special_tokens=False).input_ids if whole != asked else []
     inputs = tokenizer(whole, add_special_tokens=False, return_tensors="pt")
     parser = build_response_parser(tokenizer, served.model, inputs["input_ids"], tools=tools)
-    return question(served, body, inputs, len(opening) if whole.startswith(asked) else 0, parser)
+    return question(
+        served, body, inputs, len(opening) if whole.startswith(asked) else 0, parser, called_of(body, parser)
+    )
 
 
 def as_templates_have_it(message: Message) -> dict[str, Any]:
     """A message with its text in one piece and a call's arguments as an object."""
     given = message.model_dump(exclude_none=True)
     text = given.get("content", "")
-    given["content"] = text if isinstance(text, str) else " ".join(part["text"] for part in text)
+    given["content"] = text if isinstance(text, str) else "\n".join(part["text"] for part in text)
     for call in given.get("tool_calls", []):
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
     return given
 
 
-def question(served: ServedModel, body: Body, inputs: Any, opening: int = 0, parser: Any = None) -> Question:
+def arguments_of(text: str) -> Any:
+    """A replayed call's arguments: none where the text is empty, and the text where it is no JSON."""
+    try:
+        return json.loads(text) if text.strip() else {}
+    except ValueError:
+        return text
+
+
+def question(
+    served: ServedModel, body: Body, inputs: Any, opening: int = 0, parser: Any = None, called: str | None = None
+) -> Question:
+    """called: the grammar of a tool call that the answer must be; None: it need not be one."""
+    grammar = called or grammar_of(body)
+    if grammar is not None and (body.ignore_eos or body.min_tokens):
+        raise HTTPException(400, "ignore_eos, min_tokens: leave them out where the answer follows a schema")
+    try:
+        matcher = None if grammar is None else matcher_of(served.grammar_tokenizer, grammar)
+    except ValueError as error:
+        raise HTTPException(400, f"the answer's schema: {error}") from error
     return Question(
         inputs.to(served.model.device),
         config_of(served, body),
@@ -70,32 +92,56 @@ def question(served: ServedModel, body: Body, inputs: Any, opening: int = 0, par
         (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         body.seed,
         (body.frequency_penalty or 0.0, body.presence_penalty or 0.0),
-        parser,
+        parser if matcher is None or called else None,  # what follows a schema has one part
         body.likeliest,
+        special=body.skip_special_tokens is False,
+        matcher=matcher,
+        words=0 if matcher is None else (served.grammar_tokenizer.vocab_size + 31) // 32,
     )
+
+
+def grammar_of(body: Body) -> str | None:
+    schema = None if body.response_format is None else body.response_format.schema_of_answer
+    return None if schema is None else of_schema(schema)
+
+
+def called_of(body: ChatBody, parser: Any) -> str | None:
+    """The grammar of the call that `tool_choice` requires; None: it requires none."""
+    if body.tool_choice in (None, "auto", "none"):
+        return None
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
+    tools = [tool.function.model_dump() for tool in body.tools or [] if named in (None, tool.function.name)]
+    if not tools:
+        raise HTTPException(400, f"tool_choice: tools has no {named or 'function'}")
+    if parser is None or "<tool_call>" not in str(parser.fields["tool_calls"]):
+        raise HTTPException(400, "tool_choice: the format of this model's calls is not known; use 'auto'")
+    return of_calls(tools)
 
 
 def numbered(question: Question, index: int) -> Question:
     """The question of one of several answers to a request: its random numbers and its parser's state are its own."""
     seed = None if question.seed is None else question.seed + index
     config, reader = copy.deepcopy(question.config), copy.deepcopy(question.parser)
-    return replace(question, config=config, parser=reader, seed=seed)
+    matcher = None if question.matcher is None else question.matcher.deep_copy()
+    return replace(question, config=config, parser=reader, seed=seed, matcher=matcher)
 
 
 def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     """The checkpoint's settings with the request's in their place."""
     config = copy.deepcopy(served.model.generation_config)
     config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
-    if body.temperature is not None or body.top_p is not None:
+    sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    if any(value is not None for value in sampling.values()):
         config.do_sample = body.temperature != 0
         config.top_k = config.top_k or 0  # None would be 50
     if not config.do_sample:
-        config.temperature = config.top_p = config.top_k = None
+        config.temperature = config.top_p = config.top_k = config.min_p = None
     else:
-        config.temperature = config.temperature if body.temperature is None else body.temperature
-        config.top_p = config.top_p if body.top_p is None else body.top_p
-    if body.ignore_eos:  # None would be the checkpoint's
-        config.eos_token_id = served.vocabulary
+        config.update(**{name: value for name, value in sampling.items() if value is not None})
+        config.top_k = max(0, config.top_k or 0)  # vLLM's -1, like 0, is every token
+    if body.repetition_penalty is not None:
+        config.repetition_penalty = body.repetition_penalty
+    config.eos_token_id = ends_of(served, body, config)
     config.cache_implementation = None  # the cache is a conversation's
     unknown = [token for token in body.logit_bias or {} if token >= served.vocabulary]
     if unknown:
@@ -105,9 +151,18 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     return config
 
 
+def ends_of(served: ServedModel, body: Body, config: GenerationConfig) -> list[int]:
+    """The tokens that end the answer: the checkpoint's, unless they are ignored, and the request's."""
+    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    kept = [] if body.ignore_eos else [token for token in own if token is not None]
+    return [*kept, *(body.stop_token_ids or ())] or [served.vocabulary]  # None would be the checkpoint's
+
+
 def processors_of(question: Question) -> LogitsProcessorList:
     """What a question asks for that `generate` has no setting for."""
-    own = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
+    own: list[LogitsProcessor] = [Penalties(*question.penalties, question.tokens)] if any(question.penalties) else []
+    if question.matcher is not None:
+        own.append(Constraint(question.matcher, question.tokens, question.words))
     return LogitsProcessorList(own)
 
 

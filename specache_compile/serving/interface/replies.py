@@ -59,7 +59,7 @@ class Choice:
             "tokens": [one.text for one in likely],
             "token_logprobs": [one.logprob for one in likely],
             # Of equal texts the likelier.
-            "top_logprobs": [dict(reversed(one.likeliest)) for one in likely],
+            "top_logprobs": [{o.text: o.logprob for o in reversed(one.likeliest)} for one in likely],
         }
 
 
@@ -96,13 +96,10 @@ class ChatChoice(Choice):
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
     def logprobs(self, likely: list[Likely]) -> dict[str, Any]:
-        def place(text: str, logprob: float) -> dict[str, Any]:
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        def place(one: Likely) -> dict[str, Any]:
+            return {"token": one.text, "logprob": one.logprob, "bytes": list(one.bytes)}
 
-        content = [
-            {**place(one.text, one.logprob), "top_logprobs": [place(*other) for other in one.likeliest]}
-            for one in likely
-        ]
+        content = [{**place(one), "top_logprobs": [place(other) for other in one.likeliest]} for one in likely]
         return {"content": content, "refusal": None}
 
 

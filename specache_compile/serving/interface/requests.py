@@ -1,4 +1,4 @@
-"""What a request may ask. A field that cannot be followed is refused with status 400, never silently ignored."""
+"""The fields of a request. One that would make the answer wrong is refused; an unknown one is ignored and logged."""
 
 from __future__ import annotations
 
@@ -27,11 +27,6 @@ def warm_enough(temperature: float) -> float:
     return temperature if temperature >= COLDEST else 0.0
 
 
-def is_json(text: str) -> str:
-    json.loads(text)
-    return text
-
-
 # Strict: "1", 1.0 and true are not JSON's 1.
 Count = Annotated[int, Field(strict=True, ge=1)]
 One = Annotated[int, Field(strict=True, ge=1, le=1)]
@@ -47,11 +42,8 @@ Usage = Literal["none", "last", "every"]
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
-    include_obfuscation: Literal[False] | None = None
 
     @property
     def usage(self) -> Usage:
@@ -61,10 +53,34 @@ class StreamOptions(BaseModel):
         return "every" if self.continuous_usage_stats else "last"
 
 
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+
+    rules: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def has_its_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: give it with type json_schema")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer follows; None: it is any text."""
+        if self.json_schema is not None:
+            return self.json_schema.rules
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class Body(BaseModel):
     """The fields of both endpoints."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str | None = None
     stream: Flag | None = None
@@ -72,6 +88,11 @@ class Body(BaseModel):
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
     ignore_eos: Flag | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
+    skip_special_tokens: Flag | None = None
     temperature: Annotated[Number, Field(ge=0, le=2), AfterValidator(warm_enough)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
@@ -80,7 +101,13 @@ class Body(BaseModel):
     seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 63)] | None = None
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]] | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
-    user: str | None = None  # who asks; it changes no answer
+    response_format: ResponseFormat | None = None
+    structured_outputs: None = None  # vLLM's form of response_format
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of the fields that change nothing."""
+        return sorted(self.model_extra or {})
 
     @property
     def longest(self) -> int | None:
@@ -129,7 +156,7 @@ class TextPart(BaseModel):
 
 class Called(BaseModel):
     name: str
-    arguments: Annotated[str, AfterValidator(is_json)]
+    arguments: str
 
 
 class ToolCall(BaseModel):
@@ -148,55 +175,43 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
-
-
 class Function(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    """strict: the arguments follow `parameters`. It is for the server, so no template reads it."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: Annotated[Flag | None, Field(exclude=True)] = None
 
 
 class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
     type: Literal["function"]
     function: Function
+
+
+class Named(BaseModel):
+    name: str
+
+
+class ToolChoice(BaseModel):
+    """The function that the answer must call."""
+
+    type: Literal["function"]
+    function: Named
 
 
 class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    # Who asks, and what for: they change no answer. A prompt's beginning is found without a key.
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    functions: None = None
+    functions: None = None  # the older form of tools
     function_call: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
-    audio: None = None
-    moderation: None = None
-    prediction: None = None
-    prompt_cache_options: None = None
-    prompt_cache_retention: None = None
-    web_search_options: None = None
 
     @property
     def longest(self) -> int | None:

@@ -1,0 +1,73 @@
+"""Answers that follow a grammar: llguidance computes which tokens may come next."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.torch import fill_next_token_bitmask
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+def of_schema(schema: dict[str, Any]) -> str:
+    """The grammar of a JSON schema."""
+    return str(LLMatcher.grammar_from_json_schema(schema))
+
+
+def of_calls(tools: list[dict[str, Any]]) -> str:
+    """The grammar of one call of one of these tools, each as in a request, in Hermes' and Qwen's format."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool["name"]}, "arguments": tool.get("parameters") or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    rules = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {json.dumps({"anyOf": calls})}'
+    return str(LLMatcher.grammar_from_lark(rules))
+
+
+def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """The matcher of a grammar. ValueError where llguidance does not support it."""
+    matcher = LLMatcher(tokenizer, grammar)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+class Constraint(LogitsProcessor):
+    """Only the tokens that the grammar allows. It can be called again for fewer tokens: drafts may be refused.
+
+    prompt: how many tokens come before the answer.
+    words: of 32 bits, in a mask of all tokens.
+    """
+
+    def __init__(self, matcher: LLMatcher, prompt: int, words: int) -> None:
+        self.matcher, self.prompt, self.words = matcher, prompt, words
+        self.read: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        self.advance(input_ids[0, self.prompt :].tolist())
+        size = scores.shape[-1]
+        mask = torch.zeros(1, self.words, dtype=torch.int32)
+        fill_next_token_bitmask(self.matcher, mask)
+        if self.matcher.is_error():
+            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
+        allowed = (mask[0, :, None] >> torch.arange(32, dtype=torch.int32) & 1).flatten().bool()
+        allowed = torch.nn.functional.pad(allowed, (0, max(0, size - len(allowed))))[:size]
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+    def advance(self, said: list[int]) -> None:
+        """Bring the matcher to these tokens of the answer."""
+        pairs = zip(said, self.read, strict=False)
+        same = next((place for place, (new, old) in enumerate(pairs) if new != old), min(len(said), len(self.read)))
+        if same < len(self.read):
+            self.matcher.rollback(len(self.read) - same)
+        if not self.matcher.consume_tokens(said[same:]):
+            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
+        self.read = said
