@@ -21,6 +21,7 @@ from specache_compile.serving.interface.replies import ChatReply, Reply
 from specache_compile.serving.interface.requests import StreamOptions, Usage
 from specache_compile.serving.metrics import Metrics
 from specache_compile.serving.stops import Stops
+from specache_compile.serving.token_bytes import TABLE, bytes_of
 
 pytestmark = pytest.mark.one_process
 
@@ -164,3 +165,13 @@ def test_a_continuation_keeps_its_first_space(continued: bool, text: str) -> Non
         return "".join([piece async for piece in answer.pieces()])
 
     assert asyncio.run(said()) == text
+
+
+def test_the_bytes_of_a_part_of_a_character_are_its_own() -> None:
+    """Joined, they are the text."""
+    text = "naïve 😀"
+    table = {byte: letter for letter, byte in TABLE.items()}
+    letters = [table[byte] for byte in text.encode()]
+    rust = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate(dict.fromkeys(letters))}, "?"))
+    rust.decoder = decoders.ByteLevel()
+    assert b"".join(bytes_of(rust, rust.token_to_id(letter), "\ufffd") for letter in letters) == text.encode()

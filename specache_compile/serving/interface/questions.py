@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.cli.serving.utils import build_response_parser
+from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from specache_compile.serving.answer import Question
 from specache_compile.serving.model import ServedModel
@@ -51,9 +51,8 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
     opening = tokenizer(whole.removeprefix(asked), add_special_tokens=False).input_ids if whole != asked else []
     inputs = tokenizer(whole, add_special_tokens=False, return_tensors="pt")
     parser = build_response_parser(tokenizer, served.model, inputs["input_ids"], tools=tools)
-    return question(
-        served, body, inputs, len(opening) if whole.startswith(asked) else 0, parser, called_of(body, parser)
-    )
+    called = called_of(body, get_response_template(tokenizer, served.model))
+    return question(served, body, inputs, len(opening) if whole.startswith(asked) else 0, parser, called)
 
 
 def as_templates_have_it(message: Message) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def grammar_of(body: Body) -> str | None:
     return None if schema is None else of_schema(schema)
 
 
-def called_of(body: ChatBody, parser: Any) -> str | None:
+def called_of(body: ChatBody, template: dict[str, Any] | None) -> str | None:
     """The grammar of the call that `tool_choice` requires; None: it requires none."""
     if body.tool_choice in (None, "auto", "none"):
         return None
@@ -113,7 +112,8 @@ def called_of(body: ChatBody, parser: Any) -> str | None:
     tools = [tool.function.model_dump() for tool in body.tools or [] if named in (None, tool.function.name)]
     if not tools:
         raise HTTPException(400, f"tool_choice: tools has no {named or 'function'}")
-    if parser is None or "<tool_call>" not in str(parser.fields["tool_calls"]):
+    form = (template or {}).get("fields", {}).get("tool_calls", {})
+    if form.get("content") != "json" or not str(form.get("open_pattern")).endswith("<tool_call>"):
         raise HTTPException(400, "tool_choice: the format of this model's calls is not known; use 'auto'")
     return of_calls(tools)
 
