@@ -25,14 +25,13 @@ from specache_compile.caches.rows import (
     row_of,
     take_in,
 )  # fmt: skip
-from specache_compile.caches.saving import load
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
 from specache_compile.runtime.session import Session, sessions_of
 
 from .admission import next_to_begin
-from .aside import Aside, brought_or_none, forget
+from .aside import Aside, back_from, brought_or_none, forget
 from .drafts import (
     decoded_for,
     drafting_session,
@@ -208,6 +207,17 @@ class Batch:
         self.drop(request)
         self.over(request, End.REMOVED)
 
+    def forget_prefixes(self) -> None:
+        """Forget the prompts' prefixes that are cached for later requests.
+
+        A batch does so itself when it sees that the model's weights or settings have changed: the key in
+        `runtime/model_key.py`. That key samples weights, so call this after writes through `.data` or numpy that change a
+        few values only, and during a prompt's prefill. Requests that are running continue with what they have cached.
+        """
+        self.memory.forget_prefixes()
+        for request in self.reading:
+            request.from_its_first = False  # its first chunks stay out of the prefixes
+
     def over(self, request: Request, end: End, error: Exception | None = None) -> None:
         """End a request that has no row."""
         forget(request)
@@ -250,14 +260,14 @@ class Batch:
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
-        if self.waiting and self.has_room:
-            self.memory.notice_weights(self.model)
         while self.has_room and (asking := self.may_begin):
             chosen = next_to_begin(asking, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
                 if self.running or not self.make_room():
                     return
                 continue
+            if self.memory.notice_weights(self.model):
+                continue  # fewer pages may be shared
             if not self.begin(chosen):
                 return
 
@@ -268,7 +278,7 @@ class Batch:
         try:
             self.memory.check_alone(request)
             if request.aside is not None:
-                request.cache = self.memory.taken_in(load(request.aside, self.model))
+                request.cache = self.memory.taken_in(back_from(request.aside, self.model))
             if request.said:
                 self.say_on(request)
             else:

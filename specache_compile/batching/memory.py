@@ -16,6 +16,7 @@ from specache_compile.methods.field import LayerShape
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
 from specache_compile.paging.pool import Pool, page_bytes, pages_for, row_bytes
+from specache_compile.runtime.model_key import model_key
 from specache_compile.runtime.session import Session, session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 
@@ -67,7 +68,7 @@ class Memory:
         self.pool: Pool | None = None
         unbounded = budget == Bytes() and options.host_memory is None
         self.prefixes = Prefixes(rows if unbounded else beginnings(rows))
-        self.weights: list[tuple[int, int]] = []
+        self.key: object = None
 
     def learn(self, cache: DynamicCache, joins: bool) -> None:
         """From a first cache: what a layer keeps. joins: the model takes positions that differ by row."""
@@ -81,13 +82,22 @@ class Memory:
             self.pool = Pool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
 
-    def notice_weights(self, model: torch.nn.Module) -> None:
-        """Forget the beginnings that other weights have read."""
-        weights = [(id(w), 0 if w.is_inference() else w._version) for w in model.parameters()]
-        if weights != self.weights:
-            while self.prefixes.drop_oldest():
-                pass
-            self.weights = weights
+    def notice_weights(self, model: torch.nn.Module) -> bool:
+        """Forget the prefixes that the model computed with other weights or settings. True if there were some."""
+        if self.layers and self.pool is None:  # no prefix is ever kept
+            return False
+        key = model_key(model)
+        if key == self.key:
+            return False
+        self.key = key
+        return self.forget_prefixes()
+
+    def forget_prefixes(self) -> bool:
+        """Forget all prefixes. True if there were some."""
+        had = bool(self.prefixes.kept)
+        while self.prefixes.drop_oldest():
+            pass
+        return had
 
     def taken_in(self, cache: DynamicCache) -> DynamicCache:
         """A cache that is the batch's now: in pages where it can be."""

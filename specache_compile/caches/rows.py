@@ -158,7 +158,8 @@ def progress_of(rows: Sequence[Row]) -> Progress:
         session.progress.ready[row] and (known is None or one is not None)
         for (session, row), one in zip(rows, guesses, strict=True)
     )
-    return Progress(lengths, ready, max(lengths), guess, joined=True)
+    keys = tuple(session.progress.keys[row] for session, row in rows)
+    return Progress(lengths, ready, keys, max(lengths), guess, joined=True)
 
 
 def in_pages(cache: DynamicCache, pool: Pool) -> DynamicCache:

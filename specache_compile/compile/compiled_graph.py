@@ -15,6 +15,7 @@ from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.lowering import cuda_graphs
 from specache_compile.options import differences
 from specache_compile.passes.reading.local_shards import local
+from specache_compile.runtime.model_key import calling_model, prefill_key
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.regroup import agreed_session
@@ -61,7 +62,9 @@ class CompiledGraph:
             ranks = ranks_of(arguments)
             check_same(ranks, captured.options, {"batch": batch, "tokens": tokens})
             session = Session(captured.options, captured.layers, batch, tokens, ranks)
-            session.weights = [weakref.ref(value) for value in arguments if isinstance(value, torch.nn.Parameter)]
+            weights = [value for value in arguments if isinstance(value, torch.nn.Parameter)]
+            session.weights = list(map(weakref.ref, weights))
+            session.progress.keys = (prefill_key(calling_model(), weights),) * batch
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -129,8 +131,9 @@ def session_from(places: Sequence[Place]) -> Session:
     made = copy.copy(first)
     made.tiers = tiers_from(places)
     padding = next((s.progress.padding for s in sources if s.progress.padding is not None), None)
+    keys = (functools.reduce(operator.or_, parts) for parts in zip(*(s.progress.keys for s in sources), strict=True))
     made.progress = replace(
-        first.progress, ready=(False,) * first.tiers.batch, guess=None, padding=padding,
+        first.progress, ready=(False,) * first.tiers.batch, keys=tuple(keys), guess=None, padding=padding,
         padded=any(s.progress.padded for s in sources),
     )  # fmt: skip
     made.moved, made.told = {}, set(first.told)

@@ -38,6 +38,7 @@ from specache_compile.passes.reading.sites import PARTS, Part
 
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
+from .model_key import PrefillKey
 from .records import Statistics
 from .state import fields_of, full_cache_bytes
 from .tiers import Tiers
@@ -57,6 +58,7 @@ class Progress:
     """How far a session has come: what its next step starts from, beside the tiers.
 
     lengths: tokens that are cached of each row; they are the last of the columns.
+    keys: of each row, the key of the model that filled it, as it was then.
     length: columns that Hugging Face counts, those of the padding in front of a row too.
     guess: the speculative token [B, 1]; None where there is none.
     ready: of each row, whether its slots were chosen for the next decode step.
@@ -67,6 +69,7 @@ class Progress:
 
     lengths: tuple[int, ...]
     ready: tuple[bool, ...]
+    keys: tuple[PrefillKey, ...]
     length: int = 0
     guess: Tensor | None = None
     padding: Tensor | None = None
@@ -103,7 +106,7 @@ class Session:
     mode.
 
     asked: the options that the cache was made under; those in force are the tiers'.
-    weights: the model's, by which a saved session knows it again.
+    weights: the model's.
     from_elsewhere: the session was filled by no graph (`hold`, `load`).
     version: counts the changes that no old view survives.
     view: the edited view that the tiers were last brought to, while no step has followed; it may be used again.
@@ -127,7 +130,7 @@ class Session:
     ) -> None:
         self.asked = options
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
-        self.progress = Progress((0,) * batch, (False,) * batch)
+        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
         self.from_elsewhere = False
         self.version = 0
@@ -345,7 +348,9 @@ class Session:
             return
         self.tiers.select(rows)
         progress, kept = self.progress, rows.tolist()
-        progress.lengths, progress.ready = (tuple(x[i] for i in kept) for x in (progress.lengths, progress.ready))
+        progress.lengths = tuple(progress.lengths[row] for row in kept)
+        progress.ready = tuple(progress.ready[row] for row in kept)
+        progress.keys = tuple(progress.keys[row] for row in kept)
         progress.guess, progress.padding = (
             None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
             for tensor in (progress.guess, progress.padding)

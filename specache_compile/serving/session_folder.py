@@ -93,6 +93,11 @@ class SessionFolder:
         while self.total() > self.most:
             shutil.rmtree(self.saved.pop(0).folder, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Delete all sessions."""
+        while self.saved:
+            shutil.rmtree(self.saved.pop().folder, ignore_errors=True)
+
     def total(self) -> int:
         """Bytes of all sessions."""
         return sum(saved.nbytes for saved in list(self.saved))
