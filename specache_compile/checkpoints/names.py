@@ -7,10 +7,12 @@ import importlib.metadata
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specache_compile.errors import SpecacheError
 
-from .gguf import converted, folder_of, is_whole, split_of
+from .gguf import config_of as gguf_config_of
+from .gguf import converted, folder_of, is_converted
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,15 @@ def resolved(model: str) -> str:
     return checked(model) if gguf is None else str(converted(gguf))
 
 
-def config_source(model: str) -> dict[str, str]:
-    """The arguments of `AutoConfig.from_pretrained`. A GGUF file is not converted for its config."""
+def config_of(model: str) -> Any:
+    """The configuration of a model. A GGUF file is not converted for it."""
+    from transformers import AutoConfig
+
     gguf = gguf_of(model)
     if gguf is None:
-        return {"pretrained_model_name_or_path": checked(model)}
+        return AutoConfig.from_pretrained(checked(model))
     folder = folder_of(gguf)
-    if is_whole(folder):
-        return {"pretrained_model_name_or_path": str(folder)}
-    split_of(gguf)  # refuses a file that is not a whole GGUF file
-    return {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    return AutoConfig.from_pretrained(folder) if is_converted(gguf, folder) else gguf_config_of(gguf)
 
 
 def origin(model: str) -> str:

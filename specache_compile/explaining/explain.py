@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from specache_compile.checkpoints.names import config_source
+from specache_compile.checkpoints.names import config_of
 from specache_compile.compat import GENERATE_MASKS_ALL
 from specache_compile.compile.backend import compile_graph
 from specache_compile.compile.captured import Captured, capture
@@ -171,11 +171,10 @@ def left_alone_rows(graph: Captured) -> list[LeftAlone]:
 
 def load_config(path: str | Path) -> Any:
     """The config of a checkpoint folder, a config.json, a GGUF file, a hub name or a known name."""
-    from transformers import AutoConfig
-
-    source = config_source(str(path))
     try:
-        config = AutoConfig.from_pretrained(**source)
+        config = config_of(str(path))
+    except SpecacheError:
+        raise
     except Exception as error:  # transformers raises many types for bad configs
         raise SpecacheError(f"no usable config at {path}: {first_line(error)}") from error
     config.name_or_path = str(path)

@@ -117,3 +117,46 @@ def test_the_next_process_takes_the_traces_of_an_adapted_model(traces: Traces) -
         expected = said(other)
         assert torch.equal(said(compiled(other)), expected)
         assert traces.count >= 2
+
+
+def scale(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["other"] *= 5
+
+
+def merge(model: Any) -> None:
+    model.set_adapter("default")
+    model.merge_adapter()
+
+
+def test_a_batch_forgets_what_another_adapter_has_computed() -> None:
+    wrapped = lora()
+    wrapped.get_base_model().compile(backend="specache", options={"bits": 16, "lowering": "eager"})
+    batch, ids, chunk = sc.Batch(wrapped.get_base_model(), chunk=128), prompt(300, seed=9), 128
+
+    def generated() -> tuple[list[int], bool]:
+        request = batch.add(ids, max_new_tokens=12)
+        batch.step()
+        from_prefix = request.read > chunk
+        batch.run()
+        return request.said, from_prefix
+
+    twin = lora()
+    switches = {
+        "as made": lambda model: None,
+        "another adapter": lambda model: model.set_adapter("other"),
+        "scaled": scale,
+        "disabled": lambda model: model.base_model.disable_adapter_layers(),
+        "enabled": lambda model: model.base_model.enable_adapter_layers(),
+        "the first adapter again, merged": merge,
+    }
+    before: list[int] = []
+    for name, switch in switches.items():
+        for model in (wrapped, twin):
+            switch(model)
+        expected = said(twin, None, ids)[0, ids.shape[1] :].tolist()
+        assert expected != before, name
+        assert generated() == (expected, False), name
+        assert generated() == (expected, True), name
+        before = expected
