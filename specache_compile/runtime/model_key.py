@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -29,6 +30,8 @@ NO_SETTINGS = {
     *vars(torch.nn.Module()), "_caches", "_is_hf_initialized", "gradient_checkpointing", "hf_device_map",
     "kernel_config", "loss_type", "max_seq_len_cached", "name_or_path", "warnings_issued",
 }  # fmt: skip
+# RoPE types whose frequencies follow the length of a call.
+LENGTH_ROPE = {"dynamic", "longrope"}
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -53,7 +56,8 @@ def model_key(model: torch.nn.Module) -> object:
     modules are training."""
     weights = [*model.parameters(), *persistent_buffers(model)]
     written = [(id(weight), 0 if weight.is_inference() else weight._version) for weight in weights]
-    values = sampled([*model.parameters(), *model.buffers()])
+    buffers = [buffer for module in model.modules() if not follows_length(module) for buffer in module.buffers(False)]
+    values = sampled([*model.parameters(), *buffers])
     return written, values, settings_of(model), [module.training for module in model.modules()]
 
 
@@ -99,7 +103,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from parts_of(getattr(tensor, name))
-    elif tensor.device.type != "meta" and tensor.numel():
+    elif tensor.numel() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
         yield tensor.detach()
 
 
@@ -143,8 +147,14 @@ def plain(value: Any) -> object:
     return str(value) if isinstance(value, (str, torch.dtype)) else value
 
 
+def follows_length(module: torch.nn.Module) -> bool:
+    """Whether each call computes a module's buffers again, from its longest position."""
+    kinds = getattr(module, "rope_type", None)
+    return not LENGTH_ROPE.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
-    """The buffers that a checkpoint has. The others follow from the configuration; some calls compute them again."""
+    """The buffers that a checkpoint has. The others follow from the configuration."""
     return [
         buffer for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
