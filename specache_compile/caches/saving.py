@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +43,7 @@ from specache_compile.methods import GONE, every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
-from specache_compile.runtime.model_key import PrefillKey, prefill_key
+from specache_compile.runtime.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Session
@@ -362,14 +363,14 @@ def described_keys(keys: Sequence[PrefillKey]) -> dict[str, Any]:
     """The keys of all rows: every weight of one, and the different settings."""
     settings = {key.settings for key in keys if key.settings is not None}
     return {
-        "weights": sorted(frozenset[str]().union(*(key.weights for key in keys))),
+        "weights": list(all_of(key.weights for key in set(keys))),
         "settings": [dict(each) for each in sorted(settings)],
     }
 
 
 def restored_key(header: Mapping[str, Any]) -> PrefillKey:
     settings = header.get("settings")
-    return PrefillKey(frozenset(header["weights"]), tuple(sorted(settings[0].items())) if settings else None)
+    return PrefillKey(tuple(header["weights"]), tuple(sorted(settings[0].items())) if settings else None)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -384,9 +385,9 @@ def check_key(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> 
     """SpecacheError where the saved rows were filled with other weights or settings than the model has. A session from an
     earlier version has no settings."""
     key = prefill_key(model, model.parameters())
-    missing = set(header["weights"]) - key.weights
+    missing = Counter(header["weights"]) - Counter(key.weights)
     if missing:
-        raise other_model(root, len(missing), len(header["weights"]))
+        raise other_model(root, missing.total(), len(header["weights"]))
     for settings in header.get("settings", []):
         if differing := {name for name, _ in {*settings.items()} ^ {*(key.settings or ())}}:
             raise other_settings(root, sorted(differing))

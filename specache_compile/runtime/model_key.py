@@ -11,8 +11,11 @@ table. A sum over all values would see it, but takes half a decode step or more,
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +42,17 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 class PrefillKey:
     """The part of a key that outlives the process, as it was when a row of a cache was filled.
 
-    weights: a hash for each weight and persistent buffer of the prefill, over shape, dtype and sampled values.
+    weights: a hash for each weight and persistent buffer of the prefill, over shape, dtype and sampled values; sorted.
     settings: a hash for each setting of the decoder, by name; None: the model was not found.
     """
 
-    weights: frozenset[str] = frozenset()
+    weights: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] | None = None
 
     def __or__(self, other: PrefillKey) -> PrefillKey:
         """The key of a cache whose layers were filled in two parts."""
-        return PrefillKey(self.weights | other.weights, other.settings if self.settings is None else self.settings)
+        settings = other.settings if self.settings is None else self.settings
+        return PrefillKey(all_of([self.weights, other.weights]), settings)
 
 
 def model_key(model: torch.nn.Module) -> object:
@@ -70,9 +74,15 @@ def prefill_key(model: torch.nn.Module | None, weights: Iterable[Tensor]) -> Pre
     return PrefillKey(weight_hashes([*weights, *persistent_buffers(decoder)]), tuple(sorted(settings.items())))
 
 
-def weight_hashes(tensors: Iterable[Tensor]) -> frozenset[str]:
-    """16 hex digits for each tensor, over its shape, dtype and sampled values."""
-    return frozenset(hash_of(f"{kind} {values.hex()}") for kind, values in sampled(tensors))
+def weight_hashes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    """16 hex digits for each tensor, over its shape, dtype and sampled values; sorted."""
+    return tuple(sorted(hash_of(f"{kind} {values.hex()}") for kind, values in sampled(tensors)))
+
+
+def all_of(hashes: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """The hashes of all weights that are in one of these collections."""
+    counts = functools.reduce(operator.or_, map(Counter, hashes), Counter[str]())
+    return tuple(sorted(counts.elements()))
 
 
 def hash_of(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,43 @@ def test_what_cannot_be_saved_is_dropped_with_a_warning(compiled: LlamaForCausal
     with pytest.warns(SpecacheWarning, match="is not kept"):
         kept.close()
     assert evicted == ["nowhere"]
+
+
+@torch.no_grad()
+def test_a_change_of_the_weights_forgets_conversations(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, on disk, and under way at the change."""
+    monkeypatch.setattr(compiled.model, "norm", copy.deepcopy(compiled.model.norm))
+    ids, others, weight = prompt(90)[0], prompt(90, seed=2)[0], compiled.model.norm.weight
+    kept = keeping(compiled, Bounds(1, 1 << 40, 1 << 40), tmp_path)
+    hold(kept, others[:70])
+    hold(kept, ids[:70])
+    assert evicted == ["disk"]
+    under_way = kept.take(ids)
+    assert len(under_way.ids) == 70
+    kept.put(under_way)
+    weight.data.mul_(2.0)
+    with pytest.warns(SpecacheWarning, match="made with another model: 1 of"):
+        assert len(kept.take(others).ids) == 0
+    assert evicted == ["disk", "nowhere"]
+    under_way = kept.take(ids)
+    assert len(under_way.ids) == 0
+    weight.data.mul_(2.0)
+    kept.take(others)
+    kept.put(under_way)
+    assert kept.in_memory == []
+
+
+@torch.no_grad()
+def test_all_conversations_are_forgotten_on_request(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    kept, ids = keeping(compiled, Bounds(1, 1 << 40, 1 << 40), tmp_path), prompt(90)[0]
+    hold(kept, ids[:40])
+    hold(kept, ids[:70])
+    under_way = kept.take(ids)
+    hold(kept, ids[:60])
+    assert len(kept.on_disk) == len(kept.in_memory) == 1
+    kept.forget()
+    kept.put(under_way)
+    assert kept.on_disk == kept.in_memory == list(tmp_path.glob("session-*")) == []
+    assert len(kept.take(ids).ids) == 0
