@@ -77,10 +77,19 @@ class Memory:
             return
         layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
-            options = options_of(session)
-            fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
-            self.pool = Pool(options, layers, bound(options, layers, self.budget, fixed))
+            self.pool = self.pool_of(options_of(session), layers)
         self.layers = layers
+
+    def pool_of(self, options: MethodOptions, layers: list[LayerShape]) -> Pool:
+        fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
+        return Pool(options, layers, bound(options, layers, self.budget, fixed))
+
+    def begin_again(self) -> None:
+        """Forget all rows and prefixes. Their pages go with them: what an interrupted step left of the pool is not
+        trusted."""
+        self.prefixes = Prefixes(self.prefixes.most)
+        if self.pool is not None:
+            self.pool = self.pool_of(self.pool.options, self.layers)
 
     def notice_weights(self, model: torch.nn.Module) -> bool:
         """Forget the prefixes that the model computed with other weights or settings. True if there were some."""
@@ -147,9 +156,9 @@ class Memory:
 
     def beginning_of(self, request: Request) -> tuple[int, DynamicCache | None]:
         """What is kept of the beginning of a request that has read nothing yet."""
-        if request.cache is not None or request.aside is not None:
+        if request.cache is not None or request.aside is not None or request.whole:
             return 0, None
-        return self.prefixes.longest(request.prompt)
+        return self.prefixes.longest(request.text)
 
     def until(self, request: Request) -> int:
         """Tokens that a request is promised room for."""
@@ -205,10 +214,10 @@ class Memory:
     def keep_beginning(self, request: Request) -> None:
         """Keep what has been read of a prompt, where it ends with a page."""
         cache = request.cache
-        if cache is None or self.tiers_of(cache) is None or not request.from_its_first:
+        if cache is None or self.tiers_of(cache) is None or not request.from_its_first or request.whole:
             return
         if ends_a_page(request.read, self.chunk):
-            self.prefixes.put(request.prompt[: request.read], cache)
+            self.prefixes.put(request.text[: request.read], cache)
 
 
 def options_of(session: Session) -> MethodOptions:

@@ -92,7 +92,12 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
             return f"their options differ: {told}"
         if session.options != first.options:
             return "one of them is still in 16 bits (option min_context): min_context=0 has none be"
-    apart = apart or len({length for session in sessions for length in session.progress.lengths}) > 1
+    lengths = [length for session in sessions for length in session.progress.lengths]
+    if first.rope_switch is not None and first.rope_switch.misfit([length + 1 for length in lengths]):
+        return first.rope_switch.reason()
+    apart = apart or len(set(lengths)) > 1
+    if apart and (reason := next(filter(None, (session.one_length for session in sessions)), None)):
+        return reason
     for number, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         if reason := reason_of_layer(layers[0], apart):
             return f"layer {number}, {type(layers[0]).__name__}, {reason}"

@@ -160,7 +160,9 @@ def read_tokenizer(gguf: Path) -> Any:
     with loading(gguf):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     split = opened(gguf).fields.get("tokenizer.ggml.pre")
-    if split is not None and split.contents() == "smollm":  # llama.cpp then splits text at each digit, which transformers does not know
+    if (
+        split is not None and split.contents() == "smollm"
+    ):  # llama.cpp then splits text at each digit, which transformers does not know
         splits = tokenizer.backend_tokenizer
         splits.pre_tokenizer = Sequence([Digits(individual_digits=True), splits.pre_tokenizer])
     return tokenizer

@@ -62,6 +62,7 @@ class CompiledGraph:
             ranks = ranks_of(arguments)
             check_same(ranks, captured.options, {"batch": batch, "tokens": tokens})
             session = Session(captured.options, captured.layers, batch, tokens, ranks)
+            session.rope_switch = captured.rope_switch
             weights = [value for value in arguments if isinstance(value, torch.nn.Parameter)]
             session.weights = list(map(weakref.ref, weights))
             session.progress.keys = (prefill_key(calling_model(), weights),) * batch

@@ -40,6 +40,7 @@ from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .model_key import PrefillKey
 from .records import Statistics
+from .rope_switch import RopeSwitch
 from .state import fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
@@ -111,6 +112,8 @@ class Session:
     version: counts the changes that no old view survives.
     view: the edited view that the tiers were last brought to, while no step has followed; it may be used again.
     moved: layers that another session has taken over, and their numbers there (`regroup.py`).
+    rope_switch: of the model whose prefill it is; None where its frequencies are constant.
+    one_length: why the model's graphs take rows of one length only; None where they take others.
     half_evicted: a step that drops pairs has started, and has not finished.
     capturable: a CUDA graph may hold a step; not where the host makes the copies.
     cursors: by the pages of a row's table, each with the cursors of all rows that there are places for. Behind those
@@ -140,6 +143,8 @@ class Session:
         self.drafted: Sequence[int] | None = None
         self.draft_length: DraftLength | None = None
         self.half_evicted = False
+        self.rope_switch: RopeSwitch | None = None
+        self.one_length: str | None = None
         self.capturable = True
         self.told: set[str] = set()
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]

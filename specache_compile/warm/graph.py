@@ -26,6 +26,7 @@ from specache_compile.passes.phase import Phase
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.rewritten import Rewritten
+from specache_compile.runtime.rope_switch import RopeSwitch
 from specache_compile.runtime.symbols import SymbolReader, as_traced
 from specache_compile.runtime.variant import Variant
 
@@ -66,6 +67,7 @@ class Recalled:
     names: tuple[str, ...]
     symbols: SymbolReader
     left_alone: tuple[LeftAlone, ...]
+    rope_switch: RopeSwitch | None
 
     def unpadded(self, arguments: Sequence[Any]) -> bool:
         return not (self.phase.has_past or self.padding is None) and bool(arguments[self.padding].all())
@@ -83,7 +85,7 @@ def recalled(captured: Captured) -> Recalled:
     return Recalled(
         captured.options, captured.mode, captured.phase, captured.layers, as_traced(captured.batch),
         as_traced(captured.tokens), captured.padding, captured.pasts, captured.frequencies, captured.is_causal,
-        captured.names, captured.symbols, captured.left_alone,
+        captured.names, captured.symbols, captured.left_alone, captured.rope_switch,
     )  # fmt: skip
 
 
