@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
 def calling_model() -> torch.nn.Module | None:
     """The model, or the part of it, whose compiled forward method is running: the innermost on the stack that has a
     decoder. Graphs receive tensors alone."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module) and hasattr(owner, "get_decoder"):
