@@ -258,9 +258,9 @@ class Batch:
     def forget_prefixes(self) -> None:
         """Forget the prompts' prefixes that are cached for later requests.
 
-        A batch does so itself when it sees that the model's weights or settings have changed: the key in
-        `runtime/model_key.py`. That key samples weights, so call this after writes through `.data` or numpy that change a
-        few values only, and during a prompt's prefill. Requests that are running continue with what they have cached.
+        A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
+        when a request starts, so call this after writes through `.data` or numpy that change only a few values, and
+        after any change during a prompt's prefill. Running requests continue with what they have cached.
         """
         self.memory.forget_prefixes()
         for request in self.reading:

@@ -13,10 +13,10 @@ from specache_compile.caches.rows import drop, in_pages, reason_against
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.pages import PAGE
 from specache_compile.methods.field import LayerShape
+from specache_compile.model_key import model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
 from specache_compile.paging.pool import Pool, page_bytes, pages_for, row_bytes
-from specache_compile.runtime.model_key import model_key
 from specache_compile.runtime.session import Session, session_of, sessions_of
 from specache_compile.runtime.state import device_total, predicted_bytes
 

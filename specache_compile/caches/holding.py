@@ -17,11 +17,11 @@ from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError, split_session
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
+from specache_compile.model_key import decoder_of, prefill_key
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import PREFILL
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.model_key import decoder_of, prefill_key
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.records import find_record
 from specache_compile.runtime.session import Session

@@ -41,9 +41,9 @@ from specache_compile.kernels.state import segments
 from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.methods import GONE, every_method
 from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
-from specache_compile.runtime.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Session
@@ -157,10 +157,10 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     """The cache that `save` wrote to `folder`, for a `model` of the same weights, compiled by this backend under the
     same options. A host tier in ordinary memory is mapped from the file, and read as steps need it.
 
-    The weights and settings of the model (active adapters, for example) must be those of the prefill, also if they have
-    changed between the prefill and `save`. The counts of `stats` begin anew. SpecacheError where there is no session,
-    where a file is cut short, where the session was made with another model or other options, and for a model on several
-    devices or ranks.
+    The weights and settings of the model (active adapters, for example) must be those of the prefill, also if they
+    have changed between the prefill and `save`. The counts of `stats` begin anew. SpecacheError where there is no
+    session, where a file is cut short, where the session was made with another model or other options, and for a model
+    on several devices or ranks.
     """
     return loaded(Path(folder), model, by_any_weights=False)
 
@@ -382,8 +382,8 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def check_key(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """SpecacheError where the saved rows were filled with other weights or settings than the model has. A session from an
-    earlier version has no settings."""
+    """SpecacheError where the saved rows were filled with other weights or settings than the model has. A session from
+    an earlier version has no settings."""
     key = prefill_key(model, model.parameters())
     missing = Counter(header["weights"]) - Counter(key.weights)
     if missing:
@@ -482,15 +482,16 @@ def unreadable_session(path: Path, why: str) -> SpecacheError:
 
 def other_model(folder: Path, different: int, weights: int) -> SpecacheError:
     return SpecacheError(
-        f"the session in {folder} was made with another model: {different} of the {weights} weights that filled it differ "
-        "from this model's (values, shapes or dtype). Load those weights, or prefill again"
+        f"the session in {folder} was made with another model: {different} of the {weights} weights that filled it "
+        "differ from this model's (values, shapes or dtype). Load those weights, or prefill again"
     )
 
 
 def other_settings(folder: Path, names: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"the session in {folder} was made with other settings of the model's modules: {', '.join(names)}. An adapter may "
-        "be switched, disabled, scaled or merged, or transformers may be another version. Restore them, or prefill again"
+        f"the session in {folder} was made with other settings of the model's modules: {', '.join(names)}. An adapter "
+        "may be switched, disabled, scaled or merged, or transformers may have another version. Restore the settings, "
+        "or prefill again"
     )
 
 

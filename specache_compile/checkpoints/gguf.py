@@ -48,8 +48,8 @@ def converted(gguf: Path) -> Path:
 
 
 def is_converted(gguf: Path, folder: Path) -> bool:
-    """Whether a whole conversion of a GGUF file exists. One of an earlier version may lack what the file's keys require;
-    the configurations show it."""
+    """Whether a whole conversion of a GGUF file exists. One of an earlier version may lack what the file's keys
+    require; the configurations show it."""
     from transformers import AutoConfig
 
     if not is_whole(folder):
@@ -64,8 +64,8 @@ def is_converted(gguf: Path, folder: Path) -> bool:
 
 
 def config_of(gguf: Path) -> Any:
-    """The configuration of a GGUF file, which is not converted. SpecacheError as for `opened`, and for keys that cannot be
-    represented."""
+    """The configuration of a GGUF file, which is not converted. SpecacheError as for `opened`, and for keys that cannot
+    be represented."""
     from transformers import AutoConfig
 
     reader = opened(gguf)
@@ -90,8 +90,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def opened(gguf: Path) -> Any:
-    """A reader of a GGUF file. SpecacheError for missing packages, and for a file that is no GGUF file, ends early, or has
-    tensors that transformers leaves out."""
+    """A reader of a GGUF file. SpecacheError for missing packages, and for a file that is no GGUF file, ends early, or
+    has tensors that transformers leaves out."""
     missing = [name for name in READERS if not is_installed(name)]
     if missing:
         raise SpecacheError(f"reading a GGUF file needs {' and '.join(missing)}: pip install {' '.join(missing)}")
@@ -169,8 +169,8 @@ def read_tokenizer(gguf: Path) -> Any:
 
 
 def read_model(gguf: Path, config: Any) -> Any:
-    """The model, dequantised in float32, of a configuration that has the same weights. transformers shows a progress bar
-    on stderr."""
+    """The model, dequantised in float32, of a configuration that has the same weights. transformers shows a progress
+    bar on stderr."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 

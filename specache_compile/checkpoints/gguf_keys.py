@@ -1,8 +1,8 @@
 """What a GGUF file's metadata requires of the model: mapped into its configuration, or refused by the key's name.
 
-transformers maps some of a file's keys `ARCH.*` and leaves the others out without a message. This is an allow list: a key
-that transformers leaves out must have the value that the configuration has anyway, or no influence on the model. RoPE
-scaling, linear and YaRN, is mapped here.
+transformers maps some of a file's keys `ARCH.*` and leaves the others out without a message. This is an allow list: a
+key that transformers leaves out must have the value that the configuration has anyway, or no influence on the model.
+RoPE scaling, linear and YaRN, is mapped here.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ SCALING_KEYS = ("rope.scaling.type", "rope.scaling.original_context_length", *SC
 
 
 def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
-    """Write what transformers has left out into a configuration. SpecacheError names the keys that would change the model
-    and cannot be represented.
+    """Write what transformers has left out into a configuration. SpecacheError names the keys that would change the
+    model and cannot be represented.
 
     Args:
         path: the file, for the error.
@@ -178,6 +178,6 @@ def is_same(value: Any, expected: Any) -> bool:
 
 def unread_keys(path: Path, keys: Sequence[str]) -> SpecacheError:
     return SpecacheError(
-        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, and the model would "
-        "be another one without it; give the model's safetensors folder or hub name"
+        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, and the model "
+        "would be another one without it; give the model's safetensors folder or hub name"
     )

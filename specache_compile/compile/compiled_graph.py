@@ -13,9 +13,9 @@ import torch
 
 from specache_compile.errors import SpecacheError, SpecacheWarning
 from specache_compile.lowering import cuda_graphs
+from specache_compile.model_key import calling_model, prefill_key
 from specache_compile.options import differences
 from specache_compile.passes.reading.local_shards import local
-from specache_compile.runtime.model_key import calling_model, prefill_key
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.regroup import agreed_session

@@ -33,12 +33,12 @@ from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.model_key import PrefillKey
 from specache_compile.options import MethodOptions
 from specache_compile.passes.reading.sites import PARTS, Part
 
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
-from .model_key import PrefillKey
 from .records import Statistics
 from .rope_switch import RopeSwitch
 from .state import fields_of, full_cache_bytes

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from specache_compile.caches.rows import drop
-from specache_compile.runtime.model_key import model_key
+from specache_compile.model_key import model_key
 
 from .conversation import Conversation, begun, shared
 from .session_folder import Saved, SessionFolder

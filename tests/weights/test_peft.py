@@ -130,6 +130,7 @@ def merge(model: Any) -> None:
     model.merge_adapter()
 
 
+@torch._dynamo.config.patch(recompile_limit=64)
 def test_a_batch_forgets_what_another_adapter_has_computed() -> None:
     wrapped = lora()
     wrapped.get_base_model().compile(backend="specache", options={"bits": 16, "lowering": "eager"})

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import prompt, tiny_llama
 from families import FAMILIES, Family
-from specache_compile.runtime.model_key import model_key, prefill_key, sampled
+from specache_compile.model_key import model_key, prefill_key, sampled
 
 
 def new_parameter(model: Any) -> None:

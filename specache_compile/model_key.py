@@ -1,12 +1,12 @@
 """The key of what a model computes with. Tokens that a model has cached serve a model of an equal key alone.
 
-A key has two parts. Sampled values of weights and buffers show optimiser steps, weight syncs and writes through `.data` or
-numpy, which change no version counter. Settings are plain attributes of modules: the active adapters of PEFT, their scaling,
-and all else that a forward method reads from its module.
+A key has two parts. Sampled values of weights and buffers show optimiser steps, weight syncs and writes through `.data`
+or numpy, which change no version counter. Settings are plain attributes of modules: the active adapters of PEFT, their
+scaling, and all else that a forward method reads from its module.
 
-Limit: a write through `.data` or numpy that changes no sampled value is not seen, for example a write to a few rows of a
-table. A sum over all values would see it, but takes half a decode step or more, for each request. Code that writes so calls
-`Batch.forget_prefixes()`.
+Limit: a write through `.data` or numpy that changes no sampled value is not seen, for example a write to a few rows of
+a table. A sum over all values would see it, but takes half a decode step or more for each request. Code that writes so
+calls `Batch.forget_prefixes()`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ def some_values(tensor: Tensor) -> Tensor:
 
 
 def settings_of(model: torch.nn.Module) -> dict[str, list[object]]:
-    """The plain attributes of a model's modules: their values by name, in the modules' order, the same in every process."""
+    """The plain attributes of a model's modules: their values by name, in the modules' order. They are the same in
+    every process."""
     found: dict[str, list[object]] = {}
     for module in model.modules():
         loaded = isinstance(module, PreTrainedModel)  # its private attributes describe how it was loaded
@@ -174,7 +176,7 @@ def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
 def calling_model() -> torch.nn.Module | None:
     """The model, or the part of it, whose compiled forward method is running: the innermost on the stack that has a
     decoder. Graphs receive tensors alone."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module) and hasattr(owner, "get_decoder"):
