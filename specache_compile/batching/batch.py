@@ -172,7 +172,7 @@ class Batch:
 
         ValueError where an argument is none of these, SpecacheError where the budget would never hold the request.
         """
-        prompt = torch.as_tensor(ids, dtype=torch.int64).reshape(-1).cpu()
+        prompt = token_ids(ids)
         read = 0 if cache is None else cache.get_seq_length()
         if not read < len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
@@ -372,7 +372,7 @@ class Batch:
         """Tokens that the next turn caches of a request that runs."""
         if request.stage is Stage.SAYING:
             return 1 + request.ahead
-        left = len(request.text) - request.read
+        left = self.rope.until_switch(request)
         return left if request.whole else min(self.chunk, left)
 
     def may_be_in_pages(self, request: Request, cache: DynamicCache | None) -> bool:
@@ -459,10 +459,10 @@ class Batch:
     def joined(self, request: Request, cache: DynamicCache) -> Rows:
         """The rows that a request's cache, of one row, is now the last of."""
         paged = self.memory.tiers_of(cache) is not None
-        for group in self.groups if paged and request.failed_at is None else ():
+        for group in self.groups if paged and not request.alone else ():
             if (
                 group.paged
-                and all(one.failed_at is None for one in group.requests)
+                and not any(one.alone for one in group.requests)
                 and reason_against([group.cache, cache]) is None
             ):
                 group.cache = take_in(group.cache, cache)
@@ -495,6 +495,8 @@ class Batch:
         except Exception as error:
             self.fail(group, error)
             raise
+        for request in group.requests:
+            request.failed = False
         before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
             try:
@@ -511,11 +513,10 @@ class Batch:
 
     def fail(self, group: Rows, error: Exception) -> None:
         """The model has failed over rows. Each begins again, alone; one that failed so before is over."""
-        for request in list(group.requests):
-            if request.failed_at == len(request.said):
-                self.drop(request)
+        for request in group.requests:
+            if request.failed:
                 self.over(request, End.FAILED, error)
-            request.failed_at, request.alone = len(request.said), True
+            request.failed = request.alone = True
 
     def drafting(self, group: Rows) -> Session | None:
         """The session of rows that draft; a person is told once why others do not."""
@@ -566,6 +567,16 @@ class Batch:
             more["position_ids"] = positions
         out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **more)
         return out.past_key_values, out.logits
+
+
+def token_ids(ids: Tensor | Sequence[int]) -> Tensor:
+    """Token ids of one prompt, int64 [n]. ValueError where they are none, or several prompts'."""
+    given = torch.as_tensor(ids).cpu()
+    if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
+        raise ValueError(f"the prompt is {given.dtype}: give token ids, which are integers")
+    if given.dim() > 1 and given.numel() != given.shape[-1]:
+        raise ValueError(f"the prompt has shape {[*given.shape]}: add each row as a request of its own")
+    return given.reshape(-1).to(torch.int64)
 
 
 def kept_row(group: Rows, request: Request) -> DynamicCache | None:

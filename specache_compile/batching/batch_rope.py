@@ -39,13 +39,22 @@ class BatchRope:
                 f"model's RoPE ({self.switch.kind}) follows the length of a call, which a batch cannot reproduce here. "
                 "Give fewer tokens (max_new_tokens), or call model.generate"
             )
-        request.alone = crosses and not self.prefills_again
+        request.crosses = request.alone = crosses and not self.prefills_again
 
     def reads_whole(self, request: Request) -> bool:
         """Whether a request's text must be prefilled in one call, without a cached prefix."""
-        return self.indexed or (self.switch is not None and len(request.text) > self.switch.tokens)
+        beyond = self.switch is not None and len(request.text) > self.switch.tokens
+        return self.indexed or (beyond and not request.crosses)
+
+    def until_switch(self, request: Request) -> int:
+        """Tokens of a request's text that one call may prefill, at most."""
+        left = len(request.text) - request.read
+        if self.switch is None or not request.crosses or request.read >= self.switch.tokens:
+            return left
+        return min(left, self.switch.tokens - request.read)
 
     def changes(self, request: Request) -> bool:
-        """Whether the next token of a row has other frequencies than those it has cached."""
-        known = self.switch is None or request.whole or request.alone
-        return not known and request.cached >= self.switch.tokens  # type: ignore[union-attr]
+        """Whether a row must be prefilled again: its next token has other frequencies than its cached ones."""
+        if self.switch is None or request.whole or request.crosses:
+            return False
+        return request.cached >= self.switch.tokens

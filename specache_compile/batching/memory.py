@@ -156,7 +156,7 @@ class Memory:
 
     def beginning_of(self, request: Request) -> tuple[int, DynamicCache | None]:
         """What is kept of the beginning of a request that has read nothing yet."""
-        if request.cache is not None or request.aside is not None or request.whole:
+        if request.cache is not None or request.aside is not None or request.whole or request.crosses:
             return 0, None
         return self.prefixes.longest(request.text)
 
@@ -214,7 +214,9 @@ class Memory:
     def keep_beginning(self, request: Request) -> None:
         """Keep what has been read of a prompt, where it ends with a page."""
         cache = request.cache
-        if cache is None or self.tiers_of(cache) is None or not request.from_its_first or request.whole:
+        if cache is None or self.tiers_of(cache) is None or not request.from_its_first:
+            return
+        if request.whole or request.crosses:
             return
         if ends_a_page(request.read, self.chunk):
             self.prefixes.put(request.text[: request.read], cache)

@@ -58,7 +58,8 @@ class Request:
     read: tokens of the text (prompt and resumed tokens) that are cached.
     whole: its text is read in one call, and shares no prefix.
     alone: it is never a row beside others.
-    failed_at: tokens that it had said when a step of its rows failed.
+    crosses: its RoPE changes while it generates, and what is cached stays as it is (`batch_rope.py`).
+    failed: the newest step of its rows failed.
     numbers: the state of its random numbers by the token that they are drawn for, so that a draw can be repeated.
     from_its_first: they were read in this batch, from the prompt's first token on.
     began: its number among those that have begun.
@@ -92,7 +93,8 @@ class Request:
     resumed: int = 0
     whole: bool = False
     alone: bool = False
-    failed_at: int | None = None
+    crosses: bool = False
+    failed: bool = False
     numbers: dict[int, Tensor] = field(default_factory=dict)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specache_compile.errors import SpecacheError
@@ -40,7 +40,10 @@ def rope_switch(config: Any) -> RopeSwitch | None:
     given = getattr(text, "rope_parameters", None) or {}
     layers = [value for value in given.values() if isinstance(value, Mapping)]
     switches = [switch for each in layers or [given] if (switch := switch_of(each, text)) is not None]
-    return min(switches, key=lambda switch: switch.tokens, default=None)
+    if not switches:
+        return None
+    first = min(switches, key=lambda switch: switch.tokens)
+    return replace(first, grows=any(switch.grows for switch in switches))
 
 
 def switch_of(parameters: Mapping[str, Any], config: Any) -> RopeSwitch | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import adapt
 
 import specache_compile as sc
+from adapted import adapt
 from conftest import prompt, tiny_llama
 
 IDS = prompt(300, seed=9)[0]
