@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from specache_compile.compat import missing_for_drafts
-from specache_compile.errors import OptionError, SpecacheError, SpecacheWarning
+from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.lowering.lower import lower
 from specache_compile.methods import METHODS, parse_options
 from specache_compile.options import MethodOptions
@@ -22,7 +21,7 @@ from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.records import saw
+from specache_compile.runtime.records import record_of
 from specache_compile.runtime.state import bucket, predicted_bytes
 from specache_compile.runtime.step import is_ragged, padding_in_front
 from specache_compile.runtime.tiers import options_at
@@ -67,9 +66,10 @@ def refusal(error: SpecacheError) -> Callable[..., Any]:
 
 def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
-    if captured.sites:
+    if captured.sites or captured.left_alone:
         free_sizes(captured.placeholders, captured.fakes, example_inputs)
-    warn_left_alone(captured.left_alone, len(captured.sites))
+    if captured.left_alone:
+        record_of(example_inputs).warn_once(left_alone_text(captured.left_alone, len(captured.sites)))
     if captured.sites:
         return compile_sites(captured, example_inputs)
     kept = drop_unread_held(captured)
@@ -88,7 +88,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
 
     def left_as_it_is(*arguments: Any) -> Any:
-        saw(arguments)
+        record_of(arguments).calls += 1
         return lowered(*(arguments if as_they_are else taken(arguments)))
 
     return left_as_it_is
@@ -143,13 +143,11 @@ def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...
     return phases(captured.phase, options)
 
 
-def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:
-    """One warning that says how many attentions stay as Hugging Face wrote them, and why."""
-    if not left_alone:
-        return
-    told = reasons(left_alone)
-    message = f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {told}"
-    warnings.warn(message, SpecacheWarning, stacklevel=2)
+def left_alone_text(left_alone: Sequence[LeftAlone], rewritten: int) -> str:
+    """How many attentions stay as Hugging Face wrote them, and why."""
+    return (
+        f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {reasons(left_alone)}"
+    )
 
 
 def reasons(left_alone: Sequence[LeftAlone]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from specache_compile.errors import (
-    RECOMPILE_LIMIT,
-    HeldTensorError,
-    SpecacheError,
-    SpecacheWarning,
-    copy_failed,
-    no_host_tier,
-)
+from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier, warn
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
@@ -429,7 +421,7 @@ class Session:
         """Warn, once of `what`; at whoever called the caller."""
         if what not in self.told:
             self.told.add(what)
-            warnings.warn(message, SpecacheWarning, stacklevel=3)
+            warn(message)
 
 
 # What a person is told once of a cache.
