@@ -16,8 +16,9 @@ from torch._dynamo.exc import Unsupported
 
 from .compiled_options import own_compiler
 
-# Graphs of one function; a process that compares 20 settings of one model needs some 60.
-LEAST = 64
+# Graphs of one function. Forty kinds of calls of six model classes and settings need more than 64.
+LEAST = 256
+LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 # Functions that reached the limit. Dynamo compiles nothing more for them until `torch._dynamo.reset()`.
 _full: set[CodeType] = set()
 
@@ -30,11 +31,9 @@ def raise_limit() -> None:
 
     @functools.wraps(convert)
     def with_own_limit(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        limit = torch._dynamo.config.recompile_limit
-        if own_compiler(self) is not None:
-            limit = max(limit, LEAST)
+        limits = {} if own_compiler(self) is None else raised_limits()
         try:
-            with torch._dynamo.config.patch(recompile_limit=limit):
+            with torch._dynamo.config.patch(limits):
                 return convert(self, frame, *args, **kwargs)
         except Unsupported as error:
             if "recompile limit" in (error.gb_type or ""):
@@ -43,6 +42,11 @@ def raise_limit() -> None:
 
     with_own_limit.has_own_limit = True  # type: ignore[attr-defined]
     convert_frame.ConvertFrameAssert.__call__ = with_own_limit  # type: ignore[method-assign]
+
+
+def raised_limits() -> dict[str, int]:
+    """Dynamo's limits, each at least `LEAST`."""
+    return {name: max(getattr(torch._dynamo.config, name), LEAST) for name in LIMITS}
 
 
 def was_reached() -> bool:
