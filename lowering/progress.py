@@ -22,12 +22,17 @@ current: ContextVar[tuple[str, tqdm] | None] = ContextVar("current", default=Non
 
 
 @contextlib.contextmanager
-def compiling(graph: str) -> Iterator[None]:
-    """Within it, `tell` reports on this graph."""
+def compiling(graph: str, how: str) -> Iterator[None]:
+    """Within it, `tell` reports on this graph.
+
+    how: the option lowering; only "inductor" takes long enough for lines on stderr.
+    """
+    slow = how == "inductor"
     start = time.perf_counter()
     heading = {"desc": f"specache: compiling {graph}, first run only", "bar_format": "{desc}{postfix} [{elapsed}]"}
-    with tqdm(file=sys.stderr, disable=None, leave=False, **heading) as line:  # None: not where there is no terminal
-        if line.disable:
+    # None: not where there is no terminal
+    with tqdm(file=sys.stderr, disable=None if slow else True, leave=False, **heading) as line:
+        if slow and line.disable:
             announce(heading["desc"])
         before = current.set((graph, line))
         try:
@@ -36,7 +41,8 @@ def compiling(graph: str) -> Iterator[None]:
             current.reset(before)
     seconds = time.perf_counter() - start
     log.info("compiled %s in %.1f s", graph, seconds)
-    announce(f"specache: compiled {graph} in {seconds:.1f} s")
+    if slow:
+        announce(f"specache: compiled {graph} in {seconds:.1f} s")
 
 
 def announce(line: str) -> None:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from specache_compile.compat import missing_for_drafts
 from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.lowering.lower import lower
+from specache_compile.lowering.progress import compiling
 from specache_compile.methods import METHODS, parse_options
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
@@ -84,7 +85,8 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     for node, i in zip(captured.placeholders, kept, strict=True):
         if isinstance(held := captured.fakes[i], HeldTensor):
             examples[i] = node.meta["example_value"] = held.anchor.new_empty(held.shape)
-    lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
+    with compiling("a graph that stays exact", options.lowering):
+        lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
 
     def left_as_it_is(*arguments: Any) -> Any:

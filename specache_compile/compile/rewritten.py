@@ -75,7 +75,7 @@ class Rewrites:
 
     def make(self, variant: Variant, ahead: bool) -> None:
         make = functools.partial(rewrite, self.captured, variant, self.name)
-        with compiling(f"{self.name}, {variant.phase}"):
+        with compiling(f"{self.name}, {variant.phase}", self.captured.options.lowering):
             self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
         self.tell_one_lane(self.made[variant].one_lane)
         for observe in observers:

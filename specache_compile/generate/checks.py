@@ -15,14 +15,15 @@ from specache_compile.compile.recompile_limit import was_reached
 from specache_compile.errors import RECOMPILE_LIMIT, SpecacheError
 from specache_compile.runtime.records import ModelRecord, record_of
 
-from .route import ThreadsCalls
-
-# Which model object was compiled: a copy has the original's number.
-COMPILED = "_specache_compiled"
+# Marks a copy of a compiled model, and one that was pickled: torch leaves out the compiled call.
+COPY = "_specache_copy"
 
 
 def route_checks() -> None:
-    """Extend `GenerationMixin.generate`, once for the process. It changes nothing for models of other backends."""
+    """Extend `GenerationMixin.generate`, and mark copies in `Module.__getstate__`, once for the process.
+
+    It changes nothing for models of other backends.
+    """
     original: Any = GenerationMixin.generate
     if getattr(original, "is_checked", False):
         return
@@ -30,12 +31,10 @@ def route_checks() -> None:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if options_of(self) is None:
-            if self._compiled_call_impl is None and vars(self).get(COMPILED, id(self)) != id(self):
+            if self._compiled_call_impl is None and COPY in vars(self):
                 warn_unused(record_of([*self.parameters()]), COPIED)
             return original(self, *args, **kwargs)
         check_cache(self, kwargs)
-        if not isinstance(self._compiled_call_impl, ThreadsCalls):
-            vars(self)[COMPILED] = id(self)
         record = record_of([*self.parameters()])
         record.begin_generation()
         before = record.calls
@@ -44,8 +43,16 @@ def route_checks() -> None:
             warn_unused(record, reason())
         return generated
 
+    state = torch.nn.Module.__getstate__
+
+    @functools.wraps(state)
+    def marked_state(self: torch.nn.Module) -> Any:
+        compiled = self._compiled_call_impl is not None and options_of(self) is not None
+        return {**state(self), COPY: True} if compiled else state(self)
+
     generate.is_checked = True  # type: ignore[attr-defined]
     GenerationMixin.generate = generate  # type: ignore[method-assign]
+    torch.nn.Module.__getstate__ = marked_state  # type: ignore[method-assign]
 
 
 def check_cache(model: Any, arguments: Mapping[str, Any]) -> None:

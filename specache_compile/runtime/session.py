@@ -141,7 +141,7 @@ class Session:
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
         self.shown: Tensor | None = None
-        self.statistics = Statistics(self.queue)
+        self.statistics = Statistics(self.queue, value_bytes=self.layers[0].dtype.itemsize)
         self.new_cursor()
         self.deferred = self.new_deferred()
         self.recorded_at = self.tiers.places()
@@ -418,7 +418,7 @@ class Session:
         return plain
 
     def tell(self, what: str, message: str) -> None:
-        """Warn, once of `what`; at whoever called the caller."""
+        """Warn at the user's line, once of `what`."""
         if what not in self.told:
             self.told.add(what)
             warn(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +18,12 @@ from transformers import DynamicCache, MaxTimeCriteria
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from specache_compile.compile import recompile_limit
+from specache_compile.compile.compiled_options import options_of
 from specache_compile.runtime.held import HeldTensor
 
 OPTIONS = {"lowering": "eager", "bits": 16}
-SETTINGS = [{"bits": 1}, {"bits": 2}, {"bits": 4}, {"bits": 8}, {"setting": "paper"}, {"method": "kivi"}, {"top_k": 8}]
-CLASSES = ["Qwen2", "Qwen3", "Olmo", "Granite"]
+SETTINGS = [{"bits": 1}, {"bits": 4}, {"setting": "paper"}, {"method": "kivi"}]
+CLASSES = ["Qwen2", "Qwen3", "Granite"]
 SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
@@ -83,7 +85,6 @@ KINDS: dict[str, Call] = {
     "assisted": lambda m: generate(m, prompt(40), assistant_model=small(seed=3)),
     "prompt lookup": lambda m: generate(m, prompt(20).repeat(1, 2), prompt_lookup_num_tokens=3),
     "hidden states": lambda m: generate(m, prompt(40), output_hidden_states=True),
-    "hidden states of rows": lambda m: generate(m, several(2), output_hidden_states=True),
     "scores and logits": lambda m: generate(m, prompt(40), output_scores=True, output_logits=True),
     "embeddings": lambda m: generate(m, None, inputs_embeds=m.get_input_embeddings()(prompt(40)).detach()),
     "a prompt in chunks": lambda m: generate(m, prompt(40), prefill_chunk_size=16),
@@ -92,6 +93,10 @@ KINDS: dict[str, Call] = {
     "contrastive guidance": lambda m: generate(m, prompt(40), guidance_scale=1.5),
     "inference mode": lambda m: torch.inference_mode()(generate)(m, prompt(40)),
     "further turns of rows": lambda m: further_turn(m, 9, rows=2),
+    "temperature": lambda m: generate(m, prompt(40), do_sample=True, temperature=0.7, top_p=0.9, top_k=5),
+    "bad words": lambda m: generate(m, prompt(40), bad_words_ids=[[3], [4, 5]]),
+    "no repeated words": lambda m: generate(m, prompt(40), no_repeat_ngram_size=2),
+    "gradients enabled": lambda m: torch.enable_grad()(generate)(m, prompt(40)),
     "criteria": lambda m: generate(m, prompt(40), stopping_criteria=[MaxTimeCriteria(600)]),
     "calls of forward": lambda m: torch.no_grad()(m)(prompt(40), use_cache=True),
     "calls with positions": lambda m: torch.no_grad()(m)(prompt(40), position_ids=torch.arange(40)[None]),
@@ -115,8 +120,8 @@ def compiled(model: Any, **options: Any) -> Any:
 def test_forty_kinds_of_calls_are_all_compressed(caplog: pytest.LogCaptureFixture) -> None:
     base = small()
     cases = [(name, compiled(base), call) for name, call in KINDS.items()]
-    cases += [(str(settings), compiled(base, **settings), KINDS["a further turn"]) for settings in SETTINGS]
-    cases += [(name, compiled(small(name)), KINDS["a further turn"]) for name in CLASSES]
+    cases += [(str(settings), compiled(base, **settings), KINDS["one row"]) for settings in SETTINGS]
+    cases += [(name, compiled(small(name)), KINDS["one row"]) for name in CLASSES]
     assert len(cases) >= 40
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -168,6 +173,8 @@ def test_a_generation_past_the_limit_warns_with_the_reason(monkeypatch: pytest.M
 
 
 def disabled(model: Any) -> Any:
+    """Graphs that Dynamo has compiled still run while Dynamo is disabled."""
+    torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=True):
         return generate(model, prompt(40))
 
@@ -177,6 +184,7 @@ def forced(model: Any) -> Any:
         return generate(model, prompt(40))
 
 
+@pytest.mark.quick_for("stance", slow=("disabled",))
 @pytest.mark.parametrize(
     ("call", "reason"),
     [(disabled, "Dynamo is disabled"), (forced, "stance is 'force_eager'")],
@@ -194,17 +202,30 @@ def test_a_generation_that_runs_no_graph_warns_once_at_the_callers_line(call: Ca
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(model)
+        torch._dynamo.reset()  # a frame that was skipped is compiled again
         assert is_held(generate(model, prompt(40)))
     assert sc.stats(model).decodes == 2
 
 
-def test_a_copy_of_a_compiled_model_warns() -> None:
-    model = compiled(small())
-    generate(model, prompt(40))
-    twin = copy.deepcopy(model)
-    with pytest.warns(sc.SpecacheWarning, match=r"is a copy .* model\.compile"):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_compiled_model_warns_until_it_is_compiled(copied: Call) -> None:
+    twin = copied(compiled(small()))
+    with pytest.warns(sc.SpecacheWarning, match=r"is a copy .*model\.compile"):
         assert not is_held(generate(twin, prompt(40)))
-    assert is_held(generate(model, prompt(40)))
+    with pytest.raises(sc.SpecacheError, match="is a copy"):
+        sc.stats(twin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sc.SpecacheWarning)
+        assert options_of(compiled(twin)) is not None
+        generate(small(), prompt(40))
+
+
+def test_stats_reports_a_cache_that_is_larger_than_one_in_16_bits() -> None:
+    model = compiled(small(), bits=1)
+    generate(model, prompt(40))
+    stats = sc.stats(model)
+    assert stats.kv_ratio_16_bits == 2 * stats.kv_ratio > 1  # a float32 model
+    assert "more of the device than a 16-bit cache" in str(stats)
 
 
 def test_the_offloaded_cache_is_refused() -> None:
