@@ -8,8 +8,8 @@ import torch
 from .compile.backend import specache as specache
 from .compile.recompile_limit import raise_limit
 from .compile.rewritten import Rewrites, observers
-from .generate.route import route_generate
 from .generate.checks import route_checks
+from .generate.route import route_generate
 from .generate.verify import route_verification
 from .runtime.variant import Variant
 

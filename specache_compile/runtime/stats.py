@@ -98,8 +98,8 @@ class Stats:
 
 # A window, slots and sinks have the same size at every length.
 LARGER = (
-    "This cache takes more of the device than a 16-bit cache: its window and slots have a fixed size. It saves memory at "
-    "longer contexts (most settings: from about a thousand tokens on). min_context=N keeps shorter ones in 16 bits."
+    "This cache takes more of the device than a 16-bit cache: its window and slots have a fixed size. It saves memory "
+    "at longer contexts (most settings: from about a thousand tokens on). min_context=N keeps shorter ones in 16 bits."
 )
 
 

@@ -168,7 +168,7 @@ def test_a_generation_past_the_limit_warns_with_the_reason(monkeypatch: pytest.M
         generate(second, prompt(40))
     with pytest.raises(sc.SpecacheError, match="recompile limit was reached"):
         sc.stats(second)
-    with pytest.raises(sc.SpecacheError, match="explain captured no graph.*recompile limit was reached"):
+    with pytest.raises(sc.SpecacheError, match=r"explain captured no graph.*recompile limit was reached"):
         sc.explain(small("Qwen2"), prompt_length=64)
 
 
