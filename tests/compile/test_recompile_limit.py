@@ -117,12 +117,25 @@ def compiled(model: Any, **options: Any) -> Any:
     return twin
 
 
-def test_forty_kinds_of_calls_are_all_compressed(caplog: pytest.LogCaptureFixture) -> None:
+def all_cases() -> list[tuple[str, Any, Call]]:
     base = small()
     cases = [(name, compiled(base), call) for name, call in KINDS.items()]
     cases += [(str(settings), compiled(base, **settings), KINDS["one row"]) for settings in SETTINGS]
     cases += [(name, compiled(small(name)), KINDS["one row"]) for name in CLASSES]
     assert len(cases) >= 40
+    return cases
+
+
+def some_cases() -> list[tuple[str, Any, Call]]:
+    """More graphs than Dynamo's limit of 8."""
+    model = compiled(small())
+    return [(name, model, KINDS[name]) for name in ("a further turn", "three rows", "padded rows", "hidden states")]
+
+
+@pytest.mark.quick_for("session", slow=("forty",))
+@pytest.mark.parametrize("made", [some_cases, all_cases], ids=["session", "forty"])
+def test_all_kinds_of_calls_in_one_process_are_compressed(made: Callable[[], list[tuple[str, Any, Call]]]) -> None:
+    cases = made()
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
