@@ -529,7 +529,7 @@ class Batch:
             return session
         if not self.told_why:
             self.told_why = True
-            tell_not_drafted(session.options, reason, stacklevel=6)
+            tell_not_drafted(session.options, reason)
         return None
 
     def drafts(self, group: Rows, session: Session) -> list[list[int]]:

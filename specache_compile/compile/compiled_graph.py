@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, warn
 from specache_compile.lowering import cuda_graphs
 from specache_compile.model_key import calling_model, prefill_key
 from specache_compile.options import differences
@@ -101,12 +100,10 @@ class CompiledGraph:
         self.uncaptured.add(rewritten)
         source = rewritten.inputs[position]
         name = self.captured.names[source.argument] if source.source == "argument" else source.source
-        warnings.warn(
+        warn(
             f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
             "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
-            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied",
-            SpecacheWarning,
-            stacklevel=2,
+            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied"
         )
 
 

@@ -27,6 +27,7 @@ from specache_compile.compile.captured import Captured, capture
 from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import Rewrites
 from specache_compile.errors import SpecacheError, SpecacheWarning, first_line
+from specache_compile.generate.checks import reason
 from specache_compile.kernels.costs import CORRECTED
 from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
@@ -115,6 +116,9 @@ def explain(
                 raise error.inner_exception from None
             raise
         weights = sum(parameter.nbytes for parameter in twin.parameters())
+    if not captured:
+        raise SpecacheError(f"explain captured no graph of {type(twin).__name__}: {reason()}")
+    captured = [graph for graph in captured if graph.sites or graph.left_alone]
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     layers = next((graph.layers for graph in captured if graph.sites), [])
     for layer in (layer for layer in layers[:1] if not layer.rank):
@@ -197,13 +201,12 @@ def twin_of(model: Any, config: Any) -> Any:
 
 
 def collector(captured: list[Captured], rewrites: list[Rewrites], options: MethodOptions) -> Callable[..., Any]:
-    """The backend itself, which also notes each graph that holds attentions."""
+    """The backend itself, which also notes each graph."""
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
         graph = capture(graph_module, options, None)
         compiled = compile_graph(graph, example_inputs)
-        if graph.sites or graph.left_alone:
-            captured.append(graph)
+        captured.append(graph)
         if isinstance(compiled, CompiledGraph):
             rewrites.append(compiled.rewrites)
         return compiled

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from specache_compile.errors import (
-    RECOMPILE_LIMIT,
-    HeldTensorError,
-    SpecacheError,
-    SpecacheWarning,
-    copy_failed,
-    no_host_tier,
-)
+from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier, warn
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
@@ -157,7 +149,7 @@ class Session:
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
         self.shown: Tensor | None = None
-        self.statistics = Statistics(self.queue)
+        self.statistics = Statistics(self.queue, value_bytes=self.layers[0].dtype.itemsize)
         self.new_cursor()
         self.deferred = self.new_deferred()
         self.recorded_at = self.tiers.places()
@@ -436,10 +428,10 @@ class Session:
         return plain
 
     def tell(self, what: str, message: str) -> None:
-        """Warn, once of `what`; at whoever called the caller."""
+        """Warn at the user's line, once of `what`."""
         if what not in self.told:
             self.told.add(what)
-            warnings.warn(message, SpecacheWarning, stacklevel=3)
+            warn(message)
 
 
 # What a person is told once of a cache.

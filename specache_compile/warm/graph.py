@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.compile.backend import warn_left_alone
+from specache_compile.compile.backend import left_alone_text
 from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import one_lane
@@ -166,7 +166,8 @@ def keep_form(folder: Path, form: Rewritten) -> bool:
 
 def graph_from(facts: Recalled, folder: Path, root: Path) -> CompiledGraph:
     """The graph that these facts are of, with the warnings that it was compiled with."""
-    warn_left_alone(facts.left_alone, len(facts.layers))
+    if facts.left_alone:
+        store.tell_once(left_alone_text(facts.left_alone, len(facts.layers)))
     return CompiledGraph(facts, Recall(folder, root))  # type: ignore[arg-type]
 
 

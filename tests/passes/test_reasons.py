@@ -43,6 +43,18 @@ def test_a_model_with_the_default_cache_and_attention_is_not_told_to_use_them(na
     assert "DynamicCache" not in message
 
 
+def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_window() -> None:
+    """Such a layer stores the whole update, and its attention reads the newest tokens of it."""
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    newest = (slice(None), slice(None), slice(-4, None), slice(None))
+    read = {node: builder.call(operator.getitem, (BATCH, HEADS, 4, DIM), node, newest) for node in (keys, values)}
+    again = builder.graph.node_copy(out, lambda node: read.get(node, node))
+    out.replace_all_uses_with(again)
+    builder.graph.erase_node(out)
+    assert "sliding window" in found(builder, builder.finish(again, keys, values)).left_alone[0].reason
+
+
 def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_all_the_same() -> None:
     """As latent attention makes them: a walk back through arguments alone ends at the empty tensor."""
     builder = GraphBuilder()

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from families import FAMILIES, Family
+from specache_compile.compile import recompile_limit
 from specache_compile.methods import every_method
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
@@ -36,14 +37,21 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 @pytest.fixture(autouse=True)
 def dynamo_as_before() -> Iterator[None]:
-    with torch._dynamo.config.patch(recompile_limit=8):
+    with limit(8):
         yield
     torch.compiler.set_stance("default")
     torch.use_deterministic_algorithms(False)
 
 
-def limit(graphs: int) -> Any:
-    return torch._dynamo.config.patch(recompile_limit=graphs)
+@contextmanager
+def limit(graphs: int) -> Iterator[None]:
+    """Within it, this backend too has so many graphs of one function."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch._dynamo.config.patch(recompile_limit=graphs, accumulated_recompile_limit=256),
+    ):
+        patch.setattr(recompile_limit, "LEAST", 1)
+        yield
 
 
 @contextmanager
