@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .caches.materialize import materialize
     from .caches.rows import join, lengths, split
     from .caches.saving import load, save
+    from .compat import cache_of, with_cache
     from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
     from .kernels.memory.host_memory import release_host_memory
@@ -30,6 +31,7 @@ __all__ = [
     "SpecacheWarning",
     "Stats",
     "bisect",
+    "cache_of",
     "explain",
     "hold",
     "join",
@@ -40,6 +42,7 @@ __all__ = [
     "save",
     "split",
     "stats",
+    "with_cache",
 ]
 
 # Loaded when they are first asked for: who compiles a model need not wait for what explains one.
@@ -49,6 +52,7 @@ _PLACES = {
     "Explanation": "explaining.explain:Explanation",
     "Stats": "runtime.stats:Stats",
     "bisect": "explaining.bisect:bisect",
+    "cache_of": "compat:cache_of",
     "explain": "explaining.explain:explain",
     "hold": "caches.holding:hold",
     "join": "caches.rows:join",
@@ -59,6 +63,7 @@ _PLACES = {
     "save": "caches.saving:save",
     "split": "caches.rows:split",
     "stats": "runtime.stats:stats",
+    "with_cache": "compat:with_cache",
 }
 
 

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from specache_compile.cache_folder import VARIABLE
 from specache_compile.checkpoints.loaded import placed
 from specache_compile.checkpoints.names import resolved, tell_origin
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 
 from . import store
@@ -89,4 +90,4 @@ def converse(model: Any, length: int) -> None:
     how = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(tokens, **how)
     again = torch.cat([first.sequences, tokens[:, :32]], -1)
-    model.generate(again, past_key_values=first.past_key_values, **how)
+    model.generate(again, **with_cache(cache_of(first)), **how)
