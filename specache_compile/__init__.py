@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import specache_compile.kernels  # noqa: F401  (registers the ops, which the passes know by name)
-
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 
 if TYPE_CHECKING:
@@ -15,6 +13,7 @@ if TYPE_CHECKING:
     from .caches.materialize import materialize
     from .caches.rows import join, lengths, split
     from .caches.saving import load, save
+    from .checkpoints.loaded import load_model
     from .compat import cache_of, with_cache
     from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
@@ -37,6 +36,7 @@ __all__ = [
     "join",
     "lengths",
     "load",
+    "load_model",
     "materialize",
     "release_host_memory",
     "save",
@@ -45,7 +45,7 @@ __all__ = [
     "with_cache",
 ]
 
-# Loaded when they are first asked for: who compiles a model need not wait for what explains one.
+# Loaded at first use: `import specache_compile` imports no torch.
 _PLACES = {
     "Batch": "batching.batch:Batch",
     "Bisection": "explaining.bisect:Bisection",
@@ -58,6 +58,7 @@ _PLACES = {
     "join": "caches.rows:join",
     "lengths": "caches.rows:lengths",
     "load": "caches.saving:load",
+    "load_model": "checkpoints.loaded:load_model",
     "materialize": "caches.materialize:materialize",
     "release_host_memory": "kernels.memory.host_memory:release_host_memory",
     "save": "caches.saving:save",
@@ -68,6 +69,8 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("specache-compile")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _PLACES[name].split(":")

@@ -118,7 +118,7 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
         warnings.simplefilter("ignore", sc.SpecacheWarning)
         if not WINDOWS_TAKE_DRAFTS:
-            with pytest.raises(sc.SpecacheError, match="install transformers 5.18 or newer"):
+            with pytest.raises(sc.SpecacheError, match=r"install transformers 5\.18 or newer"):
                 greedy(model, prompt(length), 40)
             return
         assert torch.equal(greedy(model, prompt(length), 40), greedy(plain, prompt(length), 40))
