@@ -99,6 +99,7 @@ def run_generate(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
     from specache_compile.runtime.stats import stats
 
+    model: Any
     model, tokenizer = load_model(checkpoint, args.dtype, args.device)
     model.compile(backend="specache", options=options)
     if args.sample_seed is not None:
