@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     GenerationMixin,
     LlamaConfig,
@@ -29,6 +30,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, chatted, compile_copy, greedy, prompt
 from families import FAMILIES
 from held_tiers import at_hand, differences, held, interrupted_behind
+from specache_compile import compat
 from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, cache_of, with_cache
 from specache_compile.generate import drafts, verify
 from specache_compile.generate.route import compiled_calls
@@ -374,3 +376,24 @@ def test_a_transformers_without_what_is_needed_is_refused(
     twin = compile_copy(llama, verify=3)
     with pytest.raises(sc.SpecacheError, match=r"there is no GenerationMixin\._assisted_decoding"):
         twin(prompt(10))
+
+
+def test_a_cache_is_passed_and_read_without_a_warning_under_every_versions_name(llama: LlamaForCausalLM) -> None:
+    cache, ids = DynamicCache(config=llama.config), prompt(9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache_of(llama(ids, **with_cache(cache), use_cache=True)) is cache
+        out = greedy(llama, prompt(12), 3, **with_cache(cache), return_dict_in_generate=True)
+    assert cache_of(out) is cache
+    assert cache.get_seq_length() == 14
+
+
+def test_a_cache_of_an_unknown_name_is_an_error_and_turns_no_draft_off(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "CACHE", None)
+    twin = verifying(llama)
+    with pytest.raises(sc.SpecacheError, match="there is no cache argument of GenerationMixin"):
+        twin(prompt(60))
+    with pytest.raises(sc.SpecacheError, match="takes its cache under a name that specache does not know"):
+        with_cache(None)
