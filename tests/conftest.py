@@ -34,6 +34,7 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 import pairwise
 from one_trace import compile_by_options
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
 
@@ -225,7 +226,7 @@ def chatted(model: Any, tokens: int) -> torch.Tensor:
     """All that is said in three turns on one cache, with so many tokens to each answer; the second turn is a token."""
     cache, said = DynamicCache(), prompt(0)
     for turn, length in enumerate((60, 1, 20)):
-        said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), tokens, past_key_values=cache)
+        said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), tokens, **with_cache(cache))
     return said
 
 
@@ -237,7 +238,7 @@ def greedy_unmasked(model: Any, ids: torch.Tensor, tokens: int = 40) -> torch.Te
     for place in range(ids.shape[1], ids.shape[1] + tokens):
         made.append(out.logits[:, -1:].argmax(-1))
         position = torch.full_like(made[-1], place)
-        out = model(made[-1], past_key_values=out.past_key_values, position_ids=position, use_cache=True)
+        out = model(made[-1], **with_cache(cache_of(out)), position_ids=position, use_cache=True)
     return torch.cat(made, 1)
 
 

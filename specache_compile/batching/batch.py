@@ -25,6 +25,7 @@ from specache_compile.caches.rows import (
     row_of,
     take_in,
 )  # fmt: skip
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
@@ -565,8 +566,8 @@ class Batch:
         more: dict[str, Any] = {"logits_to_keep": 0 if every else 1} if self.model._supports_logits_to_keep() else {}
         if self.joins:
             more["position_ids"] = positions
-        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **more)
-        return out.past_key_values, out.logits
+        out = self.model(input_ids=tokens, **with_cache(cache), use_cache=True, return_dict=True, **more)
+        return cache_of(out), out.logits
 
 
 def token_ids(ids: Tensor | Sequence[int]) -> Tensor:

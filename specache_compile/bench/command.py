@@ -14,9 +14,9 @@ import torch
 from tqdm import tqdm
 
 from specache_compile.checkpoints.gguf import is_installed
-from specache_compile.checkpoints.names import gguf_of, resolved
+from specache_compile.checkpoints.names import MODEL, gguf_of, resolved
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import DTYPES, MODEL
+from specache_compile.evaluation.command import DTYPES
 from specache_compile.options import LOWERINGS
 
 from .first_answer import first_answers

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
 
 import specache_compile as sc
+from specache_compile.compat import with_cache
 from specache_compile.errors import OptionError, SpecacheError, first_line
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
 from specache_compile.runtime.held import HeldTensor
@@ -112,7 +113,7 @@ class Decoding:
     @torch.no_grad()
     def step(self) -> None:
         place = torch.full_like(self.token, self.position)
-        out = self.model(self.token, past_key_values=self.cache, position_ids=place, use_cache=True)
+        out = self.model(self.token, **with_cache(self.cache), position_ids=place, use_cache=True)
         self.token = out.logits[:, -1:].argmax(-1)
         self.position += 1
 
@@ -123,7 +124,7 @@ class Decoding:
         """
         cache = copy.deepcopy(self.cache)
         place = torch.arange(self.position - ids.shape[1], self.position, device=ids.device).expand_as(ids)
-        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        given = {**with_cache(cache), "use_cache": True, "logits_to_keep": 1}
         return torch.no_grad()(lambda: self.model(ids, position_ids=place, **given))
 
     def bytes(self) -> tuple[int, int]:
@@ -170,7 +171,7 @@ def read(model: Any, ids: Tensor) -> tuple[DynamicCache, Tensor]:
     """The cache [B, H, n, d] of the uncompiled model behind `ids` [B, n], in chunks, and its next token [B, 1]."""
     cache = DynamicCache(config=model.config)
     for part in ids.split(CHUNK, 1):
-        out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(part, **with_cache(cache), use_cache=True, logits_to_keep=1)
     return cache, out.logits[:, -1:].argmax(-1)
 
 
@@ -194,7 +195,7 @@ def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, token: Tensor, r
     except SpecacheError:  # its own prefill does not keep every pair
         held = DynamicCache(config=twin.config)
         with torch.no_grad():
-            twin(ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+            twin(ids, **with_cache(held), use_cache=True, logits_to_keep=1)
     session = session_of(held)
     if session is not None:
         session.make_room(room)  # no bucket grows, and no graph is compiled, in the timed steps
@@ -213,7 +214,7 @@ def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]
     """Two calls to time: the first reads the prompt `ids` [B, n] into an empty cache, the second decodes a token."""
     cache = empty_cache(name, model.config, ids.shape[1] + room)
     place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    given = {"past_key_values": cache, "use_cache": True}
+    given = {**with_cache(cache), "use_cache": True}
     return (
         lambda: model(ids, position_ids=place, logits_to_keep=1, **given),
         lambda: model(ids[:, -1:], position_ids=place[:, -1:] + 1, **given),

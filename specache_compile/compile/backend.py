@@ -163,5 +163,5 @@ def reasons(left_alone: Sequence[LeftAlone]) -> str:
 
 def no_assisted_decoding(missing: str) -> SpecacheError:
     return SpecacheError(
-        f"option verify: there is no {missing}, which drafts need: install one of 5.17 to 5.23, or leave the option out"
+        f"option verify: there is no {missing}, which drafts need: install one of 5.17 to 5.24, or leave the option out"
     )

@@ -279,5 +279,5 @@ def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
     return SpecacheError(
         f"this cache is held by the specache backend, but the graph that now uses it could not be rewritten: "
         f"{reasons}. Go on the way the cache was filled, or give a plain copy: "
-        "specache_compile.materialize(past_key_values)."
+        "specache_compile.materialize(cache)."
     )

@@ -21,10 +21,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from specache_compile.bench.results import provenance
 from specache_compile.checkpoints.gguf import READERS, is_installed
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import KNOWN
+from specache_compile.checkpoints.names import KNOWN, MODEL
 from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import MODEL, load
+from specache_compile.evaluation.command import load
 from specache_compile.evaluation.tasks.task import read_text
 from specache_compile.kernels.cpp.library import has_compiler
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from specache_compile.checkpoints.names import config_of
-from specache_compile.compat import GENERATE_MASKS_ALL
+from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.compile.backend import compile_graph
 from specache_compile.compile.captured import Captured, capture
 from specache_compile.compile.compiled_graph import CompiledGraph
@@ -227,12 +227,12 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
         if GENERATE_MASKS_ALL:
             after["attention_mask"] = torch.ones_like(positions)
             before["attention_mask"] = after["attention_mask"][:, :prompt_length].clone()
-        cache = compiled(prompt, use_cache=True, **before).past_key_values
+        cache = cache_of(compiled(prompt, use_cache=True, **before))
         session = session_of(cache)
         with session.steps_for(Mode.DRAFT) if session is not None else contextlib.nullcontext():
-            compiled(prompt[:, :1].clone(), past_key_values=cache, **after)
+            compiled(prompt[:, :1].clone(), **with_cache(cache), **after)
         if session is not None and session.options.drafts:
             tokens = drafted_tokens(session.options) + 1
             ids, places = (torch.zeros(batch_size, tokens, dtype=torch.int64, device=model.device) for _ in range(2))
             with session.steps_for(Mode.VERIFY):
-                compiled(ids, past_key_values=cache, position_ids=places, logits_to_keep=0)
+                compiled(ids, **with_cache(cache), position_ids=places, logits_to_keep=0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from specache_compile.compat import cache_name
 from specache_compile.errors import warn
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import DraftLength
@@ -48,7 +49,7 @@ class Drafts(CandidateGenerator):
         [1, γ, V], None without a draft.
         """
         kwargs = given["model_kwargs"]
-        self.cache = kwargs["past_key_values"]
+        self.cache = kwargs[cache_name()]
         self.said = self.cache.get_seq_length()
         self.start, self.compiles, self.drafted = time.perf_counter(), rewritten_so_far(self.model), 0
         self.model_kwargs_overrides = {}

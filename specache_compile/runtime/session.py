@@ -459,7 +459,7 @@ def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
 def stale_cache() -> HeldTensorError:
     return HeldTensorError(
         "this cache has gone on since these keys and values were taken from it, and its tiers changed in place. "
-        "To continue one prefix in two ways, copy.deepcopy(past_key_values) before the first continuation."
+        "To continue one prefix in two ways, copy.deepcopy(cache) before the first continuation."
     )
 
 

@@ -384,7 +384,7 @@ def other_mask() -> SpecacheError:
 def no_positions() -> SpecacheError:
     return SpecacheError(
         "the rows of this cache have lengths of their own, so that the model cannot count their positions: give it "
-        "position_ids, of one new token specache_compile.lengths(past_key_values)[:, None]"
+        "position_ids, of one new token specache_compile.lengths(cache)[:, None]"
     )
 
 

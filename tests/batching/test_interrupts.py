@@ -78,15 +78,15 @@ def run(batch: sc.Batch, delivered: Delivered) -> int:
     """Step until all requests are over; the number of steps that raised."""
     raised = 0
     for _ in range(200):
-        if not batch.open:
-            break
         try:
-            for request, token in batch.step():
+            was_open = bool(batch.open)
+            for request, token in batch.step():  # once more behind the last: tokens of an interrupted one
                 delivered[request].append(token)
         except KeyboardInterrupt:
             raised += 1
-    for request, token in batch.step():  # tokens of an interrupted last step
-        delivered[request].append(token)
+        else:
+            if not was_open:
+                break
     return raised
 
 

@@ -24,6 +24,7 @@ from families import FAMILIES
 from held_tiers import in_order
 from specache_compile.caches import saving
 from specache_compile.caches.saving import as_called_now
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 
@@ -40,8 +41,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def step(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, DynamicCache]:
-    out = model(ids, past_key_values=cache, use_cache=True)
-    return out.logits, out.past_key_values
+    out = model(ids, **with_cache(cache), use_cache=True)
+    return out.logits, cache_of(out)
 
 
 def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
@@ -178,8 +179,8 @@ model = tiny_llama()
 model.compile(backend="specache", options={"bits": 1, "top_k": 16, "lowering": "eager"})
 folder, tokens = sys.argv[1], int(sys.argv[2])
 cache = None if tokens == 0 else sc.load(folder, model)
-out = model(prompt(150) if cache is None else prompt(1, seed=tokens), past_key_values=cache, use_cache=True)
-sc.save(out.past_key_values, folder)
+out = model(prompt(150) if cache is None else prompt(1, seed=tokens), **sc.with_cache(cache), use_cache=True)
+sc.save(sc.cache_of(out), folder)
 print(out.logits[0, -1].tolist())
 """
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.explaining.plan import break_even, largest_batch, temporaries
 from specache_compile.explaining.times.devices import DEVICES, find_device
 from specache_compile.explaining.times.roofline import Cost
@@ -103,8 +104,8 @@ def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: 
     them, since no group leaves the window meanwhile."""
     twin = compile_copy(llama, **OPTIONS)
     ids = prompt(300, 2)
-    cache = twin(ids, use_cache=True).past_key_values
-    twin(ids[:, :1], past_key_values=cache)
+    cache = cache_of(twin(ids, use_cache=True))
+    twin(ids[:, :1], **with_cache(cache))
     session = cache.layers[0].keys.handle.session
     explained = sc.explain(llama, prompt_length=302, batch_size=2, options=OPTIONS)
     cost = explained.step_cost()
@@ -113,7 +114,7 @@ def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: 
         for layer in session.state:
             layer["slot_index"].fill_(-1)
         before = sc.stats(twin)
-        twin(ids[:, :1], past_key_values=cache)
+        twin(ids[:, :1], **with_cache(cache))
         after = sc.stats(twin)
         assert after.bytes_to_device - before.bytes_to_device == cost.to_device == explained.bytes_fetched
         assert after.bytes_to_host - before.bytes_to_host == cost.to_host

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.explaining.plan import step_time
 from specache_compile.explaining.schedule import Launch, Schedule, check_order, launches_of
 
@@ -150,10 +151,10 @@ def test_the_predicted_timeline_opens_in_perfetto(explained: sc.Explanation, tmp
 def test_a_measured_timeline_stands_beside_the_predicted_one(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     twin = compile_copy(llama)
     with torch.no_grad():
-        cache = twin(prompt(100), use_cache=True).past_key_values
-        twin(prompt(1), past_key_values=cache)
+        cache = cache_of(twin(prompt(100), use_cache=True))
+        twin(prompt(1), **with_cache(cache))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            twin(prompt(1), past_key_values=cache)
+            twin(prompt(1), **with_cache(cache))
     sc.explain(llama, prompt_length=102, options=LOSSLESS).save(tmp_path / "both.json", profile=profile)
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     names = {event.get("name") for event in events if event.get("ph") == "X" and event["pid"] != 1}

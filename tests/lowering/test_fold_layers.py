@@ -25,7 +25,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from conftest import LOSSLESS, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES, Family
 from generated_code import compiled_phases, launches, names, state_left_alone
-from specache_compile.compat import GENERATE_MASKS_ALL
+from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.lowering import lower, progress
 from specache_compile.lowering.fold_layers import fold_layers
 from specache_compile.passes.overlap import mutated_arguments
@@ -154,9 +154,9 @@ def test_the_ops_run_in_the_order_that_overlap_chose_on_their_own_layers_state(
         out = model(prompt(70))
         for _ in range(2):
             ran.clear()
-            out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+            out = model(out.logits[:, -1:].argmax(-1), **with_cache(cache_of(out)))
     graph = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
-    session = out.past_key_values.layers[0].keys.handle.session
+    session = cache_of(out).layers[0].keys.handle.session
     state = {f"{field}_{layer}": value for layer, fields in enumerate(session.state) for field, value in fields.items()}
     expected = [
         (node.target.name(), state[mutated_arguments(node)[0].name].data_ptr())

@@ -13,6 +13,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import COMMON, FAMILIES, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes import speculate
 from specache_compile.passes.reading.attention_forms import NoMatch, match_form
 from specache_compile.runtime.records import find_record
@@ -146,9 +147,9 @@ def test_one_lane_is_told_once_with_its_reason() -> None:
     embedded = model.get_input_embeddings()(prompt(20))
     with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        cache = model(inputs_embeds=embedded, use_cache=True).past_key_values
+        cache = cache_of(model(inputs_embeds=embedded, use_cache=True))
         for _ in range(2):
-            model(inputs_embeds=embedded[:, :1], past_key_values=cache)
+            model(inputs_embeds=embedded[:, :1], **with_cache(cache))
     (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
     assert "one token at a time" in message
     assert "no token ids come in" in message

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from graphs import decode_graph, text
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines.eviction import eviction
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.baselines.policies.history import History
@@ -65,8 +66,8 @@ def state_after(method: str, **options: Any) -> list[LayerState]:
     """The state tensors of a cache of 100 tokens, and one step."""
     twin = under(method, **options)
     with torch.no_grad():
-        cache = twin(prompt(100), use_cache=True).past_key_values
-        twin(prompt(1), past_key_values=cache)
+        cache = cache_of(twin(prompt(100), use_cache=True))
+        twin(prompt(1), **with_cache(cache))
     return cache.layers[0].keys.handle.session.state
 
 
@@ -136,9 +137,9 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
         sc.explain(tiny_llama(), 300, 1, {"method": "offload", "each": 1})
     twin, ids = under("counting"), prompt(100)
     with torch.no_grad():
-        cache = twin(ids, use_cache=True).past_key_values
+        cache = cache_of(twin(ids, use_cache=True))
         cache.crop(-40)
-        twin(prompt(1), past_key_values=cache)
+        twin(prompt(1), **with_cache(cache))
     assert [int(layer["counted"]) for layer in cache.layers[0].keys.handle.session.state] == [61, 61]
 
 

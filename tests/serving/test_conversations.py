@@ -14,6 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen3NextConfig
 from conftest import compile_copy, compiled_with, prompt
 from families import FAMILIES
 from specache_compile import SpecacheError, SpecacheWarning
+from specache_compile.compat import with_cache
 from specache_compile.serving.conversation import Conversation, bytes_of
 from specache_compile.serving.conversations import Bounds, Conversations
 from specache_compile.serving.session_folder import SessionFolder
@@ -40,7 +41,7 @@ def nothing_is_evicted_yet() -> None:
 def hold(kept: Conversations, ids: torch.Tensor) -> Conversation:
     """Have a conversation of these tokens kept, as if a request had been all of them."""
     cache = DynamicCache(config=kept.model.config)
-    kept.model(ids[None], past_key_values=cache, use_cache=True)
+    kept.model(ids[None], **with_cache(cache), use_cache=True)
     conversation = Conversation(ids, cache, asked=len(ids))
     kept.put(conversation)
     kept.trim()
@@ -52,7 +53,7 @@ def next_logits(model: Any, ids: torch.Tensor, conversation: Conversation | None
     """After all of `ids`, of which a conversation holds the first."""
     held = 0 if conversation is None else len(conversation.ids)
     cache = None if conversation is None else conversation.cache
-    return model(ids[None, held:], past_key_values=cache, use_cache=True).logits[0, -1]
+    return model(ids[None, held:], **with_cache(cache), use_cache=True).logits[0, -1]
 
 
 def test_the_longest_beginning_is_taken_and_gone_on_from(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
@@ -108,7 +109,7 @@ def test_many_short_questions_keep_as_many_sessions_as_there_is_room_for(llama: 
         conversation = kept.take(ids)
         assert len(conversation.ids) == (60 if question else 0)
         with torch.no_grad():
-            llama(ids[None, len(conversation.ids) :], past_key_values=conversation.cache, use_cache=True)
+            llama(ids[None, len(conversation.ids) :], **with_cache(conversation.cache), use_cache=True)
         conversation.ids, conversation.asked = ids, 61
         kept.put(conversation)
         kept.trim()

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from kept_traces import Traces
+from specache_compile.compat import with_cache
 from specache_compile.runtime.held import HeldTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -33,7 +34,7 @@ def compiled(model: Any) -> Any:
 
 def said(model: Any, cache: DynamicCache | None = None, ids: Tensor | None = None) -> Tensor:
     ids = prompt(60) if ids is None else ids
-    return greedy(model, None, 12, input_ids=ids, past_key_values=DynamicCache() if cache is None else cache)
+    return greedy(model, None, 12, input_ids=ids, **with_cache(DynamicCache() if cache is None else cache))
 
 
 def assert_same(model: Any, plain: Any) -> Tensor:
