@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line, its commands in the order in which a person needs them."""
     top = argparse.ArgumentParser(prog="specache", description=DESCRIPTION)
     commands = top.add_subparsers(dest="command", required=True)
-    add_demo(commands.add_parser("demo", help="keys found, bytes and times of one real model; four minutes"))
+    add_demo(commands.add_parser("demo", help="keys found, bytes and times of one real model; some four minutes"))
     add_generate(commands.add_parser("generate", help="continue a prompt with a compiled checkpoint"))
     add_bench(commands.add_parser("bench", help="a decode step, first tokens and bytes, beside other caches"))
     add_explain(

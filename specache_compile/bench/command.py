@@ -39,8 +39,8 @@ examples:
 baselines, where their libraries are installed:
 """ + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
 EPILOG = f"""{EXAMPLES}
-SmolLM2-135M on two cores: all methods at both contexts take one hour, the quick form ten minutes; most of both is
-compilation. Each method adds minutes, and so do long contexts: name fewer --methods, shorter --contexts.
+SmolLM2-135M on two cores: all methods at both default contexts take about one hour, the quick form some ten minutes.
+Most of both is compilation: fewer --methods and shorter --contexts shorten it.
 other methods are spelled as `specache eval` takes them; docs/bench.md says what each column is, and of --rounds and
 --lowering
 """

@@ -68,7 +68,7 @@ def test_the_full_cache_has_its_tensors_bytes_and_the_compressed_one_a_host_tier
 def test_the_next_call_measures_what_the_file_has_not(
     file: Path, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "read", lambda *given, **more: pytest.fail("it is measured already"))
+    monkeypatch.setattr(measure, "read", lambda *given: pytest.fail("it is measured already"))
     picture = file.with_name("steps.png")
     command = ["bench", config, "--contexts", "100", "300", *SMALL, "--json", str(file), "--plot", str(picture)]
     assert main(command) == 0
@@ -79,7 +79,7 @@ def test_the_next_call_measures_what_the_file_has_not(
 def test_an_interruption_keeps_the_contexts_that_are_finished(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def read(model: Any, ids: torch.Tensor, **more: Any) -> Any:
+    def read(model: Any, ids: torch.Tensor, *tell: Any) -> Any:
         if ids.shape[1] == 200:
             raise KeyboardInterrupt
         return ways.read(model, ids)
@@ -111,7 +111,7 @@ def test_an_interruption_keeps_the_contexts_that_are_finished(
 def test_bad_input_is_one_line_before_anything_is_measured(
     config: str, given: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure, "read", lambda *given, **more: pytest.fail("too late"))
+    monkeypatch.setattr(measure, "read", lambda *given: pytest.fail("too late"))
     assert main(["bench", config, "--methods", "uncompiled", "--no-first-answers", *given]) == 2
     assert told in capsys.readouterr().err.splitlines()[-1]
 
