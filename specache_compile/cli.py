@@ -63,7 +63,7 @@ class Command:
 
 COMMANDS = {
     "demo": Command(
-        "keys found, bytes and times of one real model; four minutes",
+        "keys found, bytes and times of one real model; some four minutes",
         "demo.command:add_demo", "demo.command:run_demo", recorded=True,
     ),
     "generate": Command(
