@@ -58,7 +58,7 @@ class Stats:
     pairs_ahead, pairs_corrected: pairs that prefetches brought, and corrections within a step (option correct).
     bytes_to_device: of these pairs. What an extend and the methods `offload` and `kcache` read of the host tier is not
         counted; `verification` tells what the verifications read.
-    kv_ratio: device KV bytes over the bytes of the same tokens in Hugging Face's cache.
+    kv_ratio: device KV bytes over the bytes of the same tokens in a 16-bit cache, whatever the model's dtype is.
     hit_rate: None unless the option hit_rate was set.
     verification: None unless a draft was verified.
     """
