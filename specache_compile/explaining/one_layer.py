@@ -22,7 +22,7 @@ from specache_compile.errors import SpecacheError
 
 from .outline import Row, rows_of, spans
 
-WIDTH, LONGEST, LONGEST_NAME = 100, 116, 16  # columns of code, of code and its comment, and of a name
+WIDTH, LONGEST, LONGEST_NAME = 106, 116, 22  # columns of code, of code and its comment, and of a name
 WEIGHT = re.compile(r"^l_self_.*_(?:parameters|buffers)_\w+$", re.IGNORECASE)
 PAST = re.compile(r"^l_\w*_layers_(?:modules_)?\d+_(keys|values)_?$", re.IGNORECASE)
 CONTEXT = 1  # lines kept around a change
@@ -107,7 +107,7 @@ def around(lines: list[str], limit: int) -> list[str]:
 
 
 def left_out(count: int) -> list[str]:
-    return [f"    # ... {count} more lines: --graph decode --layer"] if count else []
+    return [f"    # ... {count} more lines: --graph PHASE --layer N"] if count else []
 
 
 def shortened(lines: list[str], runs: list[tuple[int, int]]) -> list[str]:
@@ -182,6 +182,9 @@ class Readable(ast.NodeTransformer):
         parts = re.split(r"_?modules_", node.id.strip("_"), flags=re.IGNORECASE)[1:]
         own = parts.index(str(self.layer.number)) + 1 if str(self.layer.number) in parts else 0
         return ast.Name(re.sub(r"_(?:parameters|buffers)_", ".", ".".join(parts[own:])))
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        return ast.Constant(float(f"{node.value:.6g}")) if isinstance(node.value, float) else node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         function = ast.unparse(node.func)
@@ -360,8 +363,8 @@ def statements(layer: Layer, results: list[str]) -> Iterator[list[str]]:
         target = target if name in {*used, *results} else ""
         short = {old: ast.Name(new) for old, new in layer.names.items()}
         text = ast.unparse(Replaced({**short}).visit(copy.deepcopy(tree)))
-        if len(text) > WIDTH - LONGEST_NAME and isinstance(tree, ast.BinOp):
-            text = f"({text})"  # it may go on on another line
+        if len(target) + len(text) > WIDTH - 5 and isinstance(tree, ast.BinOp):
+            text = f"({text})"  # it goes on on another line
         code = f"{target} = {text}" if target else text
         lines = textwrap.wrap(code, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         if layer.types[name]:
