@@ -114,8 +114,6 @@ def test_a_whole_large_model_explains_in_time_linear_in_its_layers_and_four_giga
     code = """
 import resource, torch, time, specache_compile as sc
 from copy import deepcopy
-from dataclasses import replace
-from specache_compile.explaining.times.devices import find_device
 from transformers import LlamaConfig
 config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
     num_attention_heads=64, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
@@ -129,21 +127,12 @@ for layers in (2, 10, 80):
     seconds.append(time.process_time() - start)
 assert len(explained.sites) == 80 and max(map(len, text.splitlines())) <= 100
 print(*seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, explained.weight_bytes)
-two_bits = replace(explained, options=replace(explained.options, bits=2), device=find_device("H200"))
-for batch in (1, 4):
-    for length in (8192, 32768, 131072):
-        plan = replace(two_bits, prompt_length=length, batch_size=batch)
-        print(plan.full_step().seconds / plan.step().seconds)
 """
     # With Dynamo's cache of fake results, as a person has it.
     theirs = {name: value for name, value in os.environ.items() if name != "TORCH_FAKE_TENSOR_DISPATCH_CACHE"}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=theirs)
     assert ran.returncode == 0, ran.stderr
-    two, ten, eighty, peak, weights, *speeds = (float(number) for number in ran.stdout.split())
-    # By hand, on an H200: (W + n·kv) / (W + n·kv·2.5/16), W of 141.1 GB and kv of 327,680 bytes a token.
-    tokens = [batch * length for batch in (1, 4) for length in (8192, 32768, 131072)]
-    by_hand = [(141.1e9 + n * 327680) / (141.1e9 + n * 327680 * 2.5 / 16) for n in tokens]
-    assert speeds == pytest.approx(by_hand, rel=0.03)
+    two, ten, eighty, peak, weights = (float(number) for number in ran.stdout.split())
     # The layers between are the unit, on any processor: 70 more are 9 times as many, and in the square 66 times.
     assert eighty - ten < 30 * (ten - two), f"{two:.1f} s, {ten:.1f} and {eighty:.0f}"
     assert peak < 4e9

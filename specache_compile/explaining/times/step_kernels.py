@@ -74,9 +74,9 @@ def full_cache(itemsize: int, on_host: bool = False) -> TierOp:
             return []
         layer = call.load.layers[call.site]
         pair = pair_bytes(call.load.options, layer).exact * itemsize / layer.dtype.itemsize
-        read = call.heads * call.load.length * pair / ATTENDED[itemsize]
-        streamed = read * ATTENDED[itemsize] if on_host else 0.0
-        return [Kernel("attend", memory=read, to_device=streamed, tail=TAIL), small("merge")]
+        read = call.heads * call.load.length * pair
+        streamed = read if on_host else 0.0
+        return [Kernel("attend", memory=read / ATTENDED[itemsize], to_device=streamed, tail=TAIL), small("merge")]
 
     return attention
 
