@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ DESCRIPTION = "SpeCache as a torch.compile backend: 16-bit KV cache on the host,
 EXPLAIN_EPILOG = """\
 examples:
   specache explain smollm2-135m --prompt-length 8192
+  specache explain smollm2-135m --prompt-length 8192 --layer 0
   specache explain meta-llama/Llama-3.1-8B --device H100 --bits 1 --save report.html
 
 It takes the backend's options too: `specache generate --help-all` lists them. docs/explain.md has more: a device of
@@ -180,22 +182,23 @@ def add_explain(command: Parser) -> None:
     command.add_argument("model", help=f"{MODEL}; or a config.json")
     command.add_argument("--prompt-length", type=int, default=4096, help="tokens of context (default: 4096)")
     command.add_argument("--batch-size", type=int, default=1, help="rows (default: 1)")
-    command.add_argument("--device", help="for the roofline: A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
+    command.add_argument("--device", help="A6000, A100, H100, H200, RTX 4090 or L4 (default: A100)")
     command.add_argument("--host-gib", type=float, default=128.0, help="GiB of host memory (default: 128)")
     command.add_argument(
         "--ranks", type=int, default=1, help="explain one of so many ranks that share the model (default: 1)"
     )
     for name in ("--hbm-gbps", "--pcie-gbps", "--tflops", "--vram-gib"):
         command.add_argument(name, type=float, help=argparse.SUPPRESS)
-    for name, assumed in (("--reuse", 0.0), ("--corrected", None), ("--accepted", None)):
+    for name, assumed in (("--reuse", None), ("--corrected", None), ("--accepted", None)):
         command.add_argument(name, type=float, default=assumed, help=argparse.SUPPRESS)
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="everything as JSON")
-    shown.add_argument("--nodes", action="store_true", help="each launch of the decode step with its least time")
+    shown.add_argument("--nodes", action="store_true", help="each launch of the decode step with its time")
     shown.add_argument("--graph", metavar="PHASE", help="print the rewritten graph: prefill, pre-decode or decode")
     shown.add_argument(
         "--diff", nargs=2, metavar=("PHASE", "PASS"), help="what a pass changed in a phase's graph, as a unified diff"
     )
+    command.add_argument("--layer", type=int, metavar="N", help="only layer N; alone: before and after")
     command.add_argument("--after", metavar="PASS", help="with --graph: the graph as it stood after this pass")
     command.add_argument(
         "--save", action="append", default=[], type=Path, metavar="FILE",
@@ -205,6 +208,7 @@ def add_explain(command: Parser) -> None:
 
 def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
     from .explaining.explain import explain
+    from .explaining.outline import readable_graph
     from .explaining.tables import nodes_table
     from .explaining.times.devices import find_device
     from .explaining.times.verification import ACCEPTED
@@ -218,19 +222,36 @@ def run_explain(args: argparse.Namespace, options: dict[str, Any]) -> None:
         device=find_device(args.device, *figures), host_gib=args.host_gib, reuse=args.reuse, corrected=args.corrected,
         accepted=ACCEPTED if args.accepted is None else args.accepted, ranks=args.ranks,
     )  # fmt: skip
+    explained = replace(explained, command=repeated(args, options))
     for path in args.save:
         explained.save(path)
+        print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print(json.dumps(explained.to_dict(), indent=1))
     elif args.nodes:
         print(nodes_table(explained))
     elif args.diff:
-        print(explained.diff(*args.diff), end="")
+        print(explained.diff(args.diff[0], args.diff[1], args.layer), end="")
     elif args.graph:
-        graph = explained.graph(args.graph, args.after)
-        print(graph if isinstance(graph, str) else graph.print_readable(print_output=False))
-    elif not args.save:
+        print(readable_graph(explained.graph(args.graph, args.after, args.layer)), end="")
+    elif args.layer is not None:
+        print(explained.layer(args.layer), end="")
+    else:
         print(explained)
+
+
+def repeated(args: argparse.Namespace, options: dict[str, Any]) -> str:
+    """The command that explains the same model under the same options."""
+    given = {"prompt_length": args.prompt_length, "device": args.device, **options}
+    given |= {name: value for name, value in (("batch_size", args.batch_size), ("ranks", args.ranks)) if value > 1}
+    words = ["specache", "explain", args.model]
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return shlex.join(words)
 
 
 def run(args: argparse.Namespace, words: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Mode, Progress, Session, session_of
-from specache_compile.runtime.state import bucket, full_cache_bytes, gathered, room
+from specache_compile.runtime.state import bucket, bytes_in_16_bits, gathered, room
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import twin
@@ -146,7 +146,7 @@ def session_with(first: Session, tiers: Tiers, progress: Progress) -> Session:
     made.moved, made.told, made.view = {}, set(), None
     made.mode, made.draft_length = Mode.PLAIN, None
     made.start_anew()
-    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, tiers.batch, progress.length)
+    made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
     made.note_memory()
     return made
 

@@ -28,7 +28,6 @@ from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import Rewrites
 from specache_compile.errors import SpecacheError, SpecacheWarning, first_line
 from specache_compile.generate.checks import reason
-from specache_compile.kernels.costs import CORRECTED
 from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
@@ -42,8 +41,8 @@ from specache_compile.runtime.session import Mode, session_of
 from .explanation import Explanation
 from .figures import SiteRow
 from .layers import layers_of
-from .plan import temporaries
 from .rank import check_part, one_of
+from .temporaries import temporaries
 from .times.devices import Device, find_device
 from .times.verification import ACCEPTED, drafted_tokens
 
@@ -59,7 +58,7 @@ def explain(
     *,
     device: str | Device | None = None,
     host_gib: float = 128.0,
-    reuse: float = 0.0,
+    reuse: float | None = None,
     corrected: float | None = None,
     accepted: float = ACCEPTED,
     ranks: int = 1,
@@ -71,8 +70,9 @@ def explain(
     model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
     device: a name from `devices.DEVICES`, or a `Device`; A100 if not given.
     host_gib: host memory for the host tier.
-    reuse: share of the wanted pairs that are in the slots already (0: all must travel).
-    corrected: share that a correction must still bring (None: as seen with as many lanes).
+    reuse: share of the selected pairs that are in the slots already (0: all must travel; None: as measured with as many
+    lanes).
+    corrected: share that a correction must still bring (None: as measured with as many lanes).
     accepted: chance that a drafted token is right (option verify).
     ranks: explain one of so many ranks that the model is split over (tensor parallel). Each rank has a device and a
     link of its own; all share host_gib. The time of collectives is left out.
@@ -80,11 +80,10 @@ def explain(
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):
         parsed = parsed.in_16_bits
-    corrected = CORRECTED[1 + parsed.two_lanes] if corrected is None else corrected
     if prompt_length < 1 or batch_size < 1:
         raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
     for name, share in (("reuse", reuse), ("corrected", corrected), ("accepted", accepted)):
-        if not 0 <= share <= 1:
+        if share is not None and not 0 <= share <= 1:
             raise SpecacheError(f"{name}={share}: give a share between 0 and 1")
     chosen = device if isinstance(device, Device) else find_device(device)
     model = load_config(model) if isinstance(model, (str, Path)) else model
@@ -128,7 +127,7 @@ def explain(
     return explanation_of(
         captured, rewrites, parsed, prompt_length, batch_size,
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected, accepted=accepted,
-        name=name, ranks=ranks,
+        name=name, ranks=ranks, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from specache_compile.options import MethodOptions
 
 from .held import Handle, HeldTensor
 from .session import Mode, Session
-from .state import full_cache_bytes
+from .state import bytes_in_16_bits
 from .tiers import Tiers
 
 Place = tuple[Session, int]
@@ -142,7 +142,7 @@ def session_from(places: Sequence[Place]) -> Session:
     made.mode, made.draft_length = Mode.PLAIN, None
     made.start_anew()
     made.statistics.steps = dict(first.statistics.steps)
-    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, made.tiers.batch, made.length)
+    made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, made.tiers.batch, made.length)
     for session in sources:
         share = sum(source is session for source, _ in places) / len(session.layers)
         made.statistics.seconds += session.statistics.seconds * share

@@ -33,7 +33,7 @@ from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .records import Statistics
 from .rope_switch import RopeSwitch
-from .state import fields_of, full_cache_bytes
+from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
 
@@ -293,7 +293,7 @@ class Session:
         self.version += 1
         self.view = None
         self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens)) // self.tiers.batch
-        self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.tiers.batch, self.length)
+        self.statistics.full_cache_bytes = bytes_in_16_bits(self.layers, self.tiers.batch, self.length)
 
     @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:

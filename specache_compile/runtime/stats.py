@@ -58,8 +58,7 @@ class Stats:
     pairs_ahead, pairs_corrected: pairs that prefetches brought, and corrections within a step (option correct).
     bytes_to_device: of these pairs. What an extend and the methods `offload` and `kcache` read of the host tier is not
         counted; `verification` tells what the verifications read.
-    kv_ratio: device KV bytes over the bytes of the same tokens in Hugging Face's cache.
-    kv_ratio_16_bits: device KV bytes over the bytes of the same tokens in 16 bits.
+    kv_ratio: device KV bytes over the bytes of the same tokens in a 16-bit cache, whatever the model's dtype is.
     hit_rate: None unless the option hit_rate was set.
     verification: None unless a draft was verified.
     """
@@ -85,13 +84,12 @@ class Stats:
     device_bytes: int
     host_bytes: int
     kv_ratio: float
-    kv_ratio_16_bits: float
     hit_rate: HitRate | None
     verification: Verification | None
 
     def __str__(self) -> str:
         rows = [f"{name:18} {shown(name, value)}" for name, value in vars(self).items() if value is not None]
-        if self.kv_ratio_16_bits > 1 and "low-bit" in self.bytes_by_tier:
+        if self.kv_ratio > 1 and "low-bit" in self.bytes_by_tier:
             rows.append(LARGER)
         return "\n".join(rows)
 
@@ -151,7 +149,6 @@ def stats(model: torch.nn.Module) -> Stats:
         device_bytes=device,
         host_bytes=tier.get("host", 0),
         kv_ratio=device / max(1, latest.full_cache_bytes),
-        kv_ratio_16_bits=device / max(1, latest.full_cache_bytes * 2 // latest.value_bytes),
         hit_rate=HitRate(mass / count, recall / count) if count else None,
         verification=verification(latest.verified, fetched) if latest.verified.drafted else None,
     )

@@ -33,7 +33,7 @@ from specache_compile.passes.recipe import Call, Recipe, Selector
 
 @pytest.fixture(scope="module", autouse=True)
 def an_op() -> None:
-    """An op is an entry: schema, code, shapes, and what the passes and the roofline should know of it."""
+    """An op is an entry: schema, code, shapes, and what the passes and explain should know of it."""
 
     def select_oldest(scores: Tensor, wanted: Tensor) -> None:
         """The first k candidates."""
@@ -99,7 +99,7 @@ def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch
         assert layer["slot_index"].sort(-1).values.tolist() == [[list(range(3, 11))] * 2]
     assert any(
         "select_oldest" in row.op
-        for row in sc.explain(tiny_llama(), 300, 1, {"method": "oldest", **settings}).roofline()
+        for row in sc.explain(tiny_llama(), 300, 1, {"method": "oldest", **settings}).launch_costs()
     )
     ids = prompt(100)
     lossless = {name: value for name, value in LOSSLESS.items() if name != "lowering"}
