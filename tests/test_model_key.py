@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import Adapted, adapt
 from transformers import AutoModelForCausalLM
 
+from adapted import Adapted, adapt
 from conftest import prompt, tiny_llama
 from families import FAMILIES, Family
 from specache_compile.model_key import model_key, prefill_key, sampled

@@ -72,7 +72,6 @@ class Statistics:
     queue: counts the copies.
     tallies, fetched, corrected: the session's own tensors of the hit rate, and of bytes fetched ahead and corrected.
     steps: by phase.
-    value_bytes: of one value in Hugging Face's cache.
     replays: steps that were launches of recorded ones.
     python_seconds: of all `seconds` those outside of lowered graphs.
     """
@@ -88,7 +87,6 @@ class Statistics:
     python_seconds: float = 0.0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     full_cache_bytes: int = 0
-    value_bytes: int = 2
     verified: Verified = field(default_factory=Verified)
     replays: int = 0
     ranks: int = 1

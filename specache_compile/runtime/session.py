@@ -149,7 +149,7 @@ class Session:
         self.recorded = RecordedSteps()
         self.cursors: dict[int, Tensor] = {}
         self.shown: Tensor | None = None
-        self.statistics = Statistics(self.queue, value_bytes=self.layers[0].dtype.itemsize)
+        self.statistics = Statistics(self.queue)
         self.new_cursor()
         self.deferred = self.new_deferred()
         self.recorded_at = self.tiers.places()

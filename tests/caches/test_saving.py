@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import adapt
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import LinearAttentionLayer
 
 import specache_compile as sc
+from adapted import adapt
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
 from families import FAMILIES
 from held_tiers import in_order

@@ -237,7 +237,7 @@ def test_stats_reports_a_cache_that_is_larger_than_one_in_16_bits() -> None:
     model = compiled(small(), bits=1)
     generate(model, prompt(40))
     stats = sc.stats(model)
-    assert stats.kv_ratio_16_bits == 2 * stats.kv_ratio > 1  # a float32 model
+    assert stats.kv_ratio > 1
     assert "more of the device than a 16-bit cache" in str(stats)
 
 
