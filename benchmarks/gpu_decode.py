@@ -38,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from specache_compile.bench.results import Results
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.costs import CORRECTED
 from specache_compile.kernels.state.segments import SEGMENT, places_of
 from specache_compile.lowering.cuda_graphs import MODES
@@ -190,7 +191,7 @@ class Decoder:
         place = torch.full((self.batch, 1), self.length, device=self.device)
         if self.case.method in COMPILED:
             torch.compiler.cudagraph_mark_step_begin()
-        out = self.model(self.token, past_key_values=self.cache, position_ids=place, use_cache=True)
+        out = self.model(self.token, **with_cache(self.cache), position_ids=place, use_cache=True)
         self.token = out.logits[:, -1:].argmax(-1)
         self.length += 1
 
@@ -198,7 +199,7 @@ class Decoder:
 def forced_session(model: LlamaForCausalLM, token: Tensor, context: int) -> Any:
     """A cache that the backend made, lengthened to `context` random tokens, the same in every run."""
     torch.manual_seed(0)
-    cache = model(token.repeat(1, 2), use_cache=True).past_key_values
+    cache = cache_of(model(token.repeat(1, 2), use_cache=True))
     session: Session = cache.layers[0].keys.handle.session
     session.make_room(context + STEPS - session.length)
     for layer in session.state:

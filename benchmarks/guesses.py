@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 import specache_compile as sc
 from specache_compile.bench.results import Results
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.command import load
 from specache_compile.runtime.session import session_of
 
@@ -99,7 +100,7 @@ def continued(model: Any, cache: Any, last: Tensor, count: int, generator: torch
     """The next tokens: greedy ones, or with a generator sampled at temperature 1."""
     cache, tokens = copy.deepcopy(cache), [last]
     for _ in range(count):
-        logits = model(tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = model(tokens[-1], **with_cache(cache), use_cache=True).logits[:, -1].float()
         greedy = logits.argmax(-1, keepdim=True)
         tokens.append(greedy if generator is None else torch.multinomial(logits.softmax(-1), 1, generator=generator))
     return torch.cat(tokens[1:], 1)[0].tolist()
@@ -117,8 +118,8 @@ def along(model: Any, cache: Any, past: list[int], text: list[int], guess: Calla
             last = guess(Place([*past, *text[:step]], made, bool(right) and not right[-1], last, second, coming))
             session.progress.guess.fill_(last)
             right.append(last == coming)
-        out = model(torch.tensor([[tokens[step]]]), past_key_values=cache, use_cache=True)
-        cache, second = out.past_key_values, int(out.logits[0, -1].topk(2).indices[1])
+        out = model(torch.tensor([[tokens[step]]]), **with_cache(cache), use_cache=True)
+        cache, second = cache_of(out), int(out.logits[0, -1].topk(2).indices[1])
     return right
 
 
@@ -129,7 +130,7 @@ def measured(
     made, and is in its row."""
     heads = model.config.num_hidden_layers * model.config.num_key_value_heads
     with torch.no_grad():
-        cache = model(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
+        cache = cache_of(model(torch.tensor([ids[:-1]]), use_cache=True))
     for kind in KINDS:
         if kind not in texts:
             generator = torch.Generator().manual_seed(seed) if kind == "sampled" else None

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from specache_compile.bench.results import Results
+from specache_compile.compat import with_cache
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total
 
@@ -64,8 +65,8 @@ def model_of(kind: str, structured: bool) -> Any:
 def last_logits(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
     """Of the last token of `ids` [1, n], decoded behind the others."""
     cache = DynamicCache(config=model.config)
-    model(ids[:, :-1], past_key_values=cache, use_cache=True)
-    return model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1], cache
+    model(ids[:, :-1], **with_cache(cache), use_cache=True)
+    return model(ids[:, -1:], **with_cache(cache), use_cache=True).logits[0, -1], cache
 
 
 def measure(kind: str, structured: bool, tokens: int, prompts: int) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from tqdm import tqdm
 import specache_compile as sc
 from specache_compile.bench.results import provenance
 from specache_compile.checkpoints.names import resolved
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.command import load
 from specache_compile.kernels.state.segments import tokens_of
 from specache_compile.runtime.session import session_of
@@ -65,14 +66,14 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     loading = time.perf_counter() - start
     came = digest(cache) if args.number else ""
     start = time.perf_counter()
-    out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    out = model(ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
     int(out.logits[0, -1].argmax())
     seconds = loading + time.perf_counter() - start
     start = time.perf_counter()
-    sc.save(out.past_key_values, args.folder)
+    sc.save(cache_of(out), args.folder)
     saving = time.perf_counter() - start
     size = sum(path.stat().st_size for path in Path(args.folder).rglob("*") if path.is_file())
-    return {"seconds": seconds, "saving": saving, "bytes": size, "came": came, "went": digest(out.past_key_values)}
+    return {"seconds": seconds, "saving": saving, "bytes": size, "came": came, "went": digest(cache_of(out))}
 
 
 def in_new_process(number: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:

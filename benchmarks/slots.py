@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import specache_compile as sc
 from specache_compile.bench.results import provenance
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.command import load
 from specache_compile.runtime.session import session_of
 
@@ -33,8 +34,8 @@ def chosen(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Any]:
     out = model(ids, use_cache=True)
     found = []
     for _ in tqdm(range(steps), f"{ids.shape[1]:,} tokens", disable=None, leave=False):
-        out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
-        session = session_of(out.past_key_values)
+        out = model(out.logits[:, -1:].argmax(-1), **with_cache(cache_of(out)), use_cache=True)
+        session = session_of(cache_of(out))
         assert session is not None
         found.append(torch.stack([state["slot_index"][0] for state in session.state]).flatten(0, 1).clone())
     return torch.stack(found), session

@@ -17,6 +17,7 @@ from soak_state import Difference, Pair, Soak, a_prompt, some_text
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 
 # Logits of the two models are this near by far; where noise of this size changes the uncompiled model's own tokens,
@@ -47,14 +48,14 @@ def generate(soak: Soak, draw: random.Random, ids: Tensor, pair: Pair | None = N
     def run(model: LlamaForCausalLM, **more: Any) -> Any:
         torch.manual_seed(seed)
         cache = pair.ours if pair and model is soak.twin else copy.deepcopy(before)
-        return model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **how, **more)
+        return model.generate(ids, **with_cache(cache), return_dict_in_generate=True, **how, **more)
 
     ours, theirs = run(soak.twin), run(soak.model)
     if pair:
-        pair.theirs, pair.text = theirs.past_key_values, theirs.sequences[:, :-1]
+        pair.theirs, pair.text = cache_of(theirs), theirs.sequences[:, :-1]
     else:
-        soak.note_dropped(ours.past_key_values)
-    soak.facts["calls that ended uncompiled"] += not isinstance(ours.past_key_values.layers[0].keys, HeldTensor)
+        soak.note_dropped(cache_of(ours))
+    soak.facts["calls that ended uncompiled"] += not isinstance(cache_of(ours).layers[0].keys, HeldTensor)
     rows = different_rows(ours.sequences, theirs.sequences)
     if rows:
         noisy = (run(soak.model, logits_processor=[Noise(trial)]) for trial in range(8))
@@ -125,7 +126,7 @@ def verification(soak: Soak, draw: random.Random) -> int:
     pair = soak.pick(draw)
     drafted = draw.randint(1, 40)
     for _ in range(drafted):
-        soak.twin(some_text(draw, len(pair.text), 1), past_key_values=pair.ours, use_cache=True)
+        soak.twin(some_text(draw, len(pair.text), 1), **with_cache(pair.ours), use_cache=True)
     pair.ours.crop(-drafted)
     tokens = soak.step(pair, some_text(draw, len(pair.text), drafted + 1))
     pair.crop(draw.randint(0, drafted))

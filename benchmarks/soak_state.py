@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import copy_queue
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
@@ -111,13 +112,13 @@ class Soak:
     def start(self, draw: random.Random) -> int:
         ids = a_prompt(self, draw, 4)
         ours, theirs = self.twin(ids, use_cache=True), self.model(ids, use_cache=True)
-        self.add(Pair(ours.past_key_values, theirs.past_key_values, ids), draw)
+        self.add(Pair(cache_of(ours), cache_of(theirs), ids), draw)
         return compare_logits(ours.logits, theirs.logits)
 
     def step(self, pair: Pair, ids: Tensor) -> int:
         """One step of both models on the tokens `ids`; what ours raises leaves theirs where it was."""
-        ours = self.twin(ids, past_key_values=pair.ours, use_cache=True)
-        theirs = self.model(ids, past_key_values=pair.theirs, use_cache=True)
+        ours = self.twin(ids, **with_cache(pair.ours), use_cache=True)
+        theirs = self.model(ids, **with_cache(pair.theirs), use_cache=True)
         pair.text = torch.cat([pair.text, ids], 1)
         self.facts["calls that ended uncompiled"] += pair.session is None
         return compare_logits(ours.logits, theirs.logits)

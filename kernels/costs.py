@@ -35,22 +35,6 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def times(self, device: Any) -> dict[str, float]:
-        """Seconds that each resource of a `Device` would take alone."""
-        return {
-            "arithmetic": self.flops / (device.tflops * 1e12),
-            "memory": self.hbm / (device.hbm_gbps * 1e9),
-            "PCIe": max(self.to_device, self.to_host) / (device.pcie_gbps * 1e9),
-        }
-
-    def seconds(self, device: Any) -> float:
-        return max(self.times(device).values())
-
-    def bound(self, device: Any) -> str:
-        """The resource that takes longest."""
-        times = self.times(device)
-        return max(times, key=times.__getitem__)
-
 
 # Share of the wanted pairs that a correction must still bring, by lanes. With one lane the slots hold what the last
 # token wanted, with two what was fetched for the guess. Measured: 28 and 22 of 64 pairs, of SmolLM2 at 4,096 tokens,

@@ -1,4 +1,4 @@
-"""What an op is: schema, implementations, and all that passes, lowering and roofline know of it; and their registry.
+"""What an op is: schema, implementations, and all that passes, lowering and explain know of it; and their registry.
 
 Every op names exactly the state tensors that it mutates; order between ops is their data flow.
 """
@@ -19,7 +19,7 @@ from .costs import CostOf
 
 @dataclass(frozen=True)
 class Op:
-    """One op, and all that the passes, the lowering and the roofline know of it.
+    """One op, and all that the passes, the lowering and explain know of it.
 
     schema: every mutated argument marked.
     run: the PyTorch code that defines the op.

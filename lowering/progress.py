@@ -1,13 +1,14 @@
-"""Tell a person what is being compiled, and how far it is: in a line on a terminal, and in the log.
+"""Print on stderr what is being compiled, and how long it took. TQDM_DISABLE=1 switches the lines off.
 
-The line is on stderr and disappears when its graph is done. The log is `logging`'s, at INFO under this module's name.
-`TORCH_LOGS=+specache_compile.lowering.progress` shows it, as does any configuration of `logging`.
+A terminal shows the current step in one line. Elsewhere each graph has a line at its start and one at its end. The same
+steps go to `logging`, at INFO under this module's name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,17 +22,32 @@ current: ContextVar[tuple[str, tqdm] | None] = ContextVar("current", default=Non
 
 
 @contextlib.contextmanager
-def compiling(graph: str) -> Iterator[None]:
-    """Within it, `tell` reports on this graph."""
+def compiling(graph: str, how: str) -> Iterator[None]:
+    """Within it, `tell` reports on this graph.
+
+    how: the option lowering; only "inductor" takes long enough for lines on stderr.
+    """
+    slow = how == "inductor"
     start = time.perf_counter()
-    heading = {"desc": f"specache: compiling {graph}", "bar_format": "{desc}{postfix} [{elapsed}]"}
-    with tqdm(file=sys.stderr, disable=None, leave=False, **heading) as line:  # None: not where there is no terminal
+    heading = {"desc": f"specache: compiling {graph}, first run only", "bar_format": "{desc}{postfix} [{elapsed}]"}
+    # None: not where there is no terminal
+    with tqdm(file=sys.stderr, disable=None if slow else True, leave=False, **heading) as line:
+        if slow and line.disable:
+            announce(heading["desc"])
         before = current.set((graph, line))
         try:
             yield
         finally:
             current.reset(before)
-    log.info("compiled %s in %.1f s", graph, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    log.info("compiled %s in %.1f s", graph, seconds)
+    if slow:
+        announce(f"specache: compiled {graph} in {seconds:.1f} s")
+
+
+def announce(line: str) -> None:
+    if os.environ.get("TQDM_DISABLE", "") in ("", "0"):
+        print(line, file=sys.stderr, flush=True)
 
 
 def tell(doing: str) -> None:

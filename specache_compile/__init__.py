@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import specache_compile.kernels  # noqa: F401  (registers the ops, which the passes know by name)
-
 from .errors import HeldTensorError, OptionError, SpecacheError, SpecacheWarning
 
 if TYPE_CHECKING:
@@ -15,6 +13,8 @@ if TYPE_CHECKING:
     from .caches.materialize import materialize
     from .caches.rows import join, lengths, split
     from .caches.saving import load, save
+    from .checkpoints.loaded import load_model
+    from .compat import cache_of, with_cache
     from .explaining.bisect import Bisection, bisect
     from .explaining.explain import Explanation, explain
     from .kernels.memory.host_memory import release_host_memory
@@ -30,39 +30,47 @@ __all__ = [
     "SpecacheWarning",
     "Stats",
     "bisect",
+    "cache_of",
     "explain",
     "hold",
     "join",
     "lengths",
     "load",
+    "load_model",
     "materialize",
     "release_host_memory",
     "save",
     "split",
     "stats",
+    "with_cache",
 ]
 
-# Loaded when they are first asked for: who compiles a model need not wait for what explains one.
+# Loaded at first use: `import specache_compile` imports no torch.
 _PLACES = {
     "Batch": "batching.batch:Batch",
     "Bisection": "explaining.bisect:Bisection",
     "Explanation": "explaining.explain:Explanation",
     "Stats": "runtime.stats:Stats",
     "bisect": "explaining.bisect:bisect",
+    "cache_of": "compat:cache_of",
     "explain": "explaining.explain:explain",
     "hold": "caches.holding:hold",
     "join": "caches.rows:join",
     "lengths": "caches.rows:lengths",
     "load": "caches.saving:load",
+    "load_model": "checkpoints.loaded:load_model",
     "materialize": "caches.materialize:materialize",
     "release_host_memory": "kernels.memory.host_memory:release_host_memory",
     "save": "caches.saving:save",
     "split": "caches.rows:split",
     "stats": "runtime.stats:stats",
+    "with_cache": "compat:with_cache",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("specache-compile")
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _PLACES[name].split(":")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
+from transformers import Cache
+from transformers.generation.utils import GenerationMixin
+
+from specache_compile.errors import SpecacheError
 
 # From 5.18 on `generate` gives the model no mask where nothing is padded.
 GENERATE_MASKS_ALL = Version(transformers.__version__) < Version("5.18")
@@ -14,6 +19,16 @@ GENERATE_MASKS_ALL = Version(transformers.__version__) < Version("5.18")
 WINDOWS_TAKE_DRAFTS = Version(transformers.__version__) >= Version("5.18")
 # The C++ that Inductor 2.11 writes checks an index before it has computed it, and does not compile.
 CHECKS_BOUNDS_TOO_EARLY = Version(torch.__version__) < Version("2.12")
+# Forward's cache argument, and the field of its output: `cache` from 5.24 on, where the former name warns. None where
+# transformers has neither.
+CACHE = next(
+    (
+        name
+        for name in ("cache", "past_key_values")
+        if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    ),
+    None,
+)
 # What drafting (`verify.py`) calls or stands in for, and the arguments that it must take.
 GENERATION = {
     "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
@@ -25,14 +40,38 @@ GENERATION = {
 }
 
 
+def with_cache(cache: Cache | None) -> dict[str, Any]:
+    """The keyword argument that passes a cache to a model or to `generate`, under this version's name.
+
+    `model(tokens, **with_cache(cache))` runs without a warning on every supported transformers.
+    """
+    return {cache_name(): cache}
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in the output of a model or of `generate(..., return_dict_in_generate=True)`."""
+    return getattr(output, cache_name())
+
+
+def cache_name() -> str:
+    """`cache` or `past_key_values`. SpecacheError where transformers has neither."""
+    if CACHE is None:
+        raise SpecacheError(
+            f"transformers {transformers.__version__} takes its cache under a name that specache does not know: "
+            "install a version from 5.17 to 5.24"
+        )
+    return CACHE
+
+
 def missing_for_drafts() -> str | None:
     """What of that this version of transformers has not, or has with other arguments."""
     from transformers.generation import CandidateGenerator
-    from transformers.generation.utils import GenerationMixin
 
     here = f"in transformers {transformers.__version__}"
     for name, wanted in GENERATION.items():
         method = getattr(GenerationMixin, name, None)
         if method is None or not set(wanted) <= set(inspect.signature(method).parameters):
             return f"GenerationMixin.{name}({', '.join(wanted)}) {here}"
+    if CACHE is None:
+        return f"cache argument of GenerationMixin.prepare_inputs_for_generation {here}"
     return None if hasattr(CandidateGenerator, "requires_model_outputs") else f"requires_model_outputs {here}"

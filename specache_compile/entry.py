@@ -6,7 +6,9 @@ import os
 import torch
 
 from .compile.backend import specache as specache
+from .compile.recompile_limit import raise_limit
 from .compile.rewritten import Rewrites, observers
+from .generate.checks import route_checks
 from .generate.route import route_generate
 from .generate.verify import route_verification
 from .runtime.variant import Variant
@@ -33,7 +35,9 @@ def keep_traces() -> None:
         log.info("no trace is kept with torch %s: %s", torch.__version__, missing)
 
 
+raise_limit()
 route_generate()
+route_checks()
 route_verification()
 keep_traces()
 observers.append(dump_where_asked)

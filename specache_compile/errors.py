@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class SpecacheError(RuntimeError):
     """The backend cannot do what was asked, and says what to do instead."""
@@ -36,6 +39,18 @@ class HeldTensorError(SpecacheError):
 
 class SpecacheWarning(UserWarning):
     """Something was left as Hugging Face wrote it; it is right, but not compressed."""
+
+
+# The packages whose frames a warning passes over, to point at the line of the user's that led to it.
+LIBRARIES = {"specache_compile", "torch", "transformers", "accelerate", "peft", "contextlib", "functools", "threading"}
+
+
+def warn(message: str, category: type[Warning] = SpecacheWarning) -> None:
+    """Warn at the innermost frame that belongs to no library of `LIBRARIES`."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 RECOMPILE_LIMIT = (

@@ -34,6 +34,7 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 import pairwise
 from one_trace import compile_by_options
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
 
@@ -57,7 +58,7 @@ LONGEST = (
     "runtime/test_sink_tokens.py", "runtime/test_mixed_calls.py", "explaining/test_explain.py", "passes/test_masks.py",
     "runtime/test_uncompiled.py", "compile/test_graph_breaks.py", "weights/test_quantised.py", "weights/test_peft.py",
     "runtime/test_pictures.py", "explaining/test_step_time.py", "evaluation/test_eval.py",
-    "explaining/test_roofline.py", "caches/test_hold.py", "tests/test_cli.py", "demo/test_demo.py",
+    "explaining/test_costs.py", "caches/test_hold.py", "tests/test_cli.py", "bench/test_demo.py",
     "explaining/test_bisect.py",
     "device/test_device_faults.py", "device/test_device_schedules.py", "device/test_device_methods.py",
     "device/test_device_ways.py",
@@ -225,7 +226,7 @@ def chatted(model: Any, tokens: int) -> torch.Tensor:
     """All that is said in three turns on one cache, with so many tokens to each answer; the second turn is a token."""
     cache, said = DynamicCache(), prompt(0)
     for turn, length in enumerate((60, 1, 20)):
-        said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), tokens, past_key_values=cache)
+        said = greedy(model, torch.cat([said, prompt(length, seed=20 + turn)], 1), tokens, **with_cache(cache))
     return said
 
 
@@ -237,7 +238,7 @@ def greedy_unmasked(model: Any, ids: torch.Tensor, tokens: int = 40) -> torch.Te
     for place in range(ids.shape[1], ids.shape[1] + tokens):
         made.append(out.logits[:, -1:].argmax(-1))
         position = torch.full_like(made[-1], place)
-        out = model(made[-1], past_key_values=out.past_key_values, position_ids=position, use_cache=True)
+        out = model(made[-1], **with_cache(cache_of(out)), position_ids=position, use_cache=True)
     return torch.cat(made, 1)
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import specache_compile as sc
 from conftest import greedy
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.step import Step
 
@@ -84,13 +85,13 @@ def interrupted_behind(steps: Sequence[int], twin: Any, plain: Any, ids: Tensor,
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Step, "launch", failing)
             with pytest.raises(KeyboardInterrupt):
-                greedy(twin, ids, tokens, past_key_values=cache)
+                greedy(twin, ids, tokens, **with_cache(cache))
         length = cache.get_seq_length()
         assert length >= ids.shape[1]
         with torch.no_grad():
-            exact = plain(expected[:, :length], use_cache=True).past_key_values
+            exact = cache_of(plain(expected[:, :length], use_cache=True))
         for ours, theirs in zip(sc.materialize(cache).layers, exact.layers, strict=True):
             torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-3, rtol=1e-3)
             torch.testing.assert_close(ours.values, theirs.values, atol=1e-3, rtol=1e-3)
-        rest = greedy(twin, expected[:, : length + 1], ids.shape[1] + tokens - 1 - length, past_key_values=cache)
+        rest = greedy(twin, expected[:, : length + 1], ids.shape[1] + tokens - 1 - length, **with_cache(cache))
         assert torch.equal(rest, expected)

@@ -19,6 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import output_capturing
 
 from specache_compile.cache_folder import VARIABLE
+from specache_compile.compat import with_cache
 from specache_compile.warm import route, store
 
 SIZES = {
@@ -116,7 +117,7 @@ def logits(call: Callable[..., Any], sizes: Sequence[int] = ALL, rows: int = 1) 
     for size in sizes:
         ids, places = tokens[:, start : start + size], torch.arange(start, start + size).expand(rows, -1)
         with torch.no_grad():
-            found.append(call(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True).logits)
+            found.append(call(input_ids=ids, position_ids=places, **with_cache(cache), use_cache=True).logits)
         start += size
     return torch.cat(found, 1)
 

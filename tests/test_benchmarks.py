@@ -22,6 +22,7 @@ import torch
 
 from conftest import NEEDLE_LLAMA, byte_tokenizer, prompt, tiny_llama
 from specache_compile.bench.results import Results
+from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.kernels.codes import trellis
@@ -128,7 +129,7 @@ def test_a_baseline_answers_as_a_plain_cache_of_the_same_pairs_does(
         cache = forced_cache(name, model.config, layers, 2, 40, 64)
         with torch.no_grad():
             for place in (40, 41):
-                out = model(prompt(1, 2), past_key_values=cache, position_ids=torch.full((2, 1), place))
+                out = model(prompt(1, 2), **with_cache(cache), position_ids=torch.full((2, 1), place))
         answers.append(out.logits.softmax(-1))
     close = 0.1 if "fp8" in method else 1e-4  # three bits of mantissa
     torch.testing.assert_close(*answers, atol=close, rtol=0)

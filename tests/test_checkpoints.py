@@ -60,7 +60,7 @@ def rotary_heads(name: str, config: LlamaConfig) -> int:
 
 def write(
     path: Path, model: LlamaForCausalLM, architecture: str = "llama", tokenizer: bool = True,
-    without: Collection[str] = (), beside: Collection[str] = (),
+    without: Collection[str] = (), beside: Collection[str] = (), more: Callable[[Any], object] = lambda writer: None,
 ) -> Path:  # fmt: skip
     """A GGUF file of a model of 258 tokens: bytes, and two merges."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
@@ -74,6 +74,7 @@ def write(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    more(writer)
     if tokenizer:
         letters = bytes_to_unicode()
         writer.add_tokenizer_model("gpt2")
@@ -314,6 +315,118 @@ BAD = {
         lambda path, model: write(path, model, beside=["rope_freqs.weight"]), "does not read its rope_freqs.weight",
     ),
 }  # fmt: skip
+
+# Metadata beside that of `write`, and what of the model it would change where transformers leaves it out.
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "attention.sliding_window = 32": lambda writer: writer.add_sliding_window(32),
+    "attention.key_length = 16": lambda writer: (writer.add_rope_dimension_count(8), writer.add_key_length(16)),
+    "attention.value_length = 32": lambda writer: writer.add_value_length(32),
+    "attention.clamp_kqv = 8.0": lambda writer: writer.add_clamp_kqv(8.0),
+    "attention.scale = 0.5": lambda writer: writer.add_attention_scale(0.5),
+    "logit_scale = 0.25": lambda writer: writer.add_logit_scale(0.25),
+    "embedding_scale = 2.0": lambda writer: writer.add_embedding_scale(2.0),
+    "residual_scale = 0.5": lambda writer: writer.add_residual_scale(0.5),
+    "attn_logit_softcapping = 50.0": lambda writer: writer.add_attn_logit_softcapping(50.0),
+    "final_logit_softcapping = 30.0": lambda writer: writer.add_final_logit_softcapping(30.0),
+    "expert_count = 8": lambda writer: writer.add_expert_count(8),
+    "unheard_of = 3": lambda writer: writer.add_uint32("llama.unheard_of", 3),
+    "rope.scaling.type = 'longrope'": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+    "rope.scaling.attn_factor = 2.0": lambda writer: (
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), writer.add_rope_scaling_factor(4.0),
+        writer.add_rope_scaling_attn_factors(2.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_would_change_the_model_is_refused_by_its_name(
+    key: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "keys.gguf", tiny, more=REFUSED[key])
+    assert main(["explain", str(path)]) == 2
+    assert f"{path}: transformers does not read {key} from a GGUF file" in said(capsys)
+    assert generate(path) == 2
+    assert f"transformers does not read {key} from a GGUF file" in said(capsys)
+    assert held(cache) == []
+
+
+def neutral(writer: Any) -> None:
+    """Keys with the values that the model has anyway."""
+    writer.add_rope_dimension_count(16)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_sliding_window(0)
+    writer.add_logit_scale(1.0)
+    writer.add_expert_count(0)
+    writer.add_causal_attention(True)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(8.0)
+    writer.add_string("llama.rope.scaling.finetuned", "true")
+
+
+def linear(writer: Any) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def yarn(writer: Any) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(128)
+    writer.add_rope_scaling_yarn_beta_fast(16.0)
+
+
+SCALED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
+    "neutral": (neutral, {"rope_type": "default"}),
+    "linear": (linear, {"rope_type": "linear", "factor": 4.0}),
+    "linear, by llama.cpp's default": (
+        lambda writer: writer.add_rope_scaling_factor(4.0), {"rope_type": "linear", "factor": 4.0},
+    ),
+    "linear, in a file of 2023": (
+        lambda writer: writer.add_float32("llama.rope.scale_linear", 4.0), {"rope_type": "linear", "factor": 4.0},
+    ),
+    "yarn": (
+        yarn, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@torch.no_grad()
+def test_rope_scaling_of_the_metadata_is_the_models(
+    kind: str, tiny: LlamaForCausalLM, tmp_path: Path, cache: Path
+) -> None:
+    """The logits are those of a model that was made with the scaling, beyond its original context too."""
+    more, rope = SCALED[kind]
+    path = write(tmp_path / "scaled.gguf", tiny, more=more)
+    rope = {"rope_theta": 10000.0, **rope}
+    assert load_config(path).rope_parameters == rope
+    model = AutoModelForCausalLM.from_pretrained(checkpoints.resolved(str(path)), dtype="auto")
+    expected = LlamaForCausalLM(LlamaConfig(**{**tiny.config.to_dict(), "rope_parameters": rope})).eval()
+    expected.load_state_dict(tiny.state_dict())
+    ids = torch.arange(200)[None]
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-5)
+    assert (rope["rope_type"] == "default") == torch.allclose(model(ids).logits, tiny(ids).logits, atol=1e-4)
+
+
+def test_a_conversion_without_the_files_scaling_is_made_again(
+    tiny: LlamaForCausalLM, tmp_path: Path, cache: Path
+) -> None:
+    """As an earlier version left it. One that lacks nothing stays."""
+    path = write(tmp_path / "scaled.gguf", tiny, more=linear)
+    folder = Path(checkpoints.resolved(str(path)))
+    (folder / conversion.MAPPED).unlink()
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    checkpoints.resolved(str(path))
+    assert (folder / conversion.MAPPED).exists()
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    config = AutoConfig.from_pretrained(folder)
+    config.rope_parameters = {"rope_theta": 10000.0, "rope_type": "default"}
+    config.save_pretrained(folder)
+    (folder / conversion.MAPPED).unlink()
+    assert load_config(path).rope_parameters["rope_type"] == "linear"
+    checkpoints.resolved(str(path))
+    assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "linear"
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -40,7 +40,7 @@ def test_a_changed_declaration_is_noticed(page: Path, monkeypatch: pytest.Monkey
 def test_a_changed_result_is_noticed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page.write_text(between("summary", doc_tables.summary()))
     result = doc_tables.load("demo.json")
-    result["rows"][0]["kv_ratio"] = 0.5
+    result["rows"][0]["of_16_bits"] = 0.5
     (tmp_path / "demo.json").write_text(json.dumps(result))
     assert main(["--check"], [page]) == 0
     monkeypatch.setattr(doc_tables, "RESULTS", tmp_path)

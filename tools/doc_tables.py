@@ -24,14 +24,11 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
-from pydantic import TypeAdapter
 
 import tests_path  # noqa: F401
 from families import FAMILIES
-from specache_compile.bench.table import answers_table, profile_table, steps_table
-from specache_compile.demo.rows import Row as DemoRow
-from specache_compile.demo.show import draw as draw_demo
-from specache_compile.demo.show import table as demo_table
+from specache_compile.bench.table import answers_table, draw, profile_table, steps_table
+from specache_compile.demo import show
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.cell_tables import table as results_table
@@ -174,32 +171,16 @@ def methods() -> str:
     return markdown(("method", "", "tiers on the device", "on the host", "device KV"), rows, right=1)
 
 
-def demo_rows() -> list[DemoRow]:
-    return TypeAdapter(list[DemoRow]).validate_python(load("demo.json")["rows"])
-
-
 def summary() -> str:
     """The demo's rows, as the README shows them: quality, bytes, time."""
-    rows = demo_rows()
-    context = list(rows[0].step_ms)[-1]
-    return markdown(
-        ("", "keys found", "KV bytes on the device, of the full cache's", f"a decode step at {context:,} tokens"),
-        [
-            (
-                row.method,
-                f"{sum(row.keys.values()):.0f} of {len(row.keys)}",
-                f"{row.kv_ratio:.3f}",
-                f"{row.step_ms[context]:.0f} ms",
-            )
-            for row in rows
-        ],
-        right=3,
-    )
+    rows = load("demo.json")["rows"]
+    return markdown(show.headers(rows), show.lines(rows), right=3)
 
 
 def demo() -> str:
-    """What `make demo` prints."""
-    return fenced(demo_table(demo_rows()))
+    """The tables that `make demo` prints."""
+    rows = load("demo.json")["rows"]
+    return fenced(f"{show.answers_table(rows)}\n{show.summary_table(rows)}")
 
 
 def bench(dtype: str) -> str:
@@ -239,7 +220,12 @@ def gpu() -> str:
 
 def gains() -> str:
     """What fits on a card of 24 GB, and how fast all of it steps; computed."""
-    names = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "default": "specache, the default"}
+    names = {
+        "16 bits": "16-bit cache",
+        "fp8": "FP8 cache",
+        "KIVI, 2 bits": "KIVI, 2 bits",
+        "default": "specache, the default",
+    }
     lengths = {8_192: "8k", 32_768: "32k", 131_072: "128k"}
     rows = [row for row in load("computed_steps.json")["rows"] if row["device"] == "RTX 4090"]
 
@@ -426,7 +412,7 @@ def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) 
             print(f"{page.name}: out of date: {names}: python tools/doc_tables.py --write", file=sys.stderr)
             status = 1
     if args.write and tuple(pages) == PAGES:
-        draw_demo(demo_rows(), ROOT / "docs" / "demo.png")
+        draw(load("demo.json")["rows"], ROOT / "docs" / "demo.png", show.METHODS)
     if args.check and (idle := sorted(set(GENERATORS) - used)) and tuple(pages) == PAGES:
         print(f"no page has table {', '.join(idle)}", file=sys.stderr)
         status = 1

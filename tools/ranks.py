@@ -30,6 +30,7 @@ import specache_compile as sc
 import tests_path  # noqa: F401
 from conftest import LOSSLESS, tiny_llama  # which also tells Dynamo the sizes that differ
 from families import FAMILIES, Family
+from specache_compile.compat import cache_of
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.passes.reading import lane_rules
@@ -165,7 +166,7 @@ def refusals(folder: Path, model: Any) -> dict[str, str | None]:
         patch.setattr(tiers, "allowance", lambda held, asked, ranks: 10 if rank == last else 1 << 30)
         told["host memory"] = error_of(lambda: session.make_room(70))
     assert not session.state
-    cache = model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True).past_key_values
+    cache = cache_of(model.generate(PROMPT, max_new_tokens=2, return_dict_in_generate=True))
     told["save"] = error_of(lambda: sc.save(cache, folder / "session"))
     lone = split(folder / "lone", tiny_llama(num_key_value_heads=1))
     told["heads"] = error_of(lambda: tokens_of(torch.compile(lone, backend="specache")))

@@ -12,7 +12,6 @@ import math
 import mmap
 import sys
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +22,8 @@ import psutil
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from specache_compile.errors import warn
 
 from .cgroup import remaining_memory
 
@@ -265,10 +266,10 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
     if lease is not None:
         return viewed(lease, shape, dtype)
     if device.type == "cuda" and size:
-        warnings.warn(
+        warn(
             f"could not pin {size / 2**30:.2f} GiB of host memory: the host tier is pageable, and every fetch stops "
             "the step. Raise the limit on locked memory (ulimit -l), or lower the batch or the context",
-            stacklevel=2,
+            UserWarning,
         )
     return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -335,7 +336,7 @@ def register(address: int, size: int, device: torch.device) -> bool:
         if address_on_device(address) == address:
             return True
         torch.cuda.cudart().cudaHostUnregister(address)
-    warnings.warn(f"{device} has another address for pinned memory than the host: it is left unpinned", stacklevel=2)
+    warn(f"{device} has another address for pinned memory than the host: it is left unpinned", UserWarning)
     return False
 
 
@@ -354,7 +355,7 @@ def clear_error() -> None:
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError as error:
-        warnings.warn(f"CUDA refused to pin memory: {error}", stacklevel=2)
+        warn(f"CUDA refused to pin memory: {error}", UserWarning)
 
 
 def allowance(held: int, asked: int | None, ranks: int = 1) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from .sites import Found, LeftAlone, Site
 # `read_mask`: whether a mask is causal, and the padding that it hides besides.
 ReadMask = Callable[[Node], tuple[bool, Node | None]]
 
+WINDOW = "its keys and values are not kept as they are (a sliding window keeps its newest tokens)"
 UNKNOWN_FORM = (
     "the attention that reads this cache update is in none of the forms that are known: 'sdpa', and 'eager' as most "
     "models write it. With another attn_implementation, use 'sdpa' where this model has it"
@@ -143,11 +145,24 @@ def as_cached(form: Form) -> tuple[Update, Update, Latents | None]:
 
 def check_read_as_cached(part: Node) -> None:
     """What an attention reads is the update itself, and nothing that is made of it."""
+    if is_window(part):
+        raise NoMatch(WINDOW)
     if part.target is not torch.cat and any(is_update(behind) for behind in behind_writes(part)):
         raise NoMatch(
             "its keys or values are computed from what the cache keeps (latent attention, say), and the form in which "
             "this model does so is not rewritten yet"
         )
+
+
+def is_window(part: Node) -> bool:
+    """Whether a tensor [B, H, n, d] is a slice of tokens of a cache update that the cache keeps."""
+    if part.target is not operator.getitem:
+        return False
+    source, index = part.args
+    if not isinstance(source, Node) or not is_update(source) or not isinstance(index, tuple):
+        return False
+    whole = [taken == slice(None) for taken in index]
+    return isinstance(index[-2], slice) and whole == [True, True, False, True]
 
 
 def is_update(node: Node) -> bool:
@@ -197,7 +212,7 @@ def match_update(node: Node) -> Update:
 def check_owned(update: Update, attention: Node, held: frozenset[str]) -> None:
     """The cache keeps the update as it is, and nobody but this attention reads it, or its past."""
     if not any(user.op == "output" for user in update.node.users):
-        raise NoMatch("its keys and values are not kept as they are (a sliding window keeps its newest tokens)")
+        raise NoMatch(WINDOW)
     if read_beside(update.node, attention):
         raise NoMatch("its keys, values or weights are read elsewhere too (layers that share them, output_attentions)")
     if update.past is None:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import DynamicCache
 
 from specache_compile.caches.rows import drop
-from specache_compile.caches.saving import load, save
+from specache_compile.caches.saving import loaded, save
 from specache_compile.errors import SpecacheError
 
 from .request import Request, Stage
@@ -48,10 +48,15 @@ def forget(request: Request) -> None:
         request.aside = None
 
 
+def back_from(folder: Path, model: Any) -> DynamicCache:
+    """The cache that was put aside. As in memory, it goes on if the model's weights have changed meanwhile."""
+    return loaded(folder, model, by_any_weights=True)
+
+
 def brought_or_none(request: Request, model: Any) -> DynamicCache | None:
     """The cache of a request that is aside; None where it cannot be read, or there is no room."""
     assert request.aside is not None
     try:
-        return load(request.aside, model)
+        return back_from(request.aside, model)
     except (SpecacheError, OSError, RuntimeError):
         return None

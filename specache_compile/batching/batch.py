@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,15 @@ from specache_compile.caches.rows import (
     row_of,
     take_in,
 )  # fmt: skip
-from specache_compile.caches.saving import load
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
 from specache_compile.runtime.session import Session, sessions_of
 
 from .admission import next_to_begin
-from .aside import Aside, brought_or_none, forget
+from .aside import Aside, back_from, brought_or_none, forget
+from .batch_rope import BatchRope
 from .drafts import (
     decoded_for,
     drafting_session,
@@ -41,7 +42,7 @@ from .drafts import (
     most_drafted,
     note_round,
     reason_not_to_draft,
-    said_of,
+    say,
     verifying,
 )
 from .memory import Bytes, Memory, Running
@@ -132,6 +133,7 @@ class Batch:
         wrapped = getattr(model, "_orig_mod", model)
         self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
+        self.rope = BatchRope(wrapped)
         budget = Bytes(device_memory, host_memory)
         self.memory = Memory(self.options, budget, rows, chunk, kept, give_up, overcommit is not None)
         if overcommit is not None and budget == Bytes() and self.options.host_memory is None:
@@ -141,7 +143,9 @@ class Batch:
         self.reading: list[Request] = []
         self.groups: list[Rows] = []
         self.places: DynamicCache | None = None  # where rows in pages were, until all of them had left
-        self.told: list[tuple[Request, int]] = []  # said in a step that has not returned
+        self.requests: list[Request] = []  # those that are open, or have tokens that no step has returned
+        self.returned: dict[Request, int] = {}  # tokens of each that steps have returned
+        self.unfinished = False  # the newest step did not return
         self.told_why = False  # nothing is drafted
 
     @property
@@ -152,13 +156,13 @@ class Batch:
     @property
     def open(self) -> list[Request]:
         """The requests that are not over."""
-        return [*self.saying, *self.reading, *self.waiting]
+        return [request for request in self.requests if request.stage is not Stage.OVER]
 
     def add(
-        self, ids: Tensor, *, cache: DynamicCache | None = None, keep: bool = False, seed: int | None = None,
-        logprobs: int | None = None, **asked: Any,
+        self, ids: Tensor | Sequence[int], *, cache: DynamicCache | None = None, keep: bool = False,
+        seed: int | None = None, logprobs: int | None = None, **asked: Any,
     ) -> Request:  # fmt: skip
-        """A new request: token ids, int64 [n] or [1, n].
+        """A new request: token ids, a list of numbers or int64 [n] or [1, n].
 
         cache: of one row, with the first tokens of ids; all but the last at most. The request takes it over.
         keep: when the request is over, its `cache` is that of its row alone.
@@ -169,32 +173,75 @@ class Batch:
 
         ValueError where an argument is none of these, SpecacheError where the budget would never hold the request.
         """
-        prompt = ids.reshape(-1).cpu()
+        prompt = token_ids(ids)
         read = 0 if cache is None else cache.get_seq_length()
         if not read < len(prompt):
             raise ValueError(f"the prompt has {len(prompt)} tokens, of which {read} are cached: give one more at least")
         request = request_for(self.model, prompt, {**asked, "seed": seed}, cache, read)
         request.keeps, request.asks, request.ahead = keep, logprobs, most_drafted(self.options)
+        self.rope.prepare(request)
         if cache is not None:
             self.memory.learn(cache, self.joins)
         self.memory.check_alone(request)
+        self.requests.append(request)
         self.waiting.append(request)
         return request
 
-    @torch.no_grad()
     def step(self) -> list[tuple[Request, int]]:
         """Admit who fits, read a chunk of the prompt that is read, and have each row say a token, or what
-        is right of its draft: what was said, in no order but a request's own. A request whose prompt, or processor,
-        fails is over, with its `error`. Where the model fails over rows, the step raises, and can be taken again: what
-        others have said by then is among what the next one returns."""
+        is right of its draft: what was said, in no order but a request's own.
+
+        A request whose prompt, or processor, fails is over, with its `error`. If the model fails over rows, or an
+        interrupt (Ctrl-C, a signal's handler) ends a step half way, the step raises, and `step` can be called again. It
+        then begins all open requests again, each from its prompt and generated tokens, and returns what the
+        interrupted step could not. A row over which the model fails again, alone, is over with its `error`.
+        """
+        self.recover()
+        self.unfinished = True
+        self.turn()
+        told = [
+            (request, token) for request in self.requests for token in request.said[self.returned.get(request, 0) :]
+        ]
+        returned = {request: len(request.said) for request in self.requests}
+        self.returned, self.unfinished = returned, False  # nothing is called from here on: no signal comes between
+        return told
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        self.requests = [one for one in self.requests if one.stage is not Stage.OVER or self.unreturned(one)]
         self.admit()
         self.give_way()
         for group in list(self.groups):
-            self.say_together(group)
+            self.read_again(group)
+            if group.requests:
+                self.say_together(group)
         if self.reading:
             self.read(self.reading[0])
-        told, self.told = self.told, []
-        return told
+
+    def read_again(self, group: Rows) -> None:
+        """Rows whose text has grown to where its RoPE changes wait, and are read again."""
+        for request in [one for one in group.requests if self.rope.changes(one)]:
+            self.drop(request)
+            request.begin_again()
+            request.whole = True
+            self.waiting.insert(0, request)
+
+    def unreturned(self, request: Request) -> int:
+        return len(request.said) - self.returned.get(request, 0)
+
+    def recover(self) -> None:
+        """After a step that did not return: begin again from the requests, the one record that it cannot have left half
+        written."""
+        if not self.unfinished:
+            return
+        self.groups, self.reading, self.places = [], [], None
+        self.memory.begin_again()
+        for request in self.open:
+            forget(request)
+            request.begin_again()
+            request.whole = self.rope.reads_whole(request)
+        begun = sorted(self.open, key=lambda request: (not request.said, request.began))
+        self.waiting = begun
 
     def run(self) -> None:
         """Step until every request is over."""
@@ -203,10 +250,22 @@ class Batch:
 
     def remove(self, request: Request) -> None:
         """End a request, wherever it is: its row is gone before the next step."""
+        self.recover()
         if request.stage is Stage.OVER:
             return
         self.drop(request)
         self.over(request, End.REMOVED)
+
+    def forget_prefixes(self) -> None:
+        """Forget the prompts' prefixes that are cached for later requests.
+
+        A batch does so itself when it sees that the model's weights or settings have changed. It samples the weights
+        when a request starts, so call this after writes through `.data` or numpy that change only a few values, and
+        after any change during a prompt's prefill. Running requests continue with what they have cached.
+        """
+        self.memory.forget_prefixes()
+        for request in self.reading:
+            request.from_its_first = False  # its first chunks stay out of the prefixes
 
     def over(self, request: Request, end: End, error: Exception | None = None) -> None:
         """End a request that has no row."""
@@ -217,6 +276,7 @@ class Batch:
 
     def take(self, request: Request) -> DynamicCache | None:
         """`remove`, and its cache as one of a row alone; None where nothing of it was read, or can be read again."""
+        self.recover()
         group = self.group_of(request)
         if request.aside is not None:
             request.cache = brought_or_none(request, self.model)
@@ -250,14 +310,14 @@ class Batch:
 
     def admit(self) -> None:
         """Let those begin that there is room for. The first of all begins alone: it tells what a layer keeps."""
-        if self.waiting and self.has_room:
-            self.memory.notice_weights(self.model)
         while self.has_room and (asking := self.may_begin):
             chosen = next_to_begin(asking, functools.partial(self.memory.fits, running=self.running))
             if chosen is None:
                 if self.running or not self.make_room():
                     return
                 continue
+            if self.memory.notice_weights(self.model):
+                continue  # fewer pages may be shared
             if not self.begin(chosen):
                 return
 
@@ -268,8 +328,8 @@ class Batch:
         try:
             self.memory.check_alone(request)
             if request.aside is not None:
-                request.cache = self.memory.taken_in(load(request.aside, self.model))
-            if request.said:
+                request.cache = self.memory.taken_in(back_from(request.aside, self.model))
+            if request.said and request.cache is not None:
                 self.say_on(request)
             else:
                 self.memory.begin(request)
@@ -287,7 +347,7 @@ class Batch:
     def say_on(self, request: Request) -> Rows:
         """A request that has read its prompt is a row now."""
         assert request.cache is not None
-        group = self.joined(request.cache)
+        group = self.joined(request, request.cache)
         request.cache, request.stage = None, Stage.SAYING
         group.requests.append(request)
         return group
@@ -313,7 +373,8 @@ class Batch:
         """Tokens that the next turn caches of a request that runs."""
         if request.stage is Stage.SAYING:
             return 1 + request.ahead
-        return min(self.chunk, len(request.prompt) - request.read)
+        left = self.rope.until_switch(request)
+        return left if request.whole else min(self.chunk, left)
 
     def may_be_in_pages(self, request: Request, cache: DynamicCache | None) -> bool:
         return request.stage is Stage.READING or self.memory.tiers_of(cache) is not None
@@ -342,7 +403,7 @@ class Batch:
     def may_begin(self) -> list[Request]:
         """Of those that wait: prompts are read one after another, since the one that is read has a place beside the
         rows'; who has read his comes back meanwhile."""
-        return [request for request in self.waiting if request.said] if self.reading else self.waiting
+        return [request for request in self.waiting if request.aside is not None] if self.reading else self.waiting
 
     def make_room(self) -> bool:
         """Where nothing runs that would give memory back: have the last request that waits with a cache read its prompt
@@ -370,18 +431,21 @@ class Batch:
     def read(self, request: Request) -> None:
         """Read a chunk of a prompt; behind its last one the request has said a token, and is a row of the batch."""
         try:
-            tokens = request.prompt[request.read : request.read + self.chunk].to(self.model.device)[None]
+            text = request.text
+            tokens = text[request.read : request.read + (len(request.text) if request.whole else self.chunk)].to(
+                self.model.device
+            )[None]
             positions = torch.arange(request.read, request.read + tokens.shape[1], device=tokens.device)[None]
             if request.cache is not None:
                 request.cache = self.memory.taken_in(request.cache)
             cache, logits = self.ask(tokens, positions, request.cache)
-            request.read += tokens.shape[1]
+            request.cache, request.read = cache, request.read + tokens.shape[1]
             if not self.memory.layers:
                 self.memory.learn(cache, self.joins)
                 self.memory.check_alone(request)
             request.cache = self.memory.taken_in(cache)
             self.memory.keep_beginning(request)
-            if request.read < len(request.prompt):
+            if request.read < len(text):
                 return
             token = drawn(request, logits[:, -1])
             group = self.say_on(request)
@@ -391,14 +455,17 @@ class Batch:
             return
         self.reading.remove(request)
         request.hear(token)
-        self.told.append((request, token))
         self.let_go(group)
 
-    def joined(self, cache: DynamicCache) -> Rows:
-        """The rows that a cache of one row is now the last of."""
+    def joined(self, request: Request, cache: DynamicCache) -> Rows:
+        """The rows that a request's cache, of one row, is now the last of."""
         paged = self.memory.tiers_of(cache) is not None
-        for group in self.groups if paged else ():
-            if group.paged and reason_against([group.cache, cache]) is None:
+        for group in self.groups if paged and not request.alone else ():
+            if (
+                group.paged
+                and not any(one.alone for one in group.requests)
+                and reason_against([group.cache, cache]) is None
+            ):
                 group.cache = take_in(group.cache, cache)
                 drop(cache)
                 return group
@@ -421,15 +488,20 @@ class Batch:
         """One token of each row of a group, and before it what is right of the row's draft."""
         start, session = time.perf_counter(), self.drafting(group)
         compiled = 0 if session is None else rewritten_so_far(self.model)
-        drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
-        several = any(drafts)
-        with contextlib.nullcontext() if session is None else verifying(session, drafts):
-            logits = self.ask_rows(group, *fed(group.requests, drafts), every=several)
+        try:
+            drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
+            several = any(drafts)
+            with contextlib.nullcontext() if session is None else verifying(session, drafts):
+                logits = self.ask_rows(group, *fed(group.requests, drafts), every=several)
+        except Exception as error:
+            self.fail(group, error)
+            raise
+        for request in group.requests:
+            request.failed = False
         before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
             try:
-                for token in said_of(request, drafts[row], logits[row] if several else logits[row, -1:]):
-                    self.told.append((request, token))
+                say(request, drafts[row], logits[row] if several else logits[row, -1:])
             except Exception as error:  # of a processor: the row's alone
                 self.over(request, End.FAILED, error)
         if session is not None:
@@ -439,6 +511,13 @@ class Batch:
             group.crop()
         finally:
             self.let_go(group)
+
+    def fail(self, group: Rows, error: Exception) -> None:
+        """The model has failed over rows. Each begins again, alone; one that failed so before is over."""
+        for request in group.requests:
+            if request.failed:
+                self.over(request, End.FAILED, error)
+            request.failed = request.alone = True
 
     def drafting(self, group: Rows) -> Session | None:
         """The session of rows that draft; a person is told once why others do not."""
@@ -451,7 +530,7 @@ class Batch:
             return session
         if not self.told_why:
             self.told_why = True
-            tell_not_drafted(session.options, reason, stacklevel=6)
+            tell_not_drafted(session.options, reason)
         return None
 
     def drafts(self, group: Rows, session: Session) -> list[list[int]]:
@@ -487,8 +566,18 @@ class Batch:
         more: dict[str, Any] = {"logits_to_keep": 0 if every else 1} if self.model._supports_logits_to_keep() else {}
         if self.joins:
             more["position_ids"] = positions
-        out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **more)
-        return out.past_key_values, out.logits
+        out = self.model(input_ids=tokens, **with_cache(cache), use_cache=True, return_dict=True, **more)
+        return cache_of(out), out.logits
+
+
+def token_ids(ids: Tensor | Sequence[int]) -> Tensor:
+    """Token ids of one prompt, int64 [n]. ValueError where they are none, or several prompts'."""
+    given = torch.as_tensor(ids).cpu()
+    if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
+        raise ValueError(f"the prompt is {given.dtype}: give token ids, which are integers")
+    if given.dim() > 1 and given.numel() != given.shape[-1]:
+        raise ValueError(f"the prompt has shape {[*given.shape]}: add each row as a request of its own")
+    return given.reshape(-1).to(torch.int64)
 
 
 def kept_row(group: Rows, request: Request) -> DynamicCache | None:

@@ -127,13 +127,12 @@ def verifying(session: Session, drafts: Sequence[Sequence[int]]) -> contextlib.A
     return session.steps_for(Mode.VERIFY, drafted) if any(drafted) else session.steps_for(Mode.PLAIN)
 
 
-def said_of(request: Request, draft: Sequence[int], logits: Tensor) -> Iterator[int]:
+def say(request: Request, draft: Sequence[int], logits: Tensor) -> None:
     """Have a request say what of its draft is right, and one token more, from the logits [T, V] behind its last token
     and each of the draft's."""
     for place, guess in enumerate(itertools.chain(draft, [None])):
         token = drawn(request, logits[place : place + 1])
         request.hear(token)
-        yield token
         if token != guess or request.stage is Stage.OVER:
             return
 

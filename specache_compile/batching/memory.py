@@ -13,6 +13,7 @@ from specache_compile.caches.rows import drop, in_pages, reason_against
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.pages import PAGE
 from specache_compile.methods.field import LayerShape
+from specache_compile.model_key import model_key
 from specache_compile.options import MethodOptions
 from specache_compile.paging.paged_tiers import PagedTiers
 from specache_compile.paging.pool import Pool, page_bytes, pages_for, row_bytes
@@ -67,7 +68,7 @@ class Memory:
         self.pool: Pool | None = None
         unbounded = budget == Bytes() and options.host_memory is None
         self.prefixes = Prefixes(rows if unbounded else beginnings(rows))
-        self.weights: list[tuple[int, int]] = []
+        self.key: object = None
 
     def learn(self, cache: DynamicCache, joins: bool) -> None:
         """From a first cache: what a layer keeps. joins: the model takes positions that differ by row."""
@@ -76,18 +77,36 @@ class Memory:
             return
         layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
-            options = options_of(session)
-            fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
-            self.pool = Pool(options, layers, bound(options, layers, self.budget, fixed))
+            self.pool = self.pool_of(options_of(session), layers)
         self.layers = layers
 
-    def notice_weights(self, model: torch.nn.Module) -> None:
-        """Forget the beginnings that other weights have read."""
-        weights = [(id(w), 0 if w.is_inference() else w._version) for w in model.parameters()]
-        if weights != self.weights:
-            while self.prefixes.drop_oldest():
-                pass
-            self.weights = weights
+    def pool_of(self, options: MethodOptions, layers: list[LayerShape]) -> Pool:
+        fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
+        return Pool(options, layers, bound(options, layers, self.budget, fixed))
+
+    def begin_again(self) -> None:
+        """Forget all rows and prefixes. Their pages go with them: what an interrupted step left of the pool is not
+        trusted."""
+        self.prefixes = Prefixes(self.prefixes.most)
+        if self.pool is not None:
+            self.pool = self.pool_of(self.pool.options, self.layers)
+
+    def notice_weights(self, model: torch.nn.Module) -> bool:
+        """Forget the prefixes that the model computed with other weights or settings. True if there were some."""
+        if self.layers and self.pool is None:  # no prefix is ever kept
+            return False
+        key = model_key(model)
+        if key == self.key:
+            return False
+        self.key = key
+        return self.forget_prefixes()
+
+    def forget_prefixes(self) -> bool:
+        """Forget all prefixes. True if there were some."""
+        had = bool(self.prefixes.kept)
+        while self.prefixes.drop_oldest():
+            pass
+        return had
 
     def taken_in(self, cache: DynamicCache) -> DynamicCache:
         """A cache that is the batch's now: in pages where it can be."""
@@ -137,9 +156,9 @@ class Memory:
 
     def beginning_of(self, request: Request) -> tuple[int, DynamicCache | None]:
         """What is kept of the beginning of a request that has read nothing yet."""
-        if request.cache is not None or request.aside is not None:
+        if request.cache is not None or request.aside is not None or request.whole or request.crosses:
             return 0, None
-        return self.prefixes.longest(request.prompt)
+        return self.prefixes.longest(request.text)
 
     def until(self, request: Request) -> int:
         """Tokens that a request is promised room for."""
@@ -197,8 +216,10 @@ class Memory:
         cache = request.cache
         if cache is None or self.tiers_of(cache) is None or not request.from_its_first:
             return
+        if request.whole or request.crosses:
+            return
         if ends_a_page(request.read, self.chunk):
-            self.prefixes.put(request.prompt[: request.read], cache)
+            self.prefixes.put(request.text[: request.read], cache)
 
 
 def options_of(session: Session) -> MethodOptions:

@@ -47,6 +47,7 @@ class Request:
     """What `Batch.add` gives: read its fields; the batch alone changes them.
 
     prompt: token ids, int64 [n].
+    resumed: of said tokens, those that are read again behind the prompt: the request has lost its cache.
     said: token ids so far; a token that ends the text is the last.
     end: why it is over; None until then.
     error: what it failed with.
@@ -54,7 +55,12 @@ class Request:
     processors: that make of its logits what its tokens are drawn from.
     generator: its own, where it samples.
     cache: of a row alone, until it joins the batch; and when it is over, where it `keeps` that.
-    read: tokens of the prompt that are cached.
+    read: tokens of the text (prompt and resumed tokens) that are cached.
+    whole: its text is read in one call, and shares no prefix.
+    alone: it is never a row beside others.
+    crosses: its RoPE changes while it generates, and what is cached stays as it is (`batch_rope.py`).
+    failed: the newest step of its rows failed.
+    numbers: the state of its random numbers by the token that they are drawn for, so that a draw can be repeated.
     from_its_first: they were read in this batch, from the prompt's first token on.
     began: its number among those that have begun.
     aside: the folder with its cache, while it gives way to others.
@@ -84,6 +90,17 @@ class Request:
     began: int = 0
     aside: Path | None = None
     ahead: int = 0
+    resumed: int = 0
+    whole: bool = False
+    alone: bool = False
+    crosses: bool = False
+    failed: bool = False
+    numbers: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def text(self) -> Tensor:
+        """Token ids that are read before its next token, int64 [n]."""
+        return torch.cat([self.prompt, torch.tensor(self.said[: self.resumed], dtype=torch.int64)])
 
     @property
     def longest(self) -> int:
@@ -93,12 +110,12 @@ class Request:
     @property
     def cached(self) -> int:
         """Tokens that are cached: the last that was said is not."""
-        return self.read + max(0, len(self.said) - 1)
+        return self.read + max(0, len(self.said) - 1 - self.resumed)
 
     @property
     def due(self) -> int:
         """Tokens that may be cached before it says its next token."""
-        return max(len(self.prompt), self.cached + 1) + self.ahead
+        return max(len(self.prompt) + self.resumed, self.cached + 1) + self.ahead
 
     @property
     def ids(self) -> Tensor:
@@ -111,10 +128,20 @@ class Request:
     def hear(self, token: int) -> None:
         """It has said one more token."""
         self.said.append(token)
-        if token in self.ends:
+        self.end_if_done()
+
+    def end_if_done(self) -> None:
+        if self.said and self.said[-1] in self.ends:
             self.is_over(End.STOP)
         elif len(self.said) >= int(self.config.max_new_tokens or 0):
             self.is_over(End.LENGTH)
+
+    def begin_again(self) -> None:
+        """Wait, without a cache: prompt and said tokens are read again, and the next token is the same."""
+        self.end_if_done()  # an interrupt came between a token and its end
+        if self.stage is not Stage.OVER:
+            self.stage, self.cache, self.read, self.from_its_first = Stage.WAITING, None, 0, True
+            self.resumed = len(self.said)
 
 
 def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: DynamicCache | None, read: int) -> Request:
@@ -136,21 +163,28 @@ def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: Dynami
         generation_config=config, input_ids_seq_length=len(prompt), logits_processor=more, device=model.device
     )
     ends = getattr(config, "_eos_token_tensor", None)
-    generator = None
+    generator, numbers = None, {}
     if config.do_sample:
         generator = torch.Generator(model.device)
         generator.seed() if seed is None else generator.manual_seed(seed)
+        numbers = {0: generator.get_state()}
     named = frozenset() if ends is None else frozenset(ends.flatten().tolist())
-    return Request(prompt, config, processors, named, generator, cache, read, from_its_first=cache is None)
+    return Request(
+        prompt, config, processors, named, generator, cache, read, from_its_first=cache is None, numbers=numbers
+    )  # fmt: skip
 
 
 def drawn(request: Request, logits: Tensor) -> int:
-    """The next token of a request, from its last logits [1, V]."""
-    scores = logits.float()
+    """The next token of a request, from its last logits [1, V]; the same again where a step was interrupted."""
+    scores, said = logits.float(), len(request.said)
     known = None if request.asks is None else scores[0].log_softmax(-1)  # before a processor may write to them
+    if request.generator is not None:
+        request.generator.set_state(request.numbers[said])
     token = chosen(request, request.ids, scores)
+    if request.generator is not None:
+        request.numbers = {said: request.numbers[said], said + 1: request.generator.get_state()}
     if known is not None and request.asks is not None:
-        request.logprobs.append(logprobs_of(known, token, request.asks))
+        request.logprobs[said:] = [logprobs_of(known, token, request.asks)]
     return token
 
 

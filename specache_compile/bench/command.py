@@ -14,9 +14,9 @@ import torch
 from tqdm import tqdm
 
 from specache_compile.checkpoints.gguf import is_installed
-from specache_compile.checkpoints.names import gguf_of, resolved
+from specache_compile.checkpoints.names import MODEL, gguf_of, resolved
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import DTYPES, MODEL
+from specache_compile.evaluation.command import DTYPES
 from specache_compile.options import LOWERINGS
 
 from .first_answer import first_answers
@@ -30,6 +30,7 @@ from .ways import BASELINES, COMPILED, DEFAULT, can_extend, check_name, why_not
 
 EXAMPLES = """\
 examples:
+  specache bench smollm2-135m --contexts 512 --no-first-answers          the quick form
   specache bench smollm2-135m --contexts 2048 8000
   specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json --plot steps.png
   specache bench smollm2-135m --methods compiled specache --extend 512 --profile
@@ -38,6 +39,8 @@ examples:
 baselines, where their libraries are installed:
 """ + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
 EPILOG = f"""{EXAMPLES}
+SmolLM2-135M on two cores: all methods at both default contexts take about one hour, the quick form some ten minutes.
+Most of both is compilation: fewer --methods and shorter --contexts shorten it.
 other methods are spelled as `specache eval` takes them; docs/bench.md says what each column is, and of --rounds and
 --lowering
 """
@@ -96,7 +99,11 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
         if not args.no_first_answers:
             measure_answers(methods, {**asked, "device": args.device}, results)
     except KeyboardInterrupt:
-        kept = f"the same command goes on with {args.json}" if args.json else "--json FILE would keep what is finished"
+        kept = "--json FILE keeps finished contexts"
+        if args.json is not None and results.rows:
+            kept = f"the same command goes on with {args.json}"
+        elif args.json is not None:
+            kept = "no context is finished"
         print(f"interrupted: {kept}", file=sys.stderr)
         raise
     finally:

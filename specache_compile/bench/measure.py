@@ -14,17 +14,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.settings import UNCOMPILED
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
+from specache_compile.evaluation.tasks.task import Ask
 from specache_compile.runtime.records import forget
 
 from .floor import floor, synchronise, weight_bytes
+from .keys import answered
 from .llama_cpp import LLAMA_CPP, LlamaCpp
 from .profile import KERNELS_SHOW, PROFILED, profiled
-from .ways import Decoding, Way, can_extend, first_tokens, read, twin_of, way
+from .ways import COMPILED, Decoding, Prefill, Way, can_extend, first_tokens, read, twin_of, way
 
 # Steps before the timed ones. They compile graphs, also for the lengths that follow.
 WARM_UP = 6
 # Steps in a row of a way that has its turn: few, so that a busy second of the machine affects all ways alike.
 IN_A_ROW = 5
+# Methods that keep every pair in the model's dtype.
+FULL = (COMPILED, UNCOMPILED, "full")
 # Timed calls of several tokens behind the context, and one before them that compiles.
 EXTENSIONS = 3
 
@@ -39,7 +46,7 @@ class Plan:
     profile: whether a step is profiled too.
     lowering: this backend's.
     gguf: llama.cpp's file.
-    rate: bytes a second that the device reads.
+    rate: bytes a second that the device reads; 0: no floor is computed.
     in_a_row: steps of a turn; behind many a processor's caches hold what they hold within a text.
     """
 
@@ -77,32 +84,64 @@ def spread(values: Sequence[float]) -> tuple[float, list[float]]:
 
 
 def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[dict[str, Any]]:
-    """A row for each method at one context and batch size, all measured in turn."""
+    """A row for each method at one context of random tokens and one batch size, all measured in turn."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, model.config.get_text_config().vocab_size, (batch, context), generator=generator)
-    ids = ids.to(model.device)
-    bar.set_postfix_str(f"reading {context:,} tokens")
-    plain, token = read(model, ids)
-    room = steps_behind(plan.rounds, plan.in_a_row)
+    tell = bar.set_postfix_str
+    prefill = read(model, ids.to(model.device), lambda done: tell(f"prefill, {done}"))
+    return measured(model, [prefill], plan, bar)
+
+
+def key_search(model: Any, reader: Reader, asks: Sequence[Ask], plan: Plan, bar: tqdm) -> list[dict[str, Any]]:
+    """As `cell`, behind the first of the prompts; each row also has the answers to all of them ("keys")."""
+    prefills = []
+    for number, ask in enumerate(asks, 1):
+        ids = torch.tensor([list(ask.prompt)], device=model.device)
+        name = f"prefill of prompt {number} of {len(asks)}"
+        prefills.append(read(model, ids, lambda done, name=name: bar.set_postfix_str(f"{name}, {done}")))
+        bar.update()
+    return measured(model, prefills, plan, bar, lambda number, one: answered(asks[number], one, reader))
+
+
+def measured(
+    model: Any, prefills: Sequence[Prefill], plan: Plan, bar: tqdm,
+    ask: Callable[[int, Decoding], dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each method behind the first prefill.
+
+    ask: the answer of a way behind a prefill, given by its number; None: none is asked for.
+    """
+    first, room = prefills[0], max(CHAT_ANSWER, steps_behind(plan.rounds, plan.in_a_row))
+    batch, context = first.ids.shape
     inductor = KERNELS_SHOW if plan.profile else {}
     twins = {name: twin_of(model, name, plan.lowering, inductor) for name in plan.methods}
     ways: dict[str, Way] = {}
+    answers: dict[str, list[dict[str, Any]]] = {}
     with many_graphs():
-        for name in plan.methods:
-            bar.set_postfix_str(f"{name} at {context:,} tokens, compiling")
+        for number, name in enumerate(plan.methods, 1):
+            bar.set_postfix_str(f"{name} ({number} of {len(plan.methods)}) at {context:,} tokens, compiling")
             if name in LLAMA_CPP:
                 assert plan.gguf is not None
-                ways[name] = LlamaCpp(name, plan.gguf, ids[0].tolist(), room)
+                ways[name] = LlamaCpp(name, plan.gguf, first.ids[0].tolist(), room)
             else:
-                ways[name] = way(name, twins[name], ids, plain, token, room)
+                ways[name] = way(name, twins[name], first, room)
             for _ in range(WARM_UP):
                 ways[name].step()
             bar.update()
-        del plain
+            if ask is not None:
+                bar.set_postfix_str(f"{name}, {len(prefills)} answers")
+                behind = (way(name, twins[name], prefill, room) for prefill in prefills)
+                answers[name] = [ask(number, one) for number, one in enumerate(behind)]
+                bar.update()
+        prompt = first.ids
+        del prefills, first
         steps = steps_in_turn(ways, model.device, plan.rounds, context, bar, plan.in_a_row)
         rows = {name: row_of(name, ways[name], steps[name], model, plan) for name in plan.methods}
+        add_shares(rows, ways)
+        for name, found in answers.items():
+            rows[name]["keys"] = found
         if plan.extend:
-            for name, seconds in extensions_in_turn(ways, ids[:, : plan.extend], bar).items():
+            for name, seconds in extensions_in_turn(ways, prompt[:, : plan.extend], bar).items():
                 rows[name] |= {"extend": plan.extend, "extend_ms": 1e3 * seconds}
         for name in plan.methods if plan.profile else ():
             bar.set_postfix_str(f"{name} at {context:,} tokens, a profile")
@@ -112,11 +151,19 @@ def cell(model: Any, context: int, batch: int, plan: Plan, bar: tqdm) -> list[di
         for name in plan.methods if plan.prompts else ():
             bar.set_postfix_str(f"{name} at {context:,} tokens, the first token")
             if name not in LLAMA_CPP:
-                rows[name] |= first(name, twins[name], ids, room)
+                rows[name] |= first_and_second(name, twins[name], prompt, room)
             bar.update()
     torch._dynamo.reset()
     forget(model)
     return [{"method": name, "context": context, "batch": batch, **row} for name, row in rows.items()]
+
+
+def add_shares(rows: Mapping[str, dict[str, Any]], ways: Mapping[str, Way]) -> None:
+    """Add each cache's share of the full 16-bit cache's bytes, where both are known."""
+    whole = next((one for name in FULL if isinstance(one := ways.get(name), Decoding)), None)
+    for name, one in ways.items():
+        if whole is not None and isinstance(one, Decoding) and can_extend(name):
+            rows[name]["of_16_bits"] = one.bytes_in_16_bits() / whole.bytes_in_16_bits()
 
 
 def steps_in_turn(
@@ -151,7 +198,7 @@ def row_of(name: str, one: Way, steps: list[float], model: Any, plan: Plan) -> d
     row: dict[str, Any] = {
         "step_ms": middle, "step_ms_half": half, "steps": len(steps), "device_bytes": on_device, "host_bytes": on_host,
     }  # fmt: skip
-    if name in LLAMA_CPP:  # weights of its own
+    if name in LLAMA_CPP or not plan.rate:  # llama.cpp has weights of its own
         return row
     least = floor(weight_bytes(model), on_device, plan.rate)
     return {**row, "floor_ms": least, "of_floor": middle / least}
@@ -162,7 +209,7 @@ def many_graphs() -> Any:
     return torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
 
 
-def first(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
+def first_and_second(name: str, twin: Any, ids: Tensor, room: int) -> dict[str, Any]:
     """Seconds to the first token, and from it to the second, with everything compiled."""
     with torch.no_grad():
         for _ in range(2):

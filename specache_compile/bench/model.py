@@ -6,17 +6,18 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from specache_compile.checkpoints import names
 from specache_compile.checkpoints.loaded import placed
-from specache_compile.checkpoints.names import config_source, resolved, tell_origin
+from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES
 
 
 def config_of(name: str, layers: int | None) -> Any:
     """A checkpoint's config, or a config.json's, cut to so many layers."""
-    config = AutoConfig.from_pretrained(**config_source(name))
+    config = names.config_of(name)
     if layers is not None:
         text = config.get_text_config()
         if not 1 <= layers <= text.num_hidden_layers:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tabulate import tabulate
@@ -15,12 +16,14 @@ from .profile import layers_of
 
 Rows = Sequence[dict[str, Any]]
 MIB = 1 << 20
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def steps_table(rows: Rows) -> str:
     """A line for each method, context and batch size."""
     compiled = {(row["context"], row["batch"]): row["step_ms"] for row in rows if row["method"] == "compiled"}
     extended = any("extend_ms" in row for row in rows)
+    shared = any("of_16_bits" in row for row in rows)
     lines = []
     for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
         plain = compiled.get((row["context"], row["batch"]))
@@ -32,11 +35,13 @@ def steps_table(rows: Rows) -> str:
             f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
             f"{1e3 * row['second_token_s']:.0f}" if "second_token_s" in row else "",
             *([f"{row['extend_ms']:,.0f}" if "extend_ms" in row else ""] if extended else []),
+            *([f"{row['of_16_bits']:.3f}" if "of_16_bits" in row else ""] if shared else []),
             f"{row['device_bytes'] / MIB:.1f}", f"{row['host_bytes'] / MIB:.0f}",
         ))  # fmt: skip
     headers = (
         "context", "batch", "", "ms a step", "middle half", "of compiled", "of the floor", "first token, s",
-        "second, ms", *(["several, ms"] if extended else []), "device MiB", "host MiB",
+        "second, ms", *(["several, ms"] if extended else []), *(["of 16 bits"] if shared else []),
+        "device MiB", "host MiB",
     )  # fmt: skip
     align = ("right", "right", "left", *["right"] * (len(headers) - 3))
     return tabulate(lines, headers, colalign=align, disable_numparse=True)
@@ -69,8 +74,13 @@ def answers_table(rows: Rows) -> str:
     return tabulate(lines, ("first answer", *shown.values()), colalign=align, disable_numparse=True)
 
 
-def draw(rows: Rows, path: Path) -> None:
-    """A step against the context, a line for each method, at each batch size. Needs matplotlib."""
+def draw(rows: Rows, path: Path, labels: Mapping[str, str] = NONE) -> None:
+    """Two panels: the cache's bytes on the device, and the median of the decode steps. Needs matplotlib.
+
+    Each method has a bar for each context and batch size, in this context's colour.
+
+    labels: the methods' names in the picture.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -78,20 +88,45 @@ def draw(rows: Rows, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    batches = sorted({row["batch"] for row in rows})
-    figure, axes = plt.subplots(1, len(batches), figsize=(5.2 * len(batches), 4), squeeze=False, layout="constrained")
-    for axis, batch in zip(axes[0], batches, strict=True):
-        for method in dict.fromkeys(row["method"] for row in rows):
-            mine = sorted(
-                (r for r in rows if r["method"] == method and r["batch"] == batch), key=lambda r: r["context"]
-            )
-            if not mine:
-                continue
-            contexts, steps = ([row[name] for row in mine] for name in ("context", "step_ms"))
-            axis.plot(contexts, steps, marker="o", label=method, linewidth=2.5 if method == "specache" else 1.2)
-            ends = zip(*(row["step_ms_half"] for row in mine), strict=True)
-            axis.fill_between(contexts, *ends, alpha=0.15)
-        axis.set(xlabel="tokens of context", ylabel="ms a decode step", title=f"batch {batch}", ylim=(0, None))
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    cells = sorted({(row["context"], row["batch"]) for row in rows})
+    shares = all("of_16_bits" in row for row in rows)
+    panels = (
+        ("KV bytes on the device", "% of the full 16-bit cache" if shares else "MiB", share_or_mib(shares)),
+        ("a decode step", "ms, median", lambda row: float(row["step_ms"])),
+    )
+    size = (8, 1.4 + len(methods) * (0.25 + 0.25 * len(cells)))
+    figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    for axis, (title, unit, value) in zip(axes, panels, strict=True):
+        most = max(value(row) for row in rows)
+        for number, cell in enumerate(cells):
+            mine = [row for row in rows if (row["context"], row["batch"]) == cell]
+            height = 0.8 / len(cells)
+            places = [methods.index(row["method"]) + (number - (len(cells) - 1) / 2) * height for row in mine]
+            colour = plt.get_cmap("Blues")(0.5 + 0.4 * number / max(1, len(cells) - 1))
+            bars = axis.barh(places, [value(row) for row in mine], height, color=colour, label=cell_name(*cell))
+            axis.bar_label(bars, [f"{value(row):.{0 if most >= 10 else 1}f}" for row in mine], padding=3)
+        axis.set(title=title, xlabel=unit, xlim=(0, 1.2 * most))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(methods)), [name_of(method, rows, labels) for method in methods])
+    axes[0].invert_yaxis()
+    if len(cells) > 1:
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(cells))
+    figure.savefig(path, dpi=200)
     plt.close(figure)
+
+
+def share_or_mib(shares: bool) -> Callable[[dict[str, Any]], float]:
+    """A row's bytes on the device, in percent of a full 16-bit cache or in MiB."""
+    return lambda row: 100 * row["of_16_bits"] if shares else row["device_bytes"] / MIB
+
+
+def cell_name(context: int, batch: int) -> str:
+    return f"{context:,} tokens" + (f" × {batch}" if batch > 1 else "")
+
+
+def name_of(method: str, rows: Rows, labels: Mapping[str, str]) -> str:
+    """A method's name, and how many keys it has found."""
+    keys = next((row["keys"] for row in rows if row["method"] == method and "keys" in row), None)
+    found = f"\n{sum(key['found'] for key in keys)} of {len(keys)} keys found" if keys else ""
+    return labels.get(method, method) + found

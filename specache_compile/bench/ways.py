@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
 
 import specache_compile as sc
+from specache_compile.compat import with_cache
 from specache_compile.errors import OptionError, SpecacheError, first_line
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
-from specache_compile.runtime.state import device_total
+from specache_compile.runtime.state import device_total, fields_of, tier_totals
 
 from .llama_cpp import LLAMA_CPP, why_no_llama_cpp
 
@@ -47,7 +48,7 @@ BASELINES = {
     "llama.cpp-q4_0": "llama.cpp, its cache in 4 bits",
 }
 DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
-CHUNK = 2048
+CHUNK = 512
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -112,7 +113,7 @@ class Decoding:
     @torch.no_grad()
     def step(self) -> None:
         place = torch.full_like(self.token, self.position)
-        out = self.model(self.token, past_key_values=self.cache, position_ids=place, use_cache=True)
+        out = self.model(self.token, **with_cache(self.cache), position_ids=place, use_cache=True)
         self.token = out.logits[:, -1:].argmax(-1)
         self.position += 1
 
@@ -123,17 +124,34 @@ class Decoding:
         """
         cache = copy.deepcopy(self.cache)
         place = torch.arange(self.position - ids.shape[1], self.position, device=ids.device).expand_as(ids)
-        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        given = {**with_cache(cache), "use_cache": True, "logits_to_keep": 1}
         return torch.no_grad()(lambda: self.model(ids, position_ids=place, **given))
 
     def bytes(self) -> tuple[int, int]:
         session = session_of(self.cache)
+        tiers = {} if session is None else session.statistics.bytes_by_tier
+        return device_total(tiers) + self.plain_bytes(), tiers.get("host", 0)
+
+    def plain_bytes(self) -> int:
+        """The bytes of the layers that no session holds."""
         layers: list[Any] = self.cache.layers
-        if session is None:
-            return sum(t.nbytes for layer in layers for t in tensors_of(vars(layer))), 0
         plain = [layer for layer in layers if not isinstance(getattr(layer, "keys", None), HeldTensor)]
-        tiers = session.statistics.bytes_by_tier
-        return device_total(tiers) + sum(t.nbytes for x in plain for t in tensors_of(vars(x))), tiers.get("host", 0)
+        return sum(t.nbytes for layer in plain for t in tensors_of(vars(layer)))
+
+    def bytes_in_16_bits(self) -> int:
+        """The bytes on the device, with 16 bits for each number that has the model's dtype. This method's cache must be
+        a DynamicCache."""
+        plain = self.plain_bytes() * 2 // self.model.dtype.itemsize
+        session = session_of(self.cache)
+        if session is None:
+            return plain
+        tiers = session.tiers
+        layers = [replace(layer, dtype=torch.bfloat16) for layer in tiers.layers]
+        return plain + device_total(tier_totals(
+            (field, field.nbytes(tiers.options, layer, tiers.batch, tiers.capacity))
+            for layer in layers
+            for field in fields_of(tiers.options, layer)
+        ))  # fmt: skip
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -165,36 +183,50 @@ def empty_cache(name: str, config: PreTrainedConfig, room: int) -> Cache:
     return StaticCache(config=config, max_cache_len=room) if name == STATIC else DynamicCache(config=config)
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """What the uncompiled model has prefilled.
+
+    ids: [B, n].
+    cache: their pairs [B, H, n, d].
+    token: [B, 1], the next one.
+    """
+
+    ids: Tensor
+    cache: DynamicCache
+    token: Tensor
+
+
 @torch.no_grad()
-def read(model: Any, ids: Tensor) -> tuple[DynamicCache, Tensor]:
-    """The cache [B, H, n, d] of the uncompiled model behind `ids` [B, n], in chunks, and its next token [B, 1]."""
-    cache = DynamicCache(config=model.config)
+def read(model: Any, ids: Tensor, tell: Callable[[str], None] = lambda progress: None) -> Prefill:
+    """The uncompiled model's prefill of `ids` [B, n], in chunks. tell: receives the progress."""
+    cache, done = DynamicCache(config=model.config), 0
     for part in ids.split(CHUNK, 1):
-        out = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache, out.logits[:, -1:].argmax(-1)
+        tell(f"{done:,} of {ids.shape[1]:,} tokens")
+        out = model(part, **with_cache(cache), use_cache=True, logits_to_keep=1)
+        done += part.shape[1]
+    return Prefill(ids, cache, out.logits[:, -1:].argmax(-1))
 
 
-def way(name: str, twin: Any, ids: Tensor, plain: DynamicCache, token: Tensor, room: int) -> Decoding:
-    """A way that holds the context `ids` [B, n].
+def way(name: str, twin: Any, prefill: Prefill, room: int) -> Decoding:
+    """A way that holds a prefilled context.
 
     twin: the model that decodes this way (`twin_of`).
-    plain: the context's pairs.
-    token: [B, 1], the next one.
     room: tokens that will follow.
     """
     # A copy with strides of its own: Dynamo would take a row's stride for the cache's length, and trace again when the
     # cache grows.
-    token, length = token.clone(memory_format=torch.contiguous_format), ids.shape[1]
+    token, length = prefill.token.clone(memory_format=torch.contiguous_format), prefill.ids.shape[1]
     if name in (UNCOMPILED, COMPILED):
-        return Decoding(twin, copy.deepcopy(plain), token, length)
+        return Decoding(twin, copy.deepcopy(prefill.cache), token, length)
     if name in BASELINES:
-        return Decoding(twin, filled(empty_cache(name, twin.config, length + room), plain), token, length)
+        return Decoding(twin, filled(empty_cache(name, twin.config, length + room), prefill.cache), token, length)
     try:
-        held = sc.hold(plain, twin)
+        held = sc.hold(prefill.cache, twin)
     except SpecacheError:  # its own prefill does not keep every pair
         held = DynamicCache(config=twin.config)
         with torch.no_grad():
-            twin(ids, past_key_values=held, use_cache=True, logits_to_keep=1)
+            twin(prefill.ids, **with_cache(held), use_cache=True, logits_to_keep=1)
     session = session_of(held)
     if session is not None:
         session.make_room(room)  # no bucket grows, and no graph is compiled, in the timed steps
@@ -213,7 +245,7 @@ def first_tokens(name: str, model: Any, ids: Tensor, room: int) -> Sequence[Any]
     """Two calls to time: the first reads the prompt `ids` [B, n] into an empty cache, the second decodes a token."""
     cache = empty_cache(name, model.config, ids.shape[1] + room)
     place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    given = {"past_key_values": cache, "use_cache": True}
+    given = {**with_cache(cache), "use_cache": True}
     return (
         lambda: model(ids, position_ids=place, logits_to_keep=1, **given),
         lambda: model(ids[:, -1:], position_ids=place[:, -1:] + 1, **given),

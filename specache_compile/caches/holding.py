@@ -17,6 +17,7 @@ from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError, split_session
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
+from specache_compile.model_key import decoder_of, prefill_key
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import PREFILL
 from specache_compile.passes.reading.sites import PARTS
@@ -145,6 +146,7 @@ def session_for(
     batch, _, tokens, _ = pairs[0][0].shape
     session = Session(options, layers, batch, tokens)
     is_of(session, model)
+    session.progress.keys = (prefill_key(model, model.parameters()),) * batch
     with opened(session, tokens, attention_mask, causal=masks_are_padding(model)) as step:
         fill(step, pairs)
     return session
@@ -155,12 +157,6 @@ def is_of(session: Session, model: torch.nn.Module) -> None:
     session.weights = [weakref.ref(weight) for weight in model.parameters()]
     session.from_elsewhere = True
     session.tiers.frequencies = [frequencies_of(model)] * len(session.layers)
-
-
-def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without a vision tower, for example."""
-    decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
-    return decoder
 
 
 def frequencies_of(model: torch.nn.Module) -> Tensor | None:

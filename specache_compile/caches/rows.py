@@ -20,7 +20,7 @@ from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.regroup import session_behind
 from specache_compile.runtime.session import Mode, Progress, Session, session_of
-from specache_compile.runtime.state import bucket, full_cache_bytes, gathered, room
+from specache_compile.runtime.state import bucket, bytes_in_16_bits, gathered, room
 from specache_compile.runtime.tiers import Tiers
 
 from .holding import twin
@@ -92,7 +92,12 @@ def reason_against(caches: Sequence[Any], apart: bool = False) -> str | None:
             return f"their options differ: {told}"
         if session.options != first.options:
             return "one of them is still in 16 bits (option min_context): min_context=0 has none be"
-    apart = apart or len({length for session in sessions for length in session.progress.lengths}) > 1
+    lengths = [length for session in sessions for length in session.progress.lengths]
+    if first.rope_switch is not None and first.rope_switch.misfit([length + 1 for length in lengths]):
+        return first.rope_switch.reason()
+    apart = apart or len(set(lengths)) > 1
+    if apart and (reason := next(filter(None, (session.one_length for session in sessions)), None)):
+        return reason
     for number, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         if reason := reason_of_layer(layers[0], apart):
             return f"layer {number}, {type(layers[0]).__name__}, {reason}"
@@ -141,7 +146,7 @@ def session_with(first: Session, tiers: Tiers, progress: Progress) -> Session:
     made.moved, made.told, made.view = {}, set(), None
     made.mode, made.draft_length = Mode.PLAIN, None
     made.start_anew()
-    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, tiers.batch, progress.length)
+    made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)
     made.note_memory()
     return made
 
@@ -158,7 +163,8 @@ def progress_of(rows: Sequence[Row]) -> Progress:
         session.progress.ready[row] and (known is None or one is not None)
         for (session, row), one in zip(rows, guesses, strict=True)
     )
-    return Progress(lengths, ready, max(lengths), guess, joined=True)
+    keys = tuple(session.progress.keys[row] for session, row in rows)
+    return Progress(lengths, ready, keys, max(lengths), guess, joined=True)
 
 
 def in_pages(cache: DynamicCache, pool: Pool) -> DynamicCache:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
-import hashlib
 import json
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +41,7 @@ from specache_compile.kernels.state import segments
 from specache_compile.kernels.state.cursor import runs_of
 from specache_compile.methods import GONE, every_method
 from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
@@ -55,8 +56,6 @@ FORMAT = 1
 HEADER = "session.json"
 STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")
-# Values of each weight that identify a model.
-SAMPLED = 256
 # Options of the model, not of the cache: how its graphs are lowered and run, and the memory of this machine.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
 # The values for a session that was saved before an option existed.
@@ -93,7 +92,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
 
     An earlier session in the folder stays until this one is whole. The cache stays usable. SpecacheError where the
     cache is plain, where it is of another class than DynamicCache, where one of its layers has more than keys, values
-    and the state of a recurrence, where its model is gone, and where it is split over ranks.
+    and the state of a recurrence, and where it is split over ranks.
     """
     if type(cache) is not DynamicCache:
         raise no_dynamic_cache(type(cache).__name__)
@@ -108,7 +107,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
     header = {
         "format": FORMAT,
         "versions": {name: version(name) for name in PACKAGES},
-        "weights": sorted({weight_hash(weight) for weight in weights_of(session)}),
+        **described_keys(progress.keys),
         "options": {
             "asked": described_options(session.asked),
             "options": described_options(tiers.options),
@@ -158,10 +157,16 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     """The cache that `save` wrote to `folder`, for a `model` of the same weights, compiled by this backend under the
     same options. A host tier in ordinary memory is mapped from the file, and read as steps need it.
 
-    The counts of `stats` begin anew. SpecacheError where there is no session, where a file is cut short, where the
-    session was made with another model or other options, and for a model on several devices or ranks.
+    The weights and settings of the model (active adapters, for example) must be those of the prefill, also if they
+    have changed between the prefill and `save`. The counts of `stats` begin anew. SpecacheError where there is no
+    session, where a file is cut short, where the session was made with another model or other options, and for a model
+    on several devices or ranks.
     """
-    root = Path(folder)
+    return loaded(Path(folder), model, by_any_weights=False)
+
+
+def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicCache:
+    """`load`. by_any_weights: do not compare the model's key, for a cache that only left memory for a while."""
     header = read_header(root)
     compiled_with = required_options(model, "load")
     asked, options, pending = (
@@ -175,7 +180,8 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     if ranks_of(list(model.parameters())) is not None:
         raise split_session()
     device = device_of(model)
-    check_weights(root, header["weights"], model)
+    if not by_any_weights:
+        check_key(root, header, model)
     files = checked_files(root, header)
     shapes = [restored_shape(told, device) for told in header["shapes"]]
     numbers = header["numbers"]
@@ -183,6 +189,7 @@ def load(folder: str | os.PathLike[str], model: torch.nn.Module) -> DynamicCache
     tiers, progress = session.tiers, session.progress
     tiers.options, tiers.pending = options, pending
     batch, progress.length, progress.padded = (numbers[name] for name in ("batch", "length", "padded"))
+    progress.keys = (restored_key(header),) * batch
     # Of a session that was saved before rows had lengths of their own.
     progress.lengths = tuple(numbers.get("lengths", [progress.length] * batch))
     progress.ready = tuple(numbers.get("ready", [numbers.get("slots_ready", False)] * batch))
@@ -352,19 +359,18 @@ def as_called_now(told: Mapping[str, Any]) -> dict[str, Any]:
     return told
 
 
-def weights_of(session: Session) -> list[Tensor]:
-    weights = [weight() for weight in session.weights]
-    if not weights or any(weight is None for weight in weights):
-        raise model_is_gone()
-    return [weight for weight in weights if weight is not None]
+def described_keys(keys: Sequence[PrefillKey]) -> dict[str, Any]:
+    """The keys of all rows: every weight of one, and the different settings."""
+    settings = {key.settings for key in keys if key.settings is not None}
+    return {
+        "weights": list(all_of(key.weights for key in set(keys))),
+        "settings": [dict(each) for each in sorted(settings)],
+    }
 
 
-def weight_hash(weight: Tensor) -> str:
-    """16 hex digits over a weight's shape, dtype, and some of its values."""
-    flat = weight.detach().flatten()
-    values = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous().view(torch.uint8)
-    told = f"{tuple(weight.shape)} {weight.dtype} {bytes(values.tolist()).hex()}"
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+def restored_key(header: Mapping[str, Any]) -> PrefillKey:
+    settings = header.get("settings")
+    return PrefillKey(tuple(header["weights"]), tuple(sorted(settings[0].items())) if settings else None)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -375,10 +381,16 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return devices.pop()
 
 
-def check_weights(root: Path, told: Sequence[str], model: torch.nn.Module) -> None:
-    missing = set(told) - {weight_hash(weight) for weight in model.parameters()}
+def check_key(root: Path, header: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """SpecacheError where the saved rows were filled with other weights or settings than the model has. A session from
+    an earlier version has no settings."""
+    key = prefill_key(model, model.parameters())
+    missing = Counter(header["weights"]) - Counter(key.weights)
     if missing:
-        raise other_model(root, len(missing), len(told))
+        raise other_model(root, missing.total(), len(header["weights"]))
+    for settings in header.get("settings", []):
+        if differing := {name for name, _ in {*settings.items()} ^ {*(key.settings or ())}}:
+            raise other_settings(root, sorted(differing))
 
 
 def read_header(root: Path) -> dict[str, Any]:
@@ -453,13 +465,6 @@ def no_dynamic_cache(kind: str) -> SpecacheError:
     return SpecacheError(f"save: a {kind} may hold more than its layers do, and only a DynamicCache can be saved")
 
 
-def model_is_gone() -> SpecacheError:
-    return SpecacheError(
-        "the model that filled this cache is gone, and its weights identify a saved session: save it while the model "
-        "exists"
-    )
-
-
 def several_devices(devices: Sequence[str]) -> SpecacheError:
     return SpecacheError(
         f"load: this model is on several devices ({', '.join(devices)}), and a saved session can be on one only: move "
@@ -477,8 +482,16 @@ def unreadable_session(path: Path, why: str) -> SpecacheError:
 
 def other_model(folder: Path, different: int, weights: int) -> SpecacheError:
     return SpecacheError(
-        f"the session in {folder} was made with another model: {different} of its {weights} weights differ from this "
-        "model's (values, shapes or dtype)"
+        f"the session in {folder} was made with another model: {different} of the {weights} weights that filled it "
+        "differ from this model's (values, shapes or dtype). Load those weights, or prefill again"
+    )
+
+
+def other_settings(folder: Path, names: Sequence[str]) -> SpecacheError:
+    return SpecacheError(
+        f"the session in {folder} was made with other settings of the model's modules: {', '.join(names)}. An adapter "
+        "may be switched, disabled, scaled or merged, or transformers may have another version. Restore the settings, "
+        "or prefill again"
     )
 
 

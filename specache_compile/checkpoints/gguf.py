@@ -18,10 +18,15 @@ from typing import Any
 from specache_compile.cache_folder import cache_folder
 from specache_compile.errors import SpecacheError, first_line
 
+from .gguf_keys import map_keys
+
 # The packages that transformers needs to read a GGUF file: the extra `smollm2`.
 READERS = ("gguf", "accelerate")
 # Tensors that transformers silently leaves out: rotary positions would differ from the model's.
 UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# A file in a conversion that represents all keys of its GGUF file, and what conversions of earlier versions may lack.
+MAPPED = "gguf-keys-mapped"
+NEWLY_MAPPED = ("rope_parameters", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 def folder_of(gguf: Path) -> Path:
@@ -34,13 +39,40 @@ def folder_of(gguf: Path) -> Path:
 def converted(gguf: Path) -> Path:
     """The safetensors folder of a GGUF file, made on first use."""
     folder = folder_of(gguf)
-    if is_whole(folder):
+    if is_converted(gguf, folder):
         return folder
-    split = split_of(gguf)
     with alone(folder.parent):
-        if not is_whole(folder):
-            convert(gguf, split, folder)
+        if not is_converted(gguf, folder):
+            convert(gguf, folder)
     return folder
+
+
+def is_converted(gguf: Path, folder: Path) -> bool:
+    """Whether a whole conversion of a GGUF file exists. One of an earlier version may lack what the file's keys
+    require; the configurations show it."""
+    from transformers import AutoConfig
+
+    if not is_whole(folder):
+        return False
+    if not (folder / MAPPED).exists():
+        new, old = config_of(gguf), AutoConfig.from_pretrained(folder)
+        if any(getattr(new, name, None) != getattr(old, name, None) for name in NEWLY_MAPPED):
+            return False
+        with contextlib.suppress(OSError):  # a folder that cannot be written is compared each time
+            (folder / MAPPED).touch()
+    return True
+
+
+def config_of(gguf: Path) -> Any:
+    """The configuration of a GGUF file, which is not converted. SpecacheError as for `opened`, and for keys that cannot
+    be represented."""
+    from transformers import AutoConfig
+
+    reader = opened(gguf)
+    with loading(gguf):
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    map_keys(gguf, reader.fields, config)
+    return config
 
 
 def is_whole(folder: Path) -> bool:
@@ -57,11 +89,9 @@ def is_whole(folder: Path) -> bool:
     return bool(weights) and all((folder / name).exists() for name in ("config.json", "tokenizer.json"))
 
 
-def split_of(gguf: Path) -> str:
-    """How text is split before it is tokenised, by the GGUF file ("" where it does not say).
-
-    SpecacheError for missing packages, and for a file that is no GGUF file, ends early, or would be read only in part.
-    """
+def opened(gguf: Path) -> Any:
+    """A reader of a GGUF file. SpecacheError for missing packages, and for a file that is no GGUF file, ends early, or
+    has tensors that transformers leaves out."""
     missing = [name for name in READERS if not is_installed(name)]
     if missing:
         raise SpecacheError(f"reading a GGUF file needs {' and '.join(missing)}: pip install {' '.join(missing)}")
@@ -69,8 +99,6 @@ def split_of(gguf: Path) -> str:
 
     try:
         reader = GGUFReader(gguf)
-        field = reader.fields.get("tokenizer.ggml.pre")
-        split = str(field.contents()) if field else ""
     except Exception as error:  # many types, by the place where the file ends
         raise SpecacheError(f"{gguf}: not a GGUF file, or a truncated one ({first_line(error)})") from error
     unread = [tensor.name for tensor in reader.tensors if tensor.name in UNREAD]
@@ -79,7 +107,7 @@ def split_of(gguf: Path) -> str:
             f"{gguf}: transformers does not read its {', '.join(unread)}, which rotary positions are scaled by; "
             "give the model's safetensors folder or hub name"
         )
-    return split
+    return reader
 
 
 @contextlib.contextmanager
@@ -103,19 +131,21 @@ def alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def convert(gguf: Path, split: str, folder: Path) -> None:
+def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file's dequantised weights, config and tokenizer to `folder`, all or nothing."""
     from safetensors import SafetensorError
 
     partial = folder.with_name(f"{folder.name}.partial")
     for left in (partial, folder):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    tokenizer = read_tokenizer(gguf, split)  # it refuses most foreign files
+    config = config_of(gguf)
+    tokenizer = read_tokenizer(gguf)  # it refuses most foreign files
     print(f"converting {gguf.name} to safetensors in {folder}, once", file=sys.stderr)
-    model = read_model(gguf)
+    model = read_model(gguf, config)
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        (partial / MAPPED).touch()
         partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise unwritable(folder.parent, error) from error
@@ -123,20 +153,24 @@ def convert(gguf: Path, split: str, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def read_tokenizer(gguf: Path, split: str) -> Any:
+def read_tokenizer(gguf: Path) -> Any:
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoTokenizer
 
     with loading(gguf):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if split == "smollm":  # llama.cpp then splits text at each digit, which transformers does not know
+    split = opened(gguf).fields.get("tokenizer.ggml.pre")
+    if (
+        split is not None and split.contents() == "smollm"
+    ):  # llama.cpp then splits text at each digit, which transformers does not know
         splits = tokenizer.backend_tokenizer
         splits.pre_tokenizer = Sequence([Digits(individual_digits=True), splits.pre_tokenizer])
     return tokenizer
 
 
-def read_model(gguf: Path) -> Any:
-    """The model, dequantised in float32. transformers shows a progress bar on stderr."""
+def read_model(gguf: Path, config: Any) -> Any:
+    """The model, dequantised in float32, of a configuration that has the same weights. transformers shows a progress
+    bar on stderr."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -149,7 +183,7 @@ def read_model(gguf: Path) -> Any:
     without = sorted(found["missing_keys"])
     if without:  # transformers would draw them at random
         raise SpecacheError(f"{gguf}: this GGUF file lacks {without[0]} ({len(without)} of the model's weights in all)")
-    return plain(model)
+    return plain(model, config)
 
 
 @contextlib.contextmanager
@@ -161,16 +195,15 @@ def loading(gguf: Path) -> Iterator[None]:
         raise SpecacheError(f"{gguf}: transformers cannot load this GGUF file: {first_line(error)}") from error
 
 
-def plain(model: Any) -> Any:
-    """The same weights in a model without the marks of the GGUF file.
+def plain(model: Any, config: Any) -> Any:
+    """The same weights in a model of this configuration, without the marks of the GGUF file.
 
     transformers would save the marked model as quantised, and undo its changes of names and values.
     """
     import torch
 
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    config = copy.deepcopy(config)
+    config.dtype = model.dtype
     with torch.device("meta"):
         bare = type(model)(config)
     bare.load_state_dict(model.state_dict(), assign=True)

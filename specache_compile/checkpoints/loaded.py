@@ -1,23 +1,92 @@
-"""A checkpoint's model and tokenizer, once its name is resolved."""
+"""A checkpoint's model and tokenizer."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from specache_compile.errors import SpecacheError, first_line
+
+from .names import resolved, tell_origin
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is read of a checkpoint before its weights. folder: a folder of safetensors, or a hub name."""
+
+    folder: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def open_checkpoint(name: str) -> Checkpoint:
+    """The config and tokenizer of a checkpoint; a GGUF file is converted. Prints the origin of a known name."""
+    from transformers import AutoConfig
+
+    folder = resolved(name)
+    tell_origin(name)
+    return Checkpoint(folder, AutoConfig.from_pretrained(folder), tokenizer_of(folder))
+
+
+def load_model(
+    checkpoint: str | Checkpoint, dtype: str | torch.dtype = "auto", device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer: `model, tokenizer = sc.load_model("smollm2-135m")`.
+
+    Args:
+        checkpoint: a known name ("smollm2-135m"), a folder, a .gguf file, or a hub name.
+        dtype: of the weights; "auto" is the file's own.
+        device: "cpu", "cuda", "cuda:1"; None is CUDA where there is a device, else the CPU.
+
+    Returns:
+        The model, for inference and not compiled, and its tokenizer.
+
+    Raises:
+        SpecacheError: there is no such checkpoint, tokenizer or device.
+    """
+    from transformers import AutoModelForCausalLM
+
+    device = usable_device(device)
+    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    model = AutoModelForCausalLM.from_pretrained(opened.folder, dtype=dtype)
+    return placed(model, device), opened.tokenizer
+
+
+def usable_device(name: str | None) -> str:
+    """The device by its name, or the default; SpecacheError where this torch cannot use it, before weights load."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # no such name, or a kind that this torch was built without
+        raise no_device(name, error) from error
+    return name
 
 
 def placed(model: Any, device: str) -> Any:
     """The model on a device, for inference; SpecacheError where it cannot be there."""
     try:
         return model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:  # no such name, or a kind that this torch was built without
-        raise SpecacheError(f"--device {device}: {first_line(error)}") from error
+    except (RuntimeError, AssertionError) as error:  # too little memory, or as in `usable_device`
+        raise no_device(device, error) from error
+
+
+def no_device(name: str, error: Exception) -> SpecacheError:
+    return SpecacheError(f"device {name}: {first_line(error)}")
 
 
 def limit_of(model: Any) -> int:
-    """The model's longest context, in tokens."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 62))
+    """The longest context, in tokens, of a model or a config."""
+    config = getattr(model, "config", model).get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 62)
 
 
 def tokenizer_of(folder: str, **how: Any) -> Any:

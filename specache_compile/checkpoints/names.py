@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.metadata
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specache_compile.errors import SpecacheError
 
-from .gguf import converted, folder_of, is_whole, split_of
+from .gguf import config_of as gguf_config_of
+from .gguf import converted, folder_of, is_converted
+
+# The share of letters from which on a name is a known one misspelt, and is not looked up on the hub.
+ALIKE = 0.65
 
 
 @dataclass(frozen=True)
@@ -31,23 +37,26 @@ KNOWN = {
 }
 
 
+MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
+
+
 def resolved(model: str) -> str:
     """What transformers should load: the folder of a known name or a GGUF file, converted if needed; any other path or
-    hub name unchanged. A known name goes before a path. SpecacheError names a path that does not exist."""
+    hub name unchanged. A known name goes before a path. SpecacheError names a path that does not exist, and the
+    known name that a misspelt one resembles."""
     gguf = gguf_of(model)
     return checked(model) if gguf is None else str(converted(gguf))
 
 
-def config_source(model: str) -> dict[str, str]:
-    """The arguments of `AutoConfig.from_pretrained`. A GGUF file is not converted for its config."""
+def config_of(model: str) -> Any:
+    """The configuration of a model. A GGUF file is not converted for it."""
+    from transformers import AutoConfig
+
     gguf = gguf_of(model)
     if gguf is None:
-        return {"pretrained_model_name_or_path": checked(model)}
+        return AutoConfig.from_pretrained(checked(model))
     folder = folder_of(gguf)
-    if is_whole(folder):
-        return {"pretrained_model_name_or_path": str(folder)}
-    split_of(gguf)  # refuses a file that is not a whole GGUF file
-    return {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    return AutoConfig.from_pretrained(folder) if is_converted(gguf, folder) else gguf_config_of(gguf)
 
 
 def origin(model: str) -> str:
@@ -60,10 +69,20 @@ def tell_origin(model: str) -> None:
         print(f"{model}: {origin(model)}", file=sys.stderr)
 
 
+def check_name(model: str) -> None:
+    """SpecacheError for a path that does not exist, and for a known name misspelt."""
+    if model not in KNOWN:
+        checked(model)
+
+
 def checked(model: str) -> str:
     """The path or hub name; SpecacheError where the path does not exist."""
     looks_local = model.startswith((".", "/", "~")) or model.endswith((".json", ".gguf"))
     path = Path(model).expanduser()
+    if not looks_local and "/" not in model and not path.exists():
+        meant = difflib.get_close_matches(model.lower(), KNOWN, n=1, cutoff=ALIKE)
+        if meant:
+            raise SpecacheError(f"no checkpoint {model!r} is known, nor is it a folder: did you mean {meant[0]}?")
     if looks_local and not path.exists():
         names = ", ".join(KNOWN)
         raise SpecacheError(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from specache_compile.compat import missing_for_drafts
-from specache_compile.errors import OptionError, SpecacheError, SpecacheWarning
+from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.lowering.lower import lower
+from specache_compile.lowering.progress import compiling
 from specache_compile.methods import METHODS, parse_options
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
@@ -22,7 +22,7 @@ from specache_compile.passes.pipeline import PASS_NAMES
 from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.records import saw
+from specache_compile.runtime.records import record_of
 from specache_compile.runtime.state import bucket, predicted_bytes
 from specache_compile.runtime.step import is_ragged, padding_in_front
 from specache_compile.runtime.tiers import options_at
@@ -67,9 +67,10 @@ def refusal(error: SpecacheError) -> Callable[..., Any]:
 
 def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
-    if captured.sites:
+    if captured.sites or captured.left_alone:
         free_sizes(captured.placeholders, captured.fakes, example_inputs)
-    warn_left_alone(captured.left_alone, len(captured.sites))
+    if captured.left_alone:
+        record_of(example_inputs).warn_once(left_alone_text(captured.left_alone, len(captured.sites)))
     if captured.sites:
         return compile_sites(captured, example_inputs)
     kept = drop_unread_held(captured)
@@ -84,11 +85,12 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     for node, i in zip(captured.placeholders, kept, strict=True):
         if isinstance(held := captured.fakes[i], HeldTensor):
             examples[i] = node.meta["example_value"] = held.anchor.new_empty(held.shape)
-    lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
+    with compiling("a graph that stays exact", options.lowering):
+        lowered = lower(captured.graph_module, taken(examples), options.lowering, options.inductor, captured.mode)
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
 
     def left_as_it_is(*arguments: Any) -> Any:
-        saw(arguments)
+        record_of(arguments).calls += 1
         return lowered(*(arguments if as_they_are else taken(arguments)))
 
     return left_as_it_is
@@ -143,13 +145,11 @@ def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...
     return phases(captured.phase, options)
 
 
-def warn_left_alone(left_alone: Sequence[LeftAlone], rewritten: int) -> None:
-    """One warning that says how many attentions stay as Hugging Face wrote them, and why."""
-    if not left_alone:
-        return
-    told = reasons(left_alone)
-    message = f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {told}"
-    warnings.warn(message, SpecacheWarning, stacklevel=2)
+def left_alone_text(left_alone: Sequence[LeftAlone], rewritten: int) -> str:
+    """How many attentions stay as Hugging Face wrote them, and why."""
+    return (
+        f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {reasons(left_alone)}"
+    )
 
 
 def reasons(left_alone: Sequence[LeftAlone]) -> str:
@@ -163,5 +163,5 @@ def reasons(left_alone: Sequence[LeftAlone]) -> str:
 
 def no_assisted_decoding(missing: str) -> SpecacheError:
     return SpecacheError(
-        f"option verify: there is no {missing}, which drafts need: install one of 5.17 to 5.23, or leave the option out"
+        f"option verify: there is no {missing}, which drafts need: install one of 5.17 to 5.24, or leave the option out"
     )

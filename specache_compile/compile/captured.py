@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.symbolic_convert import tls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
@@ -29,6 +30,7 @@ from specache_compile.passes.reading.nodes import nodes_behind, value_of
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
 from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.state import bucket
 from specache_compile.runtime.symbols import SymbolReader, new_size
 from specache_compile.runtime.variant import selects
@@ -43,6 +45,7 @@ class Captured:
     padding: position of the argument that says which tokens are there.
     pasts: positions of each site's cached keys and values.
     frequencies: position of the argument that each site's keys are `turned_by`; None where there is none.
+    rope_switch: of the model's RoPE; None where its frequencies are constant.
     """
 
     graph_module: GraphModule
@@ -56,6 +59,7 @@ class Captured:
     pasts: tuple[tuple[int, int], ...]
     frequencies: tuple[int | None, ...]
     symbols: SymbolReader
+    rope_switch: RopeSwitch | None = None
     # The graph's own sizes, by what they count.
     sizes: dict[str, torch.SymInt] = field(default_factory=dict)
 
@@ -182,8 +186,16 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         padding=named.get(found.padding or ""),
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
-        symbols=SymbolReader(fakes),
+        symbols=SymbolReader(fakes), rope_switch=switch_of_traced(),
     )  # fmt: skip
+
+
+def switch_of_traced() -> RopeSwitch | None:
+    """That of the model whose call Dynamo traces now; None where it traces none."""
+    translator = getattr(tls, "current_tx", None)
+    model = None if translator is None else translator.output.root_tx.f_locals.get("self")
+    config = getattr(model, "config", None)
+    return None if config is None else rope_switch(config)
 
 
 def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
@@ -267,5 +279,5 @@ def unmatched_held(left_alone: Sequence[Any]) -> SpecacheError:
     return SpecacheError(
         f"this cache is held by the specache backend, but the graph that now uses it could not be rewritten: "
         f"{reasons}. Go on the way the cache was filled, or give a plain copy: "
-        "specache_compile.materialize(past_key_values)."
+        "specache_compile.materialize(cache)."
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +10,9 @@ from typing import Any
 
 import torch
 
-from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, warn
 from specache_compile.lowering import cuda_graphs
+from specache_compile.model_key import calling_model, prefill_key
 from specache_compile.options import differences
 from specache_compile.passes.reading.local_shards import local
 from specache_compile.runtime.ranks import check_same, ranks_of
@@ -61,7 +61,10 @@ class CompiledGraph:
             ranks = ranks_of(arguments)
             check_same(ranks, captured.options, {"batch": batch, "tokens": tokens})
             session = Session(captured.options, captured.layers, batch, tokens, ranks)
-            session.weights = [weakref.ref(value) for value in arguments if isinstance(value, torch.nn.Parameter)]
+            session.rope_switch = captured.rope_switch
+            weights = [value for value in arguments if isinstance(value, torch.nn.Parameter)]
+            session.weights = list(map(weakref.ref, weights))
+            session.progress.keys = (prefill_key(calling_model(), weights),) * batch
         else:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
@@ -97,12 +100,10 @@ class CompiledGraph:
         self.uncaptured.add(rewritten)
         source = rewritten.inputs[position]
         name = self.captured.names[source.argument] if source.source == "argument" else source.source
-        warnings.warn(
+        warn(
             f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
             "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
-            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied",
-            SpecacheWarning,
-            stacklevel=2,
+            f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied"
         )
 
 

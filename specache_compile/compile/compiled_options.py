@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
-from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, warn
 from specache_compile.methods import parse_options
 from specache_compile.options import MethodOptions
 
@@ -37,20 +36,23 @@ def compiled_options(function: Any) -> Mapping[str, Any] | None:
         return None
     context = inspect.getclosurevars(function.get_compiler_config).nonlocals.get("self")
     if context is None:
-        warnings.warn(unseen_options(torch.__version__), SpecacheWarning, stacklevel=4)
+        warn(unseen_options(torch.__version__))
     return options_given(context)
 
 
 def options_given(context: Any) -> Mapping[str, Any] | None:
     """The options that a context of Dynamo's hands to the backend "specache"; None where its backend is another."""
+    compiler = own_compiler(getattr(context, "callback", None))
+    return None if compiler is None else getattr(compiler, "kwargs", {}).get("options", {})
+
+
+def own_compiler(compiler: Any) -> Any:
+    """The backend "specache", with its options, inside Dynamo's wrappers; None where they wrap another backend."""
     from .backend import specache
 
-    compiler: Any = getattr(context, "callback", None)
     while compiler is not None:
-        if getattr(compiler, "compiler_fn", None) is specache:
-            return compiler.kwargs.get("options", {})
-        if compiler is specache:
-            return {}
+        if compiler is specache or getattr(compiler, "compiler_fn", None) is specache:
+            return compiler
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, warn
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, new_cursor
 from specache_compile.kernels.state.pages import PAGE
 from specache_compile.lowering import cuda_graphs
@@ -76,7 +75,7 @@ class Rewrites:
 
     def make(self, variant: Variant, ahead: bool) -> None:
         make = functools.partial(rewrite, self.captured, variant, self.name)
-        with compiling(f"{self.name}, {variant.phase}"):
+        with compiling(f"{self.name}, {variant.phase}", self.captured.options.lowering):
             self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
         self.tell_one_lane(self.made[variant].one_lane)
         for observe in observers:
@@ -86,7 +85,7 @@ class Rewrites:
         """Say once that a decode runs without the speculative token, and why."""
         if reason is not None and not self.told_one_lane:
             self.told_one_lane = True
-            warnings.warn(one_lane(reason), SpecacheWarning, stacklevel=2)
+            warn(one_lane(reason))
 
     def late(self, make: Callable[[], Rewritten]) -> Rewritten:
         """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
@@ -207,7 +206,7 @@ def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bo
         return False
     reason = cuda_graphs.reason_not_to_capture(graph_module, plan)
     if reason is not None:
-        warnings.warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}", SpecacheWarning, stacklevel=2)
+        warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}")
     return reason is None
 
 

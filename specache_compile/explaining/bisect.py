@@ -16,6 +16,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError, SpecacheWarning
 
 
@@ -111,7 +112,7 @@ def reference_logits(model: Any, given: Mapping[str, Tensor], new_tokens: int) -
         tokens.append(logits[-1].argmax(-1, keepdim=True))
         mask = longer(mask)
         extra = {} if mask is None else {"attention_mask": mask}
-        out = twin(tokens[-1], past_key_values=out.past_key_values, **extra)
+        out = twin(tokens[-1], **with_cache(cache_of(out)), **extra)
         logits.append(out.logits[:, -1])
     return logits, torch.cat(tokens, 1)
 
@@ -145,7 +146,7 @@ def compiled_logits(
         for token in tokens.split(1, 1):
             mask = longer(mask)
             extra = {} if mask is None else {"attention_mask": mask}
-            out = step(token.clone(), past_key_values=out.past_key_values, **extra)
+            out = step(token.clone(), **with_cache(cache_of(out)), **extra)
             logits.append(out.logits[:, -1])
     return logits
 

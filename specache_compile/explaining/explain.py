@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from specache_compile.checkpoints.names import config_source
-from specache_compile.compat import GENERATE_MASKS_ALL
+from specache_compile.checkpoints.names import config_of
+from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.compile.backend import compile_graph
 from specache_compile.compile.captured import Captured, capture
 from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import Rewrites
 from specache_compile.errors import SpecacheError, SpecacheWarning, first_line
-from specache_compile.kernels.costs import CORRECTED
+from specache_compile.generate.checks import reason
 from specache_compile.methods import parse_options
 from specache_compile.methods.host_tier import HostOptions
 from specache_compile.options import MethodOptions
@@ -41,8 +41,8 @@ from specache_compile.runtime.session import Mode, session_of
 from .explanation import Explanation
 from .figures import SiteRow
 from .layers import layers_of
-from .plan import temporaries
 from .rank import check_part, one_of
+from .temporaries import temporaries
 from .times.devices import Device, find_device
 from .times.verification import ACCEPTED, drafted_tokens
 
@@ -58,7 +58,7 @@ def explain(
     *,
     device: str | Device | None = None,
     host_gib: float = 128.0,
-    reuse: float = 0.0,
+    reuse: float | None = None,
     corrected: float | None = None,
     accepted: float = ACCEPTED,
     ranks: int = 1,
@@ -70,8 +70,9 @@ def explain(
     model: a PreTrainedModel (its weights are not touched), its config, or a path to either's folder or config.json.
     device: a name from `devices.DEVICES`, or a `Device`; A100 if not given.
     host_gib: host memory for the host tier.
-    reuse: share of the wanted pairs that are in the slots already (0: all must travel).
-    corrected: share that a correction must still bring (None: as seen with as many lanes).
+    reuse: share of the selected pairs that are in the slots already (0: all must travel; None: as measured with as many
+    lanes).
+    corrected: share that a correction must still bring (None: as measured with as many lanes).
     accepted: chance that a drafted token is right (option verify).
     ranks: explain one of so many ranks that the model is split over (tensor parallel). Each rank has a device and a
     link of its own; all share host_gib. The time of collectives is left out.
@@ -79,11 +80,10 @@ def explain(
     parsed = replace(parse_options(options), lowering="eager")
     if prompt_length < min_context(parsed, torch.device("meta")):
         parsed = parsed.in_16_bits
-    corrected = CORRECTED[1 + parsed.two_lanes] if corrected is None else corrected
     if prompt_length < 1 or batch_size < 1:
         raise SpecacheError(f"prompt_length={prompt_length}, batch_size={batch_size}: both must be at least 1")
     for name, share in (("reuse", reuse), ("corrected", corrected), ("accepted", accepted)):
-        if not 0 <= share <= 1:
+        if share is not None and not 0 <= share <= 1:
             raise SpecacheError(f"{name}={share}: give a share between 0 and 1")
     chosen = device if isinstance(device, Device) else find_device(device)
     model = load_config(model) if isinstance(model, (str, Path)) else model
@@ -115,6 +115,9 @@ def explain(
                 raise error.inner_exception from None
             raise
         weights = sum(parameter.nbytes for parameter in twin.parameters())
+    if not captured:
+        raise SpecacheError(f"explain captured no graph of {type(twin).__name__}: {reason()}")
+    captured = [graph for graph in captured if graph.sites or graph.left_alone]
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     layers = next((graph.layers for graph in captured if graph.sites), [])
     for layer in (layer for layer in layers[:1] if not layer.rank):
@@ -124,7 +127,7 @@ def explain(
     return explanation_of(
         captured, rewrites, parsed, prompt_length, batch_size,
         device=chosen, weight_bytes=weights, host_gib=host_gib, reuse=reuse, corrected=corrected, accepted=accepted,
-        name=name, ranks=ranks,
+        name=name, ranks=ranks, longest=getattr(config.get_text_config(), "max_position_embeddings", None),
     )  # fmt: skip
 
 
@@ -171,11 +174,10 @@ def left_alone_rows(graph: Captured) -> list[LeftAlone]:
 
 def load_config(path: str | Path) -> Any:
     """The config of a checkpoint folder, a config.json, a GGUF file, a hub name or a known name."""
-    from transformers import AutoConfig
-
-    source = config_source(str(path))
     try:
-        config = AutoConfig.from_pretrained(**source)
+        config = config_of(str(path))
+    except SpecacheError:
+        raise
     except Exception as error:  # transformers raises many types for bad configs
         raise SpecacheError(f"no usable config at {path}: {first_line(error)}") from error
     config.name_or_path = str(path)
@@ -198,13 +200,12 @@ def twin_of(model: Any, config: Any) -> Any:
 
 
 def collector(captured: list[Captured], rewrites: list[Rewrites], options: MethodOptions) -> Callable[..., Any]:
-    """The backend itself, which also notes each graph that holds attentions."""
+    """The backend itself, which also notes each graph."""
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Any:
         graph = capture(graph_module, options, None)
         compiled = compile_graph(graph, example_inputs)
-        if graph.sites or graph.left_alone:
-            captured.append(graph)
+        captured.append(graph)
         if isinstance(compiled, CompiledGraph):
             rewrites.append(compiled.rewrites)
         return compiled
@@ -225,12 +226,12 @@ def run_steps(model: Any, prompt_length: int, batch_size: int, backend: Callable
         if GENERATE_MASKS_ALL:
             after["attention_mask"] = torch.ones_like(positions)
             before["attention_mask"] = after["attention_mask"][:, :prompt_length].clone()
-        cache = compiled(prompt, use_cache=True, **before).past_key_values
+        cache = cache_of(compiled(prompt, use_cache=True, **before))
         session = session_of(cache)
         with session.steps_for(Mode.DRAFT) if session is not None else contextlib.nullcontext():
-            compiled(prompt[:, :1].clone(), past_key_values=cache, **after)
+            compiled(prompt[:, :1].clone(), **with_cache(cache), **after)
         if session is not None and session.options.drafts:
             tokens = drafted_tokens(session.options) + 1
             ids, places = (torch.zeros(batch_size, tokens, dtype=torch.int64, device=model.device) for _ in range(2))
             with session.steps_for(Mode.VERIFY):
-                compiled(ids, past_key_values=cache, position_ids=places, logits_to_keep=0)
+                compiled(ids, **with_cache(cache), position_ids=places, logits_to_keep=0)

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+import networkx as nx
 from torch.fx import GraphModule
 
 from specache_compile.errors import SpecacheError
-from specache_compile.kernels.costs import Cost, Workload, fetched_pairs, pair_bytes
+from specache_compile.kernels.costs import CORRECTED, Cost, Workload, fetched_pairs, pair_bytes
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.low_bit import LowBitOptions
-from specache_compile.methods.specache import SpecacheOptions
 from specache_compile.options import MethodOptions
 from specache_compile.passes.pipeline import Trace
 from specache_compile.passes.reading.sites import LeftAlone
-from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
+from specache_compile.runtime.state import bytes_in_16_bits, device_total, full_cache_bytes, predicted_bytes
 
-from .plan import StepTime, break_even, fits, largest_batch, step_time
-from .schedule import Launch, Schedule, launches_of
+from .one_layer import before_and_after, layer_text
+from .schedule import Launch, launches_of, schedule_of
 from .times.devices import Device
-from .times.roofline import full_cache_step, launch_cost, step_costs, total
-from .times.step_kernels import Traced, is_captured
-from .times.step_time import StepRow, assumed, break_even_context, rows_of
-from .times.verification import ACCEPTED, Round, drafted_tokens, looked_up_round, round_of
+from .times.node_costs import step_costs, total
+from .times.step_kernels import Traced, captured, is_captured, kernels_of, over_tiers
+from .times.step_time import (
+    ComputedStep,
+    Span,
+    StepRow,
+    break_even_context,
+    full_cache_batch,
+    full_step_of,
+    largest_batch,
+    rows_of,
+    share_ahead,
+    simulated,
+    step_of,
+)
+from .times.verification import ACCEPTED, Round, round_of
 
 
 @dataclass(frozen=True)
@@ -48,43 +58,26 @@ class SiteRow:
 
 
 @dataclass(frozen=True)
-class NodeCost:
-    """One launch of a graph under the roofline of a device."""
+class LaunchCost:
+    """What one launch of a graph computes and moves."""
 
     name: str
     op: str
     layer: str
     stream: str
     cost: Cost
-    seconds: float
-    bound: str
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """The same model, context and batch with other options.
-
-    step: seconds.
-    speedup: full cache's step / this step.
-    """
-
-    bits: float
-    group_size: int
-    top_k: int
-    device_bytes: int
-    kv_ratio: float
-    fetched_bytes: int
-    step: float
-    speedup: float
-    largest_batch: int
 
 
 @dataclass(frozen=True)
 class Figures:
     """What the backend does to a model, with `prompt_length` tokens and `batch_size` rows.
 
-    Every figure is computed, not measured: bytes from shapes, times from the roofline of `device`. With several `ranks`
-    all figures are one rank's.
+    Every figure is computed, not measured: bytes from shapes, times from the event simulation (`times/step_time.py`) of
+    `device`. With several `ranks` all figures are one rank's.
+
+    reuse, corrected: see `explain`; None: as `load` assumes.
+    longest: the model's max_position_embeddings; None where its config has none.
+    command: the command line that explains the same; "" where Python asked.
     """
 
     options: MethodOptions
@@ -99,12 +92,14 @@ class Figures:
     device: Device
     weight_bytes: int
     working_bytes: Mapping[str, int]
-    reuse: float = 0.0
-    corrected: float = 0.0
+    reuse: float | None = None
+    corrected: float | None = None
     accepted: float = ACCEPTED
     host_gib: float = 128.0
     name: str = ""
     ranks: int = 1
+    longest: int | None = None
+    command: str = ""
 
     @functools.cached_property
     def bytes_by_tier(self) -> dict[str, int]:
@@ -117,7 +112,8 @@ class Figures:
 
     @property
     def full_cache_bytes(self) -> int:
-        return full_cache_bytes(list(self.layers), self.batch_size, self.prompt_length)
+        """Bytes of the same tokens in a 16-bit cache, whatever the model's dtype is."""
+        return bytes_in_16_bits(self.layers, self.batch_size, self.prompt_length)
 
     @property
     def device_bytes(self) -> int:
@@ -134,7 +130,7 @@ class Figures:
 
     @property
     def kv_ratio(self) -> float:
-        """Device KV bytes / bytes of the same tokens in Hugging Face's cache."""
+        """Device KV bytes / bytes of the same tokens in a 16-bit cache."""
         return self.device_bytes / self.full_cache_bytes if self.full_cache_bytes else 1.0
 
     @property
@@ -158,150 +154,146 @@ class Figures:
             raise SpecacheError(f"no phase {phase!r}: there are {', '.join(self.traces) or 'none'}")
         return self.traces[phase]
 
-    def graph(self, phase: str, after: str | None = None) -> GraphModule | str:
-        """The rewritten graph of a phase; with `after`, its text as it stood after that pass ("captured": before)."""
+    def graph(self, phase: str, after: str | None = None, layer: int | None = None) -> GraphModule | str:
+        """The rewritten graph of a phase.
+
+        Args:
+            phase: "prefill", "decode", or another phase of `graphs`.
+            after: the name of a pass, or "captured": return the graph's text as it was after that pass.
+            layer: return only this layer of the model, as short Python (`one_layer.py`).
+        """
         trace = self.trace(phase)
-        if after is None:
-            return self.graphs[phase]
-        if after not in trace.graphs:
+        if after is not None and after not in trace.graphs:
             raise SpecacheError(f"no pass {after!r}: there are {', '.join(trace.graphs)}")
-        return trace.graphs[after]
+        if layer is not None:
+            return layer_text(trace.graphs[after or list(trace.graphs)[-1]], layer)
+        return self.graphs[phase] if after is None else trace.graphs[after]
 
-    def diff(self, phase: str, pass_name: str) -> str:
-        """A unified diff of the readable graph before and after one pass; empty where the pass changed nothing."""
+    def diff(self, phase: str, pass_name: str | None = None, layer: int | None = None) -> str:
+        """A unified diff of a phase's graph before and after one pass; empty where the pass changed nothing.
+
+        Args:
+            phase: as for `graph`.
+            pass_name: the pass; None: all passes together.
+            layer: compare only this layer of the model, as short Python.
+        """
         names = list(self.trace(phase).graphs)
-        if pass_name not in names[1:]:
+        if pass_name is not None and pass_name not in names[1:]:
             raise SpecacheError(f"no pass {pass_name!r}: there are {', '.join(names[1:])}")
-        before = names[names.index(pass_name) - 1]
-        old, new = (str(self.graph(phase, name)).splitlines(keepends=True) for name in (before, pass_name))
-        return "".join(difflib.unified_diff(old, new, f"{phase}/{before}", f"{phase}/{pass_name}", n=1))
+        new = pass_name or names[-1]
+        old = names[names.index(new) - 1] if pass_name else names[0]
+        before, after = (str(self.graph(phase, name, layer)).splitlines(keepends=True) for name in (old, new))
+        context = 1 if layer is None else 3
+        return "".join(difflib.unified_diff(before, after, f"{phase}/{old}", f"{phase}/{new}", n=context))
 
-    def load(self, **changes: Any) -> Workload:
-        """The workload of the explained decode step."""
+    def layer(self, number: int, phase: str = "decode") -> str:
+        """One layer of the model before and after all passes, as short Python in at most 60 lines."""
+        names = list(self.trace(phase).graphs)
+        before, after = (str(self.graph(phase, name, number)) for name in (names[0], names[-1]))
+        return before_and_after(before, after)
+
+    def load(self) -> Workload:
+        """The workload of the explained decode step, with the assumed shares of the selected pairs that travel where
+        none were given."""
         heads = tuple(site.query_heads for site in self.sites)
-        load = Workload(
-            self.options, self.layers, heads, self.batch_size, self.prompt_length, self.reuse, self.corrected
-        )
-        return replace(load, **changes)
+        reuse = 1 - share_ahead(self.options, self.lanes) if self.reuse is None else self.reuse
+        corrected = CORRECTED[min(self.lanes, 2)] if self.corrected is None else self.corrected
+        return Workload(self.options, self.layers, heads, self.batch_size, self.prompt_length, reuse, corrected)
 
     @functools.cached_property
     def launches(self) -> list[Launch]:
         self.trace("decode")
         return launches_of(self.graphs["decode"])
 
-    def roofline(self, phase: str = "decode") -> list[NodeCost]:
-        """Each launch of a phase with its FLOPs, bytes and least time."""
+    def launch_costs(self, phase: str = "decode") -> list[LaunchCost]:
+        """What each launch of a phase computes and moves."""
         self.trace(phase)
         launches = {launch.name: launch for launch in launches_of(self.graphs[phase])}
-        rows = []
         # A prefill starts from an empty cache.
-        for node, cost in step_costs(self.graphs[phase], self.load(length=self.length_before(phase))).items():
-            launch = launches[node.name]
-            seconds, bound = cost.seconds(self.device), cost.bound(self.device)
-            rows.append(NodeCost(node.name, launch.op, launch.layer, launch.stream, cost, seconds, bound))
-        return rows
-
-    def length_before(self, phase: str) -> int:
-        return 0 if phase == "prefill" else self.prompt_length
+        load = replace(self.load(), length=0 if phase == "prefill" else self.prompt_length)
+        costs = ((launches[node.name], cost) for node, cost in step_costs(self.graphs[phase], load).items())
+        return [LaunchCost(launch.name, launch.op, launch.layer, launch.stream, cost) for launch, cost in costs]
 
     def step_cost(self) -> Cost:
         """All that a decode step reads, computes and moves."""
-        return total(row.cost for row in self.roofline("decode"))
+        return total(row.cost for row in self.launch_costs())
 
-    def seconds_at(self, load: Workload) -> dict[str, float]:
-        names = {launch.name for launch in self.launches}
-        nodes = [node for node in self.graphs["decode"].graph.nodes if node.name in names]
-        return {node.name: launch_cost(node, load).seconds(self.device) for node in nodes}
-
-    def schedule(self) -> Schedule:
-        """Two consecutive decode steps over two streams, with the roofline's seconds."""
-        return Schedule(self.launches, self.seconds_at(self.load()))
-
-    def step(self, load: Workload | None = None) -> StepTime:
-        """The decode step's least time, and the share of the fetches that it hides."""
-        return step_time(self.launches, self.seconds_at(load or self.load()))
-
-    def full_step(self, length: int | None = None) -> float:
-        """Seconds of the same step on a full 16-bit cache in device memory (which may not fit there)."""
-        one_lane = self.graphs.get("pre-decode", self.graphs["decode"])
-        return full_cache_step(one_lane, self.load(length=length or self.prompt_length), self.device)
+    def schedule(self) -> nx.DiGraph:
+        """What orders the launches of two consecutive decode steps."""
+        return schedule_of(self.launches)
 
     def traced(self, phase: str = "decode") -> Traced:
-        """A phase's graph, with the shares of the wanted pairs that travel as `step_time.assumed` has them."""
+        """A phase's graph with its workload, for `times/step_time.py`."""
         self.trace(phase)
-        return Traced(self.graphs[phase], assumed(self.load(), self.lanes), self.weight_bytes)
-
-    @functools.cached_property
-    def computed_steps(self) -> list[StepRow]:
-        """This model's and full caches' steps at other lengths and batches, by events (`step_time.py`); none where a
-        CUDA graph cannot hold the step."""
-        if "decode" not in self.graphs or not self.sites or not is_captured(self.graphs["decode"]):
-            return []
-        return rows_of(self.traced(), self.traced_one_lane, self.device, self.host_gib * 2**30 / self.ranks)
+        return Traced(self.graphs[phase], self.load(), self.weight_bytes)
 
     @property
     def traced_one_lane(self) -> Traced:
         """The one-lane graph, whose products are also those of a full cache's step."""
         return self.traced("pre-decode" if "pre-decode" in self.graphs else "decode")
 
-    @functools.cached_property
-    def computed_break_even(self) -> int | None:
-        """Tokens of context from which a computed step of one row takes no longer than on a 16-bit cache; None: not up
-        to 128k."""
-        return break_even_context(self.traced(), self.traced_one_lane, self.device)
+    @property
+    def host_bytes(self) -> float:
+        """This rank's host memory."""
+        return self.host_gib * 2**30 / self.ranks
 
-    def round(self, accepted: float | None = None) -> Round | None:
-        """A draft and its verification, where the options ask for them. accepted: replaces the given chance that a
-        drafted token is right."""
-        chance = self.accepted if accepted is None else accepted
-        if self.options.lookup and "widened" in self.graphs:
-            return looked_up_round(self.graphs, self.load(), self.device, chance)
-        if self.options.verify is None or "extend" not in self.graphs:
-            return None
-        drafted = drafted_tokens(self.options)
-        return round_of(self.graphs, self.load(), self.device, drafted, chance, self.step().seconds)
+    @functools.cached_property
+    def is_timed(self) -> bool:
+        """Whether the decode step's time can be computed: a CUDA graph must be able to hold the step."""
+        return bool(self.sites) and "decode" in self.graphs and is_captured(self.graphs["decode"])
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """Each launch of a decode step with its start and end; none where the step is not timed."""
+        if not self.is_timed:
+            return []
+        kernels = captured(kernels_of(self.traced(), self.device, self.prompt_length, self.batch_size, over_tiers))
+        return simulated(kernels, self.device)[0]
+
+    def check_timed(self) -> None:
+        """Raise SpecacheError where the step is not timed."""
+        if not self.is_timed:
+            raise SpecacheError(
+                f"method {self.options.method!r}: no time is computed for its decode step, because a CUDA graph cannot "
+                "hold it"
+            )
+
+    def step(self, batch: int | None = None) -> ComputedStep:
+        """The decode step. batch: rows, if not `batch_size`."""
+        self.check_timed()
+        return step_of(self.traced(), self.device, self.prompt_length, batch or self.batch_size)
+
+    def full_step(self, batch: int | None = None) -> ComputedStep:
+        """The same step on a full 16-bit cache in device memory, which may not fit there."""
+        self.check_timed()
+        return full_step_of(self.traced_one_lane, self.device, self.prompt_length, batch or self.batch_size)
 
     def break_even(self) -> int | None:
-        """Tokens of context from which a step takes no longer than on a full cache, at this batch; None: never."""
-        return break_even(lambda n: self.step(self.load(length=n)).seconds, self.full_step)
+        """The tokens of context from which a step of one row takes no longer than on a 16-bit cache; None: more than
+        128k tokens."""
+        self.check_timed()
+        return break_even_context(self.traced(), self.traced_one_lane, self.device)
 
-    def largest_batch(
-        self, vram_gib: float | None = None, host_gib: float | None = None, options: MethodOptions | None = None
-    ) -> int:
-        """Rows of this context that fit: weights, the decode step's temporaries and the tiers."""
-        vram = fits(self.device) if vram_gib is None else vram_gib * 2**30
-        host = (self.host_gib if host_gib is None else host_gib) * 2**30 / self.ranks
-        row = self.working_bytes.get("decode", 0) // self.batch_size
-        chosen = options or self.options
-        return largest_batch(chosen, self.layers, self.prompt_length, self.weight_bytes, row, vram, host)
+    def largest_batch(self) -> tuple[int, str]:
+        """The rows of this context that fit, and the memory that limits them: "device" or "host"."""
+        return largest_batch(self.traced(), self.device, self.prompt_length, self.host_bytes)
 
-    def full_cache_batch(self, vram_gib: float | None = None) -> int:
-        """Rows of this context that fit with a full 16-bit cache in device memory."""
-        vram = fits(self.device) if vram_gib is None else vram_gib * 2**30
-        row = self.full_cache_bytes // self.batch_size + self.working_bytes.get("decode", 0) // self.batch_size
-        return max(0, int((vram - self.weight_bytes) / max(1, row)))
+    def full_cache_batch(self) -> int:
+        """The rows of this context that fit with a full 16-bit cache in device memory."""
+        return full_cache_batch(self.traced_one_lane, self.device, self.prompt_length)
 
-    def compare(
-        self, bits: Sequence[int] = (2, 1), group_sizes: Sequence[int] = (64, 32), top_k: Sequence[int] = (32, 64, 128)
-    ) -> list[Alternative]:
-        """The same with other bits, group sizes and k, as far as the method has these options."""
-        rows: list[Alternative] = []
-        chosen = self.options
-        if not isinstance(chosen, LowBitOptions):
-            return rows
-        top_k = top_k if isinstance(chosen, SpecacheOptions) else (chosen.top_k,)
-        every = [(b, g, k) for b in bits for g in group_sizes for k in top_k]
-        own = (sum(chosen.layout[:2]) / 2, chosen.group_size, chosen.top_k)
-        for b, g, k in dict.fromkeys([own, *every]):
-            options = chosen
-            if (b, g, k) != own:
-                options = replace(chosen.with_bits(b), group_size=g)
-            if isinstance(options, SpecacheOptions):
-                options = replace(options, top_k=k, correct=options.correct if k else "never")
-            other = replace(self, options=options)
-            step = other.step().seconds
-            rows.append(
-                Alternative(b, g, k, other.device_bytes, other.kv_ratio, other.bytes_fetched, step,
-                            self.full_step() / step, other.largest_batch())
-            )  # fmt: skip
-        return rows
+    @functools.cached_property
+    def computed_steps(self) -> list[StepRow]:
+        """This model's and full caches' steps at other lengths and batches; none where the step is not timed."""
+        if not self.is_timed:
+            return []
+        return rows_of(self.traced(), self.traced_one_lane, self.device, self.host_bytes)
+
+    def round(self, accepted: float | None = None) -> Round | None:
+        """A draft and its verification, where the options ask for them and the step is timed. accepted: replaces the
+        given chance that a drafted token is right."""
+        verifies = self.options.lookup or self.options.verify is not None
+        if not (self.is_timed and verifies and self.graphs.keys() & {"extend", "widened"}):
+            return None
+        chance = self.accepted if accepted is None else accepted
+        return round_of({phase: self.traced(phase) for phase in self.graphs}, self.device, chance)

@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading.nodes import is_weight, model_layer
 
-from .times.roofline import operator_name
+from .times.node_costs import operator_name
 
 AFTER = 1 << 30
 

@@ -8,14 +8,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from specache_compile.passes.reading.nodes import model_layer
+from torch.fx import GraphModule
 
-from .tables import spans
+from specache_compile.passes.reading.nodes import model_layer
 
 STATEMENT = re.compile(r"^\s+(\w+)(?:: \"([^\"]*)\")? = (.*)$")
 WEIGHT = re.compile(r"\b\w*(?:parameters|buffers)_\w+", re.IGNORECASE)
 CALL = re.compile(r"^(?:torch\.ops\.)?([\w.]+)\(")
+# A name, if it is not a function, a method or a keyword.
+VALUE = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*\(|\s*=[^=])")
 ALIAS = re.compile(r"^\s+\w+ = L_\w+$")
+SUM = re.compile(r"^(?:torch\.ops\.aten\.add\.Tensor\(\w+, \w+\)|\w+ \+ \w+)$")
 WORK = ("mm", "addmm", "bmm", "linear", "matmul", "scaled_dot_product_attention", "embedding")
 VIEWS = ("view", "transpose", "t", "reshape", "permute", "expand", "unsqueeze", "slice", "select", "getitem")
 
@@ -68,13 +71,59 @@ def rows_of(code: str) -> list[Row]:
             section = str(layer)
         elif section != "before" and "parameters" in call:
             section = "after"
-        words = re.findall(r"\b[A-Za-z_]\w*\b", call)
+        words = VALUE.findall(call)
         rows.append(
             Row(name, kind_of_value or "", call, tuple(dict.fromkeys(w for w in words if w in known)), kind(call),
                 "after" if name == "return" else section)
         )  # fmt: skip
         known.add(name)
-    return rows
+    return with_first_rows(rows)
+
+
+def with_first_rows(rows: list[Row]) -> list[Row]:
+    """Give each layer the rows before its first weight that only its norm uses."""
+    users: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        for name in row.inputs:
+            users.setdefault(name, []).append(place)
+    result = list(rows)
+    for first in (i for i in range(1, len(rows)) if rows[i].section != rows[i - 1].section):
+        section, before = rows[first].section, rows[first - 1].section
+        work = next((i for i in range(first, len(rows)) if rows[i].kind == "work"), first)
+        own = set(range(first, work + 1))
+        for place in range(first - 1, -1, -1):
+            if rows[place].section != before or "parameters" in rows[place].call:
+                break
+            used = users.get(rows[place].name, [])
+            is_sum = len(rows[place].inputs) == 2 and SUM.match(rows[place].call)  # the end of a layer
+            if used and own.issuperset(used) and not is_sum:
+                own.add(place)
+                result[place] = replace(rows[place], section=section)
+    return result
+
+
+def spans(numbers: Iterable[str]) -> str:
+    """Layers "0", "1", "2", "5" as 0-2, 5."""
+    found: list[list[str]] = []
+    for number in numbers:
+        if found and number.isdigit() and found[-1][1].isdigit() and int(number) == int(found[-1][1]) + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(a if a == b else f"{a}-{b}" for a, b in found)
+
+
+def readable_graph(graph: GraphModule | str) -> str:
+    """A whole graph's text without the names and files of its inputs."""
+    code = graph if isinstance(graph, str) else graph.print_readable(print_output=False)
+    code = re.sub(r"def forward\(self, (.*)\):", lambda head: f"def forward(self, ...):  # {inputs_of(head)}", code)
+    lines = [line for line in code.splitlines() if not ALIAS.match(line) and "# File:" not in line]
+    return re.sub(r"\n\s*\n+", "\n\n", "\n".join(lines)).strip("\n") + "\n"
+
+
+def inputs_of(head: re.Match[str]) -> str:
+    names = len(re.findall(r"\w+: \"", head.group(1)))
+    return f"{names} inputs"
 
 
 def kind(call: str) -> str:

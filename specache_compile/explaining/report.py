@@ -11,11 +11,10 @@ import jinja2
 from . import tables
 from .figures import Figures
 from .outline import Section, changes, folded, only_changed, rows_of
-from .plan import STEADY
-from .schedule import Schedule
-from .tables import COMPUTED, by_op, cost_cells, counted, duration, grouped, share, size
+from .tables import COMPUTED, counted, duration, grouped, size
+from .times.op_launches import STREAMS
 
-TIMELINE_WIDTH, LANE_HEIGHT = 1200, 46  # px, before zooming
+TIMELINE_WIDTH, LANE_HEIGHT = 1200, 32  # px, before zooming
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Bar:
     y: float
     width: float
     op: str
-    critical: bool
     label: str
 
 
@@ -49,17 +47,16 @@ def write_report(e: Figures, path: Path) -> None:
 def contents(e: Figures) -> dict[str, Any]:
     """The template's contents as text and numbers."""
     data: dict[str, Any] = {
-        "e": e, "computed": COMPUTED, "bars": memory_bars(e), "phases": phases(e), "size": size, "share": share,
+        "e": e, "computed": COMPUTED, "bars": memory_bars(e), "phases": phases(e), "size": size,
         "duration": duration, "counted": counted, "sites": sites(e), "layers": layer_rows(e),
     }  # fmt: skip
-    if "decode" in e.graphs:
-        step = e.step()
+    if e.is_timed:
         data.update(
-            step=step, full_step=e.full_step(), break_even=e.break_even(), alternatives=e.compare(),
-            costs=[(s, op, n, cost_cells(c), duration(t), b) for s, op, n, c, t, b in by_op(e.roofline())],
-            all_cost=cost_cells(e.step_cost()), timeline=timeline(e), launches=e.roofline(),
+            step=e.step(), full_step=e.full_step(), break_even=e.break_even(), largest=e.largest_batch(),
+            costs=tables.by_op(e.spans), cost_headers=tables.OP_HEADERS, timeline=timeline(e),
+            launches=[(s.kernel, tables.span_cells([s]), s.bound) for s in e.spans],
             step_times=tables.step_time_rows(e), step_time_headers=tables.STEP_TIME_HEADERS,
-            step_time_note=tables.step_time_note(e) if e.computed_steps else "",
+            step_time_note=tables.step_time_note(e),
         )  # fmt: skip
     return data
 
@@ -75,13 +72,13 @@ def layer_rows(e: Figures) -> list[tuple[Any, ...]]:
 
 
 def memory_bars(e: Figures) -> list[tuple[str, int, list[Part]]]:
-    """Device and host memory with specache, and the device memory of a full cache, on one scale."""
+    """Device and host memory with specache, and the device memory of a 16-bit cache, on one scale."""
     tiers = e.bytes_by_tier
     weights = {"weights": e.weight_bytes}
     bars = {
         "device, specache": {**weights, **{tier: b for tier, b in tiers.items() if tier != "host"}},
         "host, specache": {"host": tiers.get("host", 0)},
-        "device, full 16-bit cache": {**weights, "full cache": e.full_cache_bytes},
+        "device, 16-bit cache": {**weights, "full cache": e.full_cache_bytes},
     }
     longest = max(1, *(sum(parts.values()) for parts in bars.values()))
     return [
@@ -91,27 +88,19 @@ def memory_bars(e: Figures) -> list[tuple[str, int, list[Part]]]:
 
 
 def timeline(e: Figures) -> dict[str, Any]:
-    """One step of a running generation: the launches of both streams, the critical path, and a time axis."""
-    schedule = Schedule(e.launches, e.seconds_at(e.load()), STEADY)
-    times, path = schedule.times(), set(schedule.critical_path())
-    compute = [key for key in times if schedule.dag.nodes[key]["stream"] == "compute"]
-    begin = max(times[key][1] for key in compute if key[0] == STEADY - 2)
-    end = max(times[key][1] for key in compute)
-    scale = TIMELINE_WIDTH / max(end - begin, 1e-12)
-    bars = []
-    for key, (start, stop) in times.items():
-        data = schedule.dag.nodes[key]
-        left, right = max(start, begin), min(stop, end)
-        if right <= left:
-            continue
-        lane = ("compute", "copy").index(data["stream"])
-        label = f"{data['op']}, layer {data['layer']}, {duration(stop - start)}"
-        x, y, width = (left - begin) * scale, 22 + lane * (LANE_HEIGHT + 14), max((right - left) * scale, 0.3)
-        mark = ", on the critical path" if key in path else ""
-        bars.append(Bar(x, y, width, data["op"], key in path, label + mark))
+    """One step of a running generation: the launches of each stream, and a time axis."""
+    end = max(span.end for span in e.spans)
+    scale, bars = TIMELINE_WIDTH / end, []
+    for span in e.spans:
+        kernel = span.kernel
+        x, width = span.start * scale, max((span.end - span.start) * scale, 0.3)
+        y = 22 + STREAMS.index(kernel.stream) * (LANE_HEIGHT + 14)
+        label = f"{kernel.op}, layer {kernel.layer}, {duration(span.end - span.start)}, bound by {span.bound}"
+        bars.append(Bar(x, y, width, kernel.op, label))
     bars.sort(key=lambda bar: (bar.y, bar.x))
-    ticks = [(i * TIMELINE_WIDTH / 8, duration((end - begin) * i / 8)) for i in range(9)]
-    return {"bars": bars, "ticks": ticks, "width": TIMELINE_WIDTH, "lane": LANE_HEIGHT,
+    ticks = [(i * TIMELINE_WIDTH / 8, duration(end * i / 8)) for i in range(9)]
+    return {"bars": bars, "ticks": ticks, "width": TIMELINE_WIDTH, "lane": LANE_HEIGHT, "streams": STREAMS,
+            "height": 22 + len(STREAMS) * (LANE_HEIGHT + 14),
             "ops": list(dict.fromkeys(bar.op for bar in bars))}  # fmt: skip
 
 

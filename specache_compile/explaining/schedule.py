@@ -7,7 +7,6 @@ safe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from specache_compile.passes.overlap import mutated_arguments
 from specache_compile.passes.plan import tag_of
 
 from .layers import layers_of
-from .times.roofline import is_launch, operator_name
+from .times.node_costs import is_launch, operator_name
 
 Key = tuple[int, str]
 
@@ -69,57 +68,33 @@ def launch_of(node: Node, layer: str) -> Launch:
     )
 
 
-class Schedule:
+def schedule_of(launches: list[Launch], steps: int = 2) -> nx.DiGraph:
     """Consecutive steps of one graph.
 
-    dag: has a node (step, name) for each launch, with its `Launch`'s fields and `seconds`. Its edges have a `kind`:
-    order, launch or wait.
+    Each launch is a node (step, name) with its `Launch`'s fields. The edges have a `kind`: order, launch or wait.
     """
-
-    def __init__(self, launches: list[Launch], seconds: Mapping[str, float] | None = None, steps: int = 2) -> None:
-        self.launches = launches
-        # A step that fetches only in its own course waits at its beginning for the step before (`Step.start`).
-        waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
-        self.dag: nx.DiGraph = nx.DiGraph()
-        newest: dict[str, Key] = {}  # of each stream
-        fetches: dict[str, Key] = {}  # of each slots tensor
-        for step in range(steps):
-            for launch in launches:
-                key = step, launch.name
-                self.dag.add_node(key, step=step, seconds=(seconds or {}).get(launch.name, 0.0), **vars(launch))
-                if launch.stream in newest:
-                    self.dag.add_edge(newest[launch.stream], key, kind="order")
-                if launch.stream == "copy" and "compute" in newest:
-                    self.dag.add_edge(newest["compute"], key, kind="launch")
-                if launch.guards in fetches:
-                    self.dag.add_edge(fetches[launch.guards], key, kind="wait")
-                begins = waits_first and step > 0 and launch is launches[0]
-                if (launch.reads_host or begins) and "copy" in newest:
-                    self.dag.add_edge(newest["copy"], key, kind="wait")
-                newest[launch.stream] = key
-                if launch.brings:
-                    fetches[launch.brings] = key
-
-    def times(self) -> dict[Key, tuple[float, float]]:
-        """Start and end of each launch in seconds from the first step's beginning. Each starts as early as possible."""
-        times: dict[Key, tuple[float, float]] = {}
-        for key in self.order():
-            start = max((times[before][1] for before in self.dag.predecessors(key)), default=0.0)
-            times[key] = start, start + self.dag.nodes[key]["seconds"]
-        return times
-
-    def order(self) -> list[Key]:
-        """The launches in the order of issue."""
-        place = {launch.name: i for i, launch in enumerate(self.launches)}
-        return sorted(self.dag.nodes, key=lambda key: (key[0], place[key[1]]))
-
-    def critical_path(self, times: Mapping[Key, tuple[float, float]] | None = None) -> list[Key]:
-        """The chain of launches up to the last step's last computation in which each ends where the next begins."""
-        times = times or self.times()
-        path = [next(key for key in reversed(self.order()) if self.dag.nodes[key]["stream"] == "compute")]
-        while before := list(self.dag.predecessors(path[-1])):
-            path.append(max(before, key=lambda key: times[key][1]))
-        return path[::-1]
+    # A step that fetches only in its own course waits at its beginning for the step before (`Step.start`).
+    waits_first = any(launch.op == "correct" for launch in launches) and not any(x.guards for x in launches)
+    dag: nx.DiGraph = nx.DiGraph()
+    newest: dict[str, Key] = {}  # of each stream
+    fetches: dict[str, Key] = {}  # of each slots tensor
+    for step in range(steps):
+        for launch in launches:
+            key = step, launch.name
+            dag.add_node(key, step=step, **vars(launch))
+            if launch.stream in newest:
+                dag.add_edge(newest[launch.stream], key, kind="order")
+            if launch.stream == "copy" and "compute" in newest:
+                dag.add_edge(newest["compute"], key, kind="launch")
+            if launch.guards in fetches:
+                dag.add_edge(fetches[launch.guards], key, kind="wait")
+            begins = waits_first and step > 0 and launch is launches[0]
+            if (launch.reads_host or begins) and "copy" in newest:
+                dag.add_edge(newest["copy"], key, kind="wait")
+            newest[launch.stream] = key
+            if launch.brings:
+                fetches[launch.brings] = key
+    return dag
 
 
 def check_order(dag: nx.DiGraph) -> list[str]:

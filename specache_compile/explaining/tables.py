@@ -1,19 +1,19 @@
-"""An explanation as text of at most 100 columns, and as plain data. Both say that nothing is measured."""
+"""An explanation as text for one screen, as tables of at most 100 columns, and as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from tabulate import tabulate
 
-from specache_compile.kernels.costs import Cost
 from specache_compile.passes.plan import PassReport
 
-from .figures import Figures, NodeCost
-from .times.roofline import total
-from .times.step_time import StepRow
+from .figures import Figures
+from .outline import spans
+from .times.step_time import ComputedStep, Span, StepRow
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
@@ -33,21 +33,6 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:,.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} µs"
 
 
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def spans(numbers: Iterable[str]) -> str:
-    """Layers "0", "1", "2", "5" as 0-2, 5."""
-    found: list[list[str]] = []
-    for number in numbers:
-        if found and number.isdigit() and found[-1][1].isdigit() and int(number) == int(found[-1][1]) + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(a if a == b else f"{a}-{b}" for a, b in found)
-
-
 def grouped(rows: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
     """Join equal rows of several layers into one, with the layers' span before it."""
     groups: dict[tuple[Any, ...], list[str]] = {}
@@ -56,42 +41,101 @@ def grouped(rows: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[Any, ...]
     return [(spans(layers), *row) for row, layers in groups.items()]
 
 
-def section(title: str, rows: Sequence[Any], headers: Sequence[str], **settings: Any) -> str:
-    right = settings.pop("right", 0)
-    align = tuple("left" if i < len(headers) - right else "right" for i in range(len(headers)))
-    return f"{title}\n" + tabulate(rows, headers=headers, colalign=align, disable_numparse=True, **settings)
-
-
 def text(e: Figures) -> str:
-    lanes = f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
-    part = f"One of {e.ranks} ranks: its own part, without the time of collectives.\n" if e.ranks > 1 else ""
-    parts = [
-        f"{e.options.method}: {len(e.sites)} attentions rewritten, {len(e.left_alone)} left exact, {lanes} in decode; "
-        f"{e.prompt_length:,} tokens x batch {e.batch_size}\n"
-        f"{part}{e.name[:60]}: every figure below is {COMPUTED}."
-    ]
+    """What an explanation comes to, on one screen."""
+    parts = [title(e), attentions(e)]
     if e.sites:
-        parts.append(sites_table(e))
-    if e.left_alone:
-        rows = [(item.node, item.reason) for item in e.left_alone]
-        parts.append(section("Left as Hugging Face wrote it", rows, ("where", "why"), maxcolwidths=[40, 54]))
-    if e.traces:
-        parts.append(passes_table(e))
-    if e.sites:
-        parts.append(memory_table(e))
-    if "decode" in e.graphs:
-        parts += [traffic_table(e), step_text(e), step_time_table(e), round_text(e), compare_table(e)]
+        parts += [memory_table(e), time_text(e), round_text(e), further(e)]
     return "\n\n".join(filter(None, parts))
 
 
-def sites_table(e: Figures) -> str:
-    phases = ", ".join(e.traces)
+def title(e: Figures) -> str:
+    rows = f"{e.batch_size} row{'s' if e.batch_size > 1 else ''}"
+    lines = [
+        f"{e.name[:60] or 'model'}, method {e.options.method}: {e.prompt_length:,} tokens, {rows}. "
+        f"All figures are {COMPUTED}."
+    ]
+    if e.ranks > 1:
+        lines.append(f"One of {e.ranks} ranks: its own part, without the time of collectives.")
+    if e.longest is not None and e.prompt_length > e.longest:
+        lines.append(f"Note: the model's context is {e.longest:,} tokens (max_position_embeddings).")
+    return "\n".join(lines)
+
+
+def attentions(e: Figures) -> str:
+    """How many of the attentions are rewritten, and the reasons for the rest."""
+    every, lanes = len(e.sites) + len(e.left_alone), f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
+    lines = [f"{len(e.sites)} of {every} attentions rewritten" + (f", {lanes} in decode" if e.sites else "")]
+    shapes = ((site.model_layer, (site.query_heads, site.heads, site.head_dim)) for site in e.sites)
+    for layers, heads, kv_heads, width in grouped(shapes):
+        lines.append(f"  layers {layers}: {heads} query heads, {kv_heads} KV heads of {width}")
+    reasons: dict[str, list[str]] = {}
+    for item in e.left_alone:
+        reasons.setdefault(item.reason, []).append(item.node.split(":")[0].removeprefix("layer "))
+    for reason, where in reasons.items():
+        lines += textwrap.wrap(f"left exact, {len(where)} ({spans(where)}): {reason}", WIDTH,
+                               initial_indent="  ", subsequent_indent="    ")  # fmt: skip
+    return "\n".join(lines)
+
+
+def memory_table(e: Figures) -> str:
+    """Bytes by tier, beside a 16-bit cache."""
+    full = max(1, e.full_cache_bytes)
+
+    def row(name: str, count: float) -> tuple[str, str, str]:
+        return name, size(count), f"{count / full:.3f}"
+
+    rows = [row(f"device: {tier}", count) for tier, count in e.bytes_by_tier.items() if tier != "host" and count]
+    rows += [row("device, all tiers", e.device_bytes)]
+    rows += [row("host", e.bytes_by_tier["host"])] if e.bytes_by_tier["host"] else []
+    rows += [row("16-bit cache", full)]
+    table = tabulate(rows, ("KV memory", "bytes", "of a 16-bit cache"), colalign=("left", "right", "right"),
+                     disable_numparse=True)  # fmt: skip
+    memory = e.options.memory
+    chosen = "" if memory is None else f"\nmemory {memory}: bits {e.options.bits} fit"  # type: ignore[attr-defined]
+    return f"{table}{chosen}\nbesides: weights {size(e.weight_bytes)}; peak of the prefill {size(e.prefill_bytes)}"
+
+
+def time_text(e: Figures) -> str:
+    """The step's time beside a 16-bit cache's, at the batch that was given and at the largest one."""
+    if "decode" not in e.graphs:
+        return ""
+    if not e.is_timed:
+        return "Time of a decode step: not computed, because a CUDA graph cannot hold this method's step"
+    (most, limit), full_most = e.largest_batch(), e.full_cache_batch()
     rows = [
-        (s.model_layer, (s.query_heads, s.heads, s.head_dim, "yes" if s.mask else "no", s.softcap or "-",
-                         "yes" if s.sinks else "no", phases)) for s in e.sites
-    ]  # fmt: skip
-    headers = ("layer", "q heads", "KV heads", "head dim", "mask", "softcap", "sinks", "rewritten in")
-    return section("Attentions rewritten", grouped(rows), headers)
+        time_row(e.options.method, e.step(), most, f" ({limit})", e.step(most) if most else None),
+        time_row("16-bit cache", e.full_step(), full_most, "", e.full_step(full_most) if full_most else None),
+    ]
+    headers = (f"decode step on {e.device.name}", "time", "bound by", "largest batch", "its step", "its tokens/s")
+    aligned = ("left", "right", "left", "right", "right", "right")
+    table = tabulate(rows, headers, colalign=aligned, disable_numparse=True)
+    even = e.break_even()
+    where = "at no context up to 128k tokens" if even is None else f"from {even:,} tokens of context on"
+    return (
+        f"{table}\nOne row is no slower than on a 16-bit cache {where}.\n"
+        f"Simulated launch by launch, right to some 30 %; {e.device.vram_gib:.0f} GiB of device memory, "
+        f"{e.host_gib:.0f} GiB of host memory"
+    )
+
+
+def time_row(name: str, step: ComputedStep, most: int, limit: str, largest: ComputedStep | None) -> tuple[str, ...]:
+    last = ("-", "-") if largest is None else (duration(largest.seconds), f"{most / largest.seconds:,.0f}")
+    return name, duration(step.seconds), step.bound, f"{most:,}{limit}", *last
+
+
+def further(e: Figures) -> str:
+    """Three commands, or calls, to look further."""
+    layer = next(site.model_layer for site in e.sites)
+    commands = (f"{e.command} --layer {layer}", f"{e.command} --nodes", f"{e.command} --save report.html")
+    calls = (f"print(e.layer({layer}))", "e.spans", 'e.save("report.html")')
+    what = (
+        "one layer, before and after",
+        "each launch of a decode step",
+        "tables, a timeline, each pass's changes",
+    )
+    lines = [f"  {way}  # {said}" for way, said in zip(commands if e.command else calls, what, strict=True)]
+    return "\n".join(["Look further:", *lines])
 
 
 def counted(report: PassReport) -> str:
@@ -99,99 +143,30 @@ def counted(report: PassReport) -> str:
     return ", ".join(f"{name} {count}" for name, count in report.counts.items())
 
 
-def passes_table(e: Figures) -> str:
-    rows = [
-        (phase, r.name, counted(r), f"{r.seconds * 1e3:.0f}", "; ".join(r.remarks))
-        for phase, trace in e.traces.items()
-        for r in trace.reports
-    ]  # fmt: skip
-    hashes = "  ".join(f"{phase} {value}" for phase, value in e.hashes.items())
-    table = section(
-        "Passes (the milliseconds are those that this run took)", rows, ("phase", "pass", "what it did", "ms", ""),
-        maxcolwidths=[None, None, 34, None, 22],
-    )  # fmt: skip
-    return f"{table}\ngraph hashes: {hashes}"
+def cost_cells(flops: float, memory: float, to_device: float, to_host: float) -> tuple[str, ...]:
+    return f"{flops / 1e9:,.2f}", size(memory), size(to_device), size(to_host)
 
 
-def memory_table(e: Figures) -> str:
-    tiers = list(e.bytes_by_tier)
-    full = e.full_cache_bytes
-    per_layer = grouped(
-        (site.model_layer, (*(size(tier.get(t, 0)) for t in tiers), size(sum(tier.values()) - tier["host"])))
-        for site, tier in zip(e.sites, e.bytes_by_layer, strict=True)
-    )
-    rows = [(f"layer {row[0]}, each", *row[1:]) for row in per_layer]
-    rows.append(("all layers", *(size(e.bytes_by_tier[t]) for t in tiers), size(e.device_bytes)))
-    shares = [*(e.bytes_by_tier[t] for t in tiers), e.device_bytes]
-    rows.append(("of the full 16-bit cache", *(f"{x / max(1, full):.3f}" for x in shares)))
-    host = f"{e.host_gib:.0f} GiB of host memory"
-    device = f"{e.device.name} ({e.device.vram_gib:.0f} GiB)"
-    asked = e.options.memory
-    chosen = "" if asked is None else f"\nmemory {asked}: bits {e.options.bits} fit"  # type: ignore[attr-defined]
-    return (
-        section(f"KV memory ({COMPUTED})", rows, ("", *tiers, "on the device"), right=len(tiers) + 1)
-        + chosen
-        + f"\nfull 16-bit cache {size(full)}, weights {size(e.weight_bytes)}, temporaries of a decode step "
-        f"{size(e.working_bytes.get('decode', 0))}\n"
-        f"peak of a prefill beside the weights, nothing fused: {size(e.prefill_bytes)}\n"
-        f"largest batch, {device} and {host}: {e.largest_batch():,} (full cache: {e.full_cache_batch():,})"
-    )
+def span_cells(spans: Iterable[Span]) -> tuple[str, ...]:
+    """What launches compute and move together, and their seconds."""
+    every = list(spans)
+    kernels = [span.kernel for span in every]
+    sums = (sum(getattr(k, name) for k in kernels) for name in ("flops", "memory", "to_device", "to_host"))
+    return *cost_cells(*sums), duration(sum(span.end - span.start for span in every))
 
 
-def by_op(rows: Iterable[NodeCost]) -> list[tuple[str, str, int, Cost, float, str]]:
-    """Launches summed by op: (stream, op, count, cost, seconds, bound)."""
-    groups: dict[tuple[str, str], list[NodeCost]] = {}
-    for row in rows:
-        groups.setdefault((row.stream, row.op), []).append(row)
+def by_op(spans: Iterable[Span]) -> list[tuple[str, ...]]:
+    """Launches summed by op."""
+    groups: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        groups.setdefault((span.kernel.stream, span.kernel.op), []).append(span)
     return [
-        (stream, op, len(same), total(r.cost for r in same), sum(r.seconds for r in same),
-         max(same, key=lambda r: r.seconds).bound)
+        (stream, op, f"{len(same):,}", *span_cells(same), max(same, key=lambda s: s.end - s.start).bound)
         for (stream, op), same in groups.items()
-    ]  # fmt: skip
-
-
-def cost_cells(cost: Cost) -> tuple[str, ...]:
-    return f"{cost.flops / 1e9:,.2f}", size(cost.hbm), size(cost.to_device), size(cost.to_host)
-
-
-def traffic_table(e: Figures) -> str:
-    rows = [
-        (stream, op, str(count), *cost_cells(cost), duration(seconds), bound if seconds else "-")
-        for stream, op, count, cost, seconds, bound in by_op(e.roofline())
     ]
-    every = e.step_cost()
-    rows.append(("all", "", str(sum(int(r[2]) for r in rows)), *cost_cells(every), "", ""))
-    d = e.device
-    title = (
-        f"One decode step on {d.name}: {d.hbm_gbps:,.0f} GB/s memory, {d.pcie_gbps:g} GB/s PCIe, "
-        f"{d.tflops:,.0f} TFLOP/s\n"
-        f"({COMPUTED}; times are the roofline's floor; {e.reuse:.0%} of wanted pairs in the slots already"
-        f"{f',{chr(10)}{e.corrected:.0%} of the wanted corrected within the step' if e.corrects else ''})"
-    )
-    headers = ("stream", "op", "n", "GFLOP", "memory", "to device", "to host", "time", "bound by")
-    aligned = ("left", "left", *("right",) * 6, "left")
-    return f"{title}\n" + tabulate(rows, headers=headers, colalign=aligned, disable_numparse=True)
 
 
-def step_text(e: Figures) -> str:
-    step, full, even = e.step(), e.full_step(), e.break_even()
-    on_path: dict[str, float] = {}
-    ops = {row.name: row for row in e.roofline()}
-    for _, name in step.critical_path:
-        on_path[ops[name].op] = on_path.get(ops[name].op, 0.0) + ops[name].seconds
-    biggest = sorted((item for item in on_path.items() if item[1]), key=lambda item: -item[1])[:3]
-    path = ", ".join(f"{op} {duration(seconds)}" for op, seconds in biggest)
-    where = "at no context up to a million tokens" if even is None else f"from {even:,} tokens of context on"
-    return "\n".join(
-        (
-            f"Step ({COMPUTED}): {duration(step.seconds)}; full cache {duration(full)}; "
-            f"{full / step.seconds:.2f}x as fast",
-            f"  streams busy: compute {duration(step.compute)}, copy {duration(step.copy)}",
-            f"  waited for fetches: {duration(step.waited)}; {share(step.hidden)} of the fetches' time is hidden",
-            f"  critical path, {len(step.critical_path)} launches: {path}",
-            f"  faster than the full cache at batch {e.batch_size}: {where}",
-        )
-    )
+OP_HEADERS = ("stream", "op", "launches", "GFLOP", "memory", "to device", "to host", "time", "bound by")
 
 
 STEP_TIME_HEADERS = ("cache", "tokens", "batch 1", "bound by", "largest", "step", "bound by", "tokens/s")
@@ -230,21 +205,6 @@ def step_time_cells(row: StepRow) -> tuple[str, str]:
     return f"{row.step.seconds * 1e3:.1f}{exposed}", row.step.bound
 
 
-def step_time_table(e: Figures) -> str:
-    """The step's time by events, beside the roofline's floor; "" where there is none."""
-    if not e.computed_steps:
-        return ""
-    title = (
-        f"The step by events on {e.device.name} ({COMPUTED}; within some 30 %)\n"
-        f"(in ms, in a CUDA graph; in brackets those in which compute waits for PCIe;\n{step_time_note(e)})"
-    )
-    headers, aligned = STEP_TIME_HEADERS, ("left", "right", "right", "left", "right", "right", "left", "right")
-    table = tabulate(step_time_rows(e), headers=headers, colalign=aligned, disable_numparse=True)
-    even = e.computed_break_even
-    where = "at no context up to 128k" if even is None else f"from {even:,} tokens of context on"
-    return f"{title}\n{table}\nno slower than 16 bits at batch 1: {where} (see min_context)"
-
-
 def round_text(e: Figures) -> str:
     """The sum of a verification; "" where none was asked for."""
     r = e.round()
@@ -263,19 +223,9 @@ def round_text(e: Figures) -> str:
     )
 
 
-def compare_table(e: Figures) -> str:
-    rows = [
-        (f"{a.bits}", f"{a.group_size}", f"{a.top_k}", size(a.device_bytes), f"{a.kv_ratio:.3f}", size(a.fetched_bytes),
-         duration(a.step), f"{a.speedup:.2f}x", f"{a.largest_batch:,}") for a in e.compare()
-    ]  # fmt: skip
-    if not rows:
-        return ""
-    headers = ("bits", "g", "k", "device KV", "ratio", "fetched/step", "step", "speed", "largest batch")
-    return section(f"With other options ({COMPUTED}; the first row is as asked)", rows, headers, right=9)
-
-
 def as_dict(e: Figures) -> dict[str, Any]:
     """Everything in the tables, and each launch by itself. Bytes, seconds, FLOPs."""
+    load = e.load()
     data: dict[str, Any] = {
         "note": f"every figure is {COMPUTED}",
         "model": e.name,
@@ -284,8 +234,8 @@ def as_dict(e: Figures) -> dict[str, Any]:
         "ranks": e.ranks,
         "options": {**asdict(e.options), "inductor": dict(e.options.inductor)},
         "device": asdict(e.device),
-        "reuse": e.reuse,
-        "corrected": e.corrected,
+        "reuse": load.reuse,
+        "corrected": load.corrected,
         "lanes": e.lanes,
         "sites": [asdict(site) for site in e.sites],
         "left_alone": [asdict(item) for item in e.left_alone],
@@ -301,36 +251,31 @@ def as_dict(e: Figures) -> dict[str, Any]:
             "temporaries": dict(e.working_bytes),
             "prefill": e.prefill_bytes,
             "host_gib": e.host_gib,
-            "largest_batch": e.largest_batch() if e.sites else None,
-            "largest_batch_full_cache": e.full_cache_batch() if e.sites else None,
         },
     }
-    if "decode" in e.graphs:
-        step = asdict(e.step())
-        step["critical_path"] = [name for _, name in step["critical_path"]]
-        data["step"] = {
-            **step,
-            **asdict(e.step_cost()),
-            "full_cache_seconds": e.full_step(),
-            "break_even_tokens": e.break_even(),
-        }
-        r = e.round()
+    if "decode" in e.graphs and e.sites:
+        (most, limit), r = e.largest_batch(), e.round()
+        data["memory"] |= {"largest_batch": most, "limit": limit, "largest_batch_full_cache": e.full_cache_batch()}
+        data["step"] = asdict(e.step_cost())
         data["verification"] = None if r is None else {"accepted": e.accepted, **asdict(r)}
-        data["nodes"] = [asdict(row) for row in e.roofline()]
+        data["nodes"] = [asdict(row) for row in e.launch_costs()]
+    if e.is_timed:
+        data["step"] |= {**asdict(e.step()), "full_cache_seconds": e.full_step().seconds,
+                         "break_even_tokens": e.break_even()}  # fmt: skip
+        data["launches"] = [asdict(span) for span in e.spans]
         data["computed_steps"] = [{**asdict(row), "tokens_per_second": row.tokens} for row in e.computed_steps]
-        data["computed_break_even_tokens"] = e.computed_break_even if e.computed_steps else None
-        data["alternatives"] = [asdict(row) for row in e.compare()]
     return data
 
 
 def nodes_table(e: Figures) -> str:
-    """Each launch of a decode step, in its order."""
+    """Each launch of a decode step, in the order of its start."""
+    e.check_timed()
     rows = [
-        (r.name[:34], r.layer, r.stream, *cost_cells(r.cost)[:3], duration(r.seconds), r.bound if r.seconds else "-")
-        for r in e.roofline()
+        (span.kernel.name[:34], span.kernel.layer, span.kernel.stream, *span_cells([span]), span.bound)
+        for span in sorted(e.spans, key=lambda span: span.start)
     ]
-    headers = ("launch", "layer", "stream", "GFLOP", "memory", "PCIe", "time", "bound by")
-    aligned = ("left", "right", "left", *("right",) * 4, "left")
+    headers = ("launch", "layer", "stream", "GFLOP", "memory", "to device", "to host", "time", "bound by")
+    aligned = ("left", "right", "left", *("right",) * 5, "left")
     return f"Launches of a decode step on {e.device.name} ({COMPUTED})\n" + tabulate(
         rows, headers=headers, colalign=aligned, disable_numparse=True
     )

@@ -10,37 +10,36 @@ from typing import Any
 from specache_compile.errors import SpecacheError
 
 from .figures import Figures
+from .times.op_launches import STREAMS
 
-PREDICTED, STREAMS = 1, ("compute", "copy")
+PREDICTED = 1
 
 
 def predicted_events(e: Figures) -> list[dict[str, Any]]:
-    """Two consecutive decode steps, time in µs. A flow arrow leads from each fetch to the wait that it ends."""
-    schedule = e.schedule()
-    times = schedule.times()
-    path = set(schedule.critical_path(times))
-    costs = {row.name: row for row in e.roofline()}
+    """One decode step, time in µs. A flow arrow leads from each launch to the launches on other streams that wait for
+    it."""
+    spans = {span.kernel.name: span for span in e.spans}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": PREDICTED, "name": "process_name",
          "args": {"name": f"predicted: computed for {e.device.name}, not measured"}},
         *({"ph": "M", "pid": PREDICTED, "tid": i, "name": "thread_name", "args": {"name": s}}
           for i, s in enumerate(STREAMS)),
     ]  # fmt: skip
-    for key, (start, end) in times.items():
-        data = schedule.dag.nodes[key]
-        cost = costs[key[1]].cost
+    arrows = 0
+    for name, span in spans.items():
+        kernel = span.kernel
         events.append(
-            {"ph": "X", "pid": PREDICTED, "tid": STREAMS.index(data["stream"]), "name": data["op"], "cat": "predicted",
-             "ts": start * 1e6, "dur": (end - start) * 1e6,
-             "args": {"launch": key[1], "step": key[0], "layer": data["layer"], "critical": key in path,
-                      "bound": costs[key[1]].bound, "flops": cost.flops, "hbm_bytes": cost.hbm,
-                      "pcie_bytes": cost.to_device + cost.to_host}}
+            {"ph": "X", "pid": PREDICTED, "tid": STREAMS.index(kernel.stream), "name": kernel.op, "cat": "predicted",
+             "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6,
+             "args": {"launch": name, "layer": kernel.layer, "bound": span.bound, "flops": kernel.flops,
+                      "hbm_bytes": kernel.memory, "pcie_bytes": kernel.to_device + kernel.to_host}}
         )  # fmt: skip
-    waits = ((a, b) for a, b, kind in schedule.dag.edges(data="kind") if kind == "wait")
-    for number, (fetch, wait) in enumerate(waits):
-        common = {"pid": PREDICTED, "name": "fetched", "cat": "wait", "id": number}
-        events.append({**common, "ph": "s", "tid": 1, "ts": times[fetch][1] * 1e6})
-        events.append({**common, "ph": "f", "bp": "e", "tid": 0, "ts": times[wait][0] * 1e6})
+        for before in (spans[wait] for wait in kernel.waits):
+            common = {"pid": PREDICTED, "name": "waits", "cat": "wait", "id": arrows}
+            begin, end = STREAMS.index(before.kernel.stream), STREAMS.index(kernel.stream)
+            events.append({**common, "ph": "s", "tid": begin, "ts": before.end * 1e6})
+            events.append({**common, "ph": "f", "bp": "e", "tid": end, "ts": span.start * 1e6})
+            arrows += 1
     return events
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from specache_compile.errors import SpecacheWarning
+from specache_compile.compat import cache_name
+from specache_compile.errors import warn
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import DraftLength
 from specache_compile.runtime.ranks import everyones
@@ -49,7 +49,7 @@ class Drafts(CandidateGenerator):
         [1, γ, V], None without a draft.
         """
         kwargs = given["model_kwargs"]
-        self.cache = kwargs["past_key_values"]
+        self.cache = kwargs[cache_name()]
         self.said = self.cache.get_seq_length()
         self.start, self.compiles, self.drafted = time.perf_counter(), rewritten_so_far(self.model), 0
         self.model_kwargs_overrides = {}
@@ -171,10 +171,10 @@ def rewritten_so_far(model: Any) -> int:
     return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
-def tell_not_drafted(options: MethodOptions, reason: str, stacklevel: int = 4) -> None:
-    """Warn once, by default at the caller of `generate`'s loop."""
+def tell_not_drafted(options: MethodOptions, reason: str) -> None:
+    """Warn that a generation drafts nothing."""
     tell = not_looked_up if options.lookup else not_drafted
-    warnings.warn(tell(reason), SpecacheWarning, stacklevel=stacklevel)
+    warn(tell(reason))
 
 
 def not_drafted(reason: str) -> str:

@@ -16,13 +16,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.utils import GenerationMixin
 
-from specache_compile.compat import WINDOWS_TAKE_DRAFTS, missing_for_drafts
+from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, missing_for_drafts
 from specache_compile.compile.compiled_options import options_of
+from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
 from specache_compile.options import MethodOptions
 
@@ -80,7 +82,7 @@ def reason_not_to_draft(
 ) -> str | None:
     """Why a generation has no drafts, so that each step is exact; None where it is drafted."""
     others = [type(c).__name__ for c in criteria if not isinstance(c, HANDLED)]
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(cache_name())
     if input_ids.shape[0] > 1:
         return f"assisted decoding takes a batch of one, and this batch has {input_ids.shape[0]}"
     if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):
@@ -97,9 +99,15 @@ def reason_not_to_draft(
 
 
 def forgetful(model: Any, cache: DynamicCache) -> str | None:
-    """Why a cache cannot take back drafted tokens; None where it can."""
-    kept = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
-    name = next((type(layer).__name__ for layer in cache.layers if type(layer) not in kept), None)
+    """Why a cache cannot take back drafted tokens; None where it can. SpecacheError where a newer version could."""
+    name = next(
+        (type(x).__name__ for x in cache.layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None
+    )
+    if not WINDOWS_TAKE_DRAFTS and any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
+        raise SpecacheError(
+            f"options verify and lookup: a DynamicSlidingWindowLayer of transformers {transformers.__version__} cannot "
+            "take back drafted tokens: install transformers 5.18 or newer, or leave the option out"
+        )
     if name is None and not model._is_stateful:
         return None
     return f"in this version of transformers a {name or type(model).__name__} cannot take back drafted tokens"

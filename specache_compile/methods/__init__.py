@@ -4,12 +4,11 @@ evaluation/baselines, and a package's own, under the entry point `specache_compi
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from specache_compile.errors import OptionError, SpecacheWarning
+from specache_compile.errors import OptionError, warn
 from specache_compile.options import MethodOptions, one_of, own_options
 
 from . import full, kivi, offload, specache
@@ -28,7 +27,7 @@ def load_others() -> None:
             point.load()
         except ImportError as error:
             message = f"the methods of {point.value} cannot be loaded ({error}); pip uninstall or mend that package"
-            warnings.warn(message, SpecacheWarning, stacklevel=2)
+            warn(message)
 
 
 def every_method() -> dict[str, Method]:

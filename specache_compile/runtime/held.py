@@ -249,7 +249,7 @@ EDITS: dict[Any, Callable[..., HeldTensor]] = {
 def held_read(operation: str) -> HeldTensorError:
     return HeldTensorError(
         f"{operation} tried to read keys or values that the specache backend holds in its own tiers: this tensor has "
-        "their shape alone. specache_compile.materialize(past_key_values) gives a plain copy of the cache to read."
+        "their shape alone. specache_compile.materialize(cache) gives a plain copy of the cache to read."
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from specache_compile.errors import warn
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.copy_stream import StreamCopies
 from specache_compile.passes.phase import PHASES, Phase
@@ -100,14 +101,33 @@ class Statistics:
 
 @dataclass
 class ModelRecord:
-    """The captured graphs of one model, and the statistics of its newest session."""
+    """The captured graphs of one model, and its newest generation.
+
+    latest: the statistics of its session; None where no rewritten graph has run.
+    calls: graphs of this backend that ran, rewritten or not.
+    unused: why none did, where `generate` found that out.
+    warned: the warnings about this model so far.
+    """
 
     graphs: list[Graph] = field(default_factory=list)
     latest: Statistics | None = None
+    calls: int = 0
+    unused: str | None = None
+    warned: set[str] = field(default_factory=set)
+
+    def begin_generation(self) -> None:
+        """Forget the statistics of the generation before."""
+        self.latest, self.unused = None, None
+
+    def warn_once(self, message: str) -> None:
+        if message not in self.warned:
+            self.warned.add(message)
+            warn(message)
 
     def note(self, graph: Graph, statistics: Statistics) -> None:
         if graph not in self.graphs:
             self.graphs.append(graph)
+        self.calls += 1
         self.latest = statistics
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +19,7 @@ from specache_compile.options import MethodOptions
 
 from .held import Handle, HeldTensor
 from .session import Mode, Session
-from .state import full_cache_bytes
+from .state import bytes_in_16_bits
 from .tiers import Tiers
 
 Place = tuple[Session, int]
@@ -129,8 +131,9 @@ def session_from(places: Sequence[Place]) -> Session:
     made = copy.copy(first)
     made.tiers = tiers_from(places)
     padding = next((s.progress.padding for s in sources if s.progress.padding is not None), None)
+    keys = (functools.reduce(operator.or_, parts) for parts in zip(*(s.progress.keys for s in sources), strict=True))
     made.progress = replace(
-        first.progress, ready=(False,) * first.tiers.batch, guess=None, padding=padding,
+        first.progress, ready=(False,) * first.tiers.batch, keys=tuple(keys), guess=None, padding=padding,
         padded=any(s.progress.padded for s in sources),
     )  # fmt: skip
     made.moved, made.told = {}, set(first.told)
@@ -139,7 +142,7 @@ def session_from(places: Sequence[Place]) -> Session:
     made.mode, made.draft_length = Mode.PLAIN, None
     made.start_anew()
     made.statistics.steps = dict(first.statistics.steps)
-    made.statistics.full_cache_bytes = full_cache_bytes(made.layers, made.tiers.batch, made.length)
+    made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, made.tiers.batch, made.length)
     for session in sources:
         share = sum(source is session for source, _ in places) / len(session.layers)
         made.statistics.seconds += session.statistics.seconds * share

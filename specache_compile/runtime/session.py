@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from specache_compile.errors import (
-    RECOMPILE_LIMIT,
-    HeldTensorError,
-    SpecacheError,
-    SpecacheWarning,
-    copy_failed,
-    no_host_tier,
-)
+from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier, warn
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
@@ -33,13 +25,15 @@ from specache_compile.kernels.state.segments import of_rows, tokens_of
 from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.lowering.cuda_graphs import RecordedSteps
 from specache_compile.methods.field import LayerShape, LayerState
+from specache_compile.model_key import PrefillKey
 from specache_compile.options import MethodOptions
 from specache_compile.passes.reading.sites import PARTS, Part
 
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .records import Statistics
-from .state import fields_of, full_cache_bytes
+from .rope_switch import RopeSwitch
+from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
 
@@ -57,6 +51,7 @@ class Progress:
     """How far a session has come: what its next step starts from, beside the tiers.
 
     lengths: tokens that are cached of each row; they are the last of the columns.
+    keys: of each row, the key of the model that filled it, as it was then.
     length: columns that Hugging Face counts, those of the padding in front of a row too.
     guess: the speculative token [B, 1]; None where there is none.
     ready: of each row, whether its slots were chosen for the next decode step.
@@ -67,6 +62,7 @@ class Progress:
 
     lengths: tuple[int, ...]
     ready: tuple[bool, ...]
+    keys: tuple[PrefillKey, ...]
     length: int = 0
     guess: Tensor | None = None
     padding: Tensor | None = None
@@ -103,11 +99,13 @@ class Session:
     mode.
 
     asked: the options that the cache was made under; those in force are the tiers'.
-    weights: the model's, by which a saved session knows it again.
+    weights: the model's.
     from_elsewhere: the session was filled by no graph (`hold`, `load`).
     version: counts the changes that no old view survives.
     view: the edited view that the tiers were last brought to, while no step has followed; it may be used again.
     moved: layers that another session has taken over, and their numbers there (`regroup.py`).
+    rope_switch: of the model whose prefill it is; None where its frequencies are constant.
+    one_length: why the model's graphs take rows of one length only; None where they take others.
     half_evicted: a step that drops pairs has started, and has not finished.
     capturable: a CUDA graph may hold a step; not where the host makes the copies.
     cursors: by the pages of a row's table, each with the cursors of all rows that there are places for. Behind those
@@ -127,7 +125,7 @@ class Session:
     ) -> None:
         self.asked = options
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
-        self.progress = Progress((0,) * batch, (False,) * batch)
+        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
         self.from_elsewhere = False
         self.version = 0
@@ -137,6 +135,8 @@ class Session:
         self.drafted: Sequence[int] | None = None
         self.draft_length: DraftLength | None = None
         self.half_evicted = False
+        self.rope_switch: RopeSwitch | None = None
+        self.one_length: str | None = None
         self.capturable = True
         self.told: set[str] = set()
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
@@ -293,7 +293,7 @@ class Session:
         self.version += 1
         self.view = None
         self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens)) // self.tiers.batch
-        self.statistics.full_cache_bytes = full_cache_bytes(self.layers, self.tiers.batch, self.length)
+        self.statistics.full_cache_bytes = bytes_in_16_bits(self.layers, self.tiers.batch, self.length)
 
     @torch.inference_mode(False)
     def replay(self, version: int, edits: tuple[Edit, ...]) -> None:
@@ -345,7 +345,9 @@ class Session:
             return
         self.tiers.select(rows)
         progress, kept = self.progress, rows.tolist()
-        progress.lengths, progress.ready = (tuple(x[i] for i in kept) for x in (progress.lengths, progress.ready))
+        progress.lengths = tuple(progress.lengths[row] for row in kept)
+        progress.ready = tuple(progress.ready[row] for row in kept)
+        progress.keys = tuple(progress.keys[row] for row in kept)
         progress.guess, progress.padding = (
             None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
             for tensor in (progress.guess, progress.padding)
@@ -426,10 +428,10 @@ class Session:
         return plain
 
     def tell(self, what: str, message: str) -> None:
-        """Warn, once of `what`; at whoever called the caller."""
+        """Warn at the user's line, once of `what`."""
         if what not in self.told:
             self.told.add(what)
-            warnings.warn(message, SpecacheWarning, stacklevel=3)
+            warn(message)
 
 
 # What a person is told once of a cache.
@@ -457,7 +459,7 @@ def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
 def stale_cache() -> HeldTensorError:
     return HeldTensorError(
         "this cache has gone on since these keys and values were taken from it, and its tiers changed in place. "
-        "To continue one prefix in two ways, copy.deepcopy(past_key_values) before the first continuation."
+        "To continue one prefix in two ways, copy.deepcopy(cache) before the first continuation."
     )
 
 

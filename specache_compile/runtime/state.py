@@ -254,3 +254,8 @@ def predicted_bytes(options: MethodOptions, layers: Sequence[LayerShape], batch:
 def full_cache_bytes(layers: Sequence[LayerShape], batch: int, length: int) -> int:
     """Bytes of the same tokens in HF's own cache, in the model's dtype."""
     return sum(2 * batch * layer.heads * length * layer.head_dim * layer.dtype.itemsize for layer in layers)
+
+
+def bytes_in_16_bits(layers: Sequence[LayerShape], batch: int, length: int) -> int:
+    """Bytes of the same tokens in a 16-bit cache, the baseline of `kv_ratio` whatever the model's dtype is."""
+    return sum(2 * batch * layer.heads * length * layer.head_dim * 2 for layer in layers)

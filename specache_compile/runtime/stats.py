@@ -58,7 +58,7 @@ class Stats:
     pairs_ahead, pairs_corrected: pairs that prefetches brought, and corrections within a step (option correct).
     bytes_to_device: of these pairs. What an extend and the methods `offload` and `kcache` read of the host tier is not
         counted; `verification` tells what the verifications read.
-    kv_ratio: device KV bytes over the bytes of the same tokens in Hugging Face's cache.
+    kv_ratio: device KV bytes over the bytes of the same tokens in a 16-bit cache, whatever the model's dtype is.
     hit_rate: None unless the option hit_rate was set.
     verification: None unless a draft was verified.
     """
@@ -88,8 +88,28 @@ class Stats:
     verification: Verification | None
 
     def __str__(self) -> str:
-        rows = [f"{name:16} {value}" for name, value in vars(self).items()]
+        rows = [f"{name:18} {shown(name, value)}" for name, value in vars(self).items() if value is not None]
+        if self.kv_ratio > 1 and "low-bit" in self.bytes_by_tier:
+            rows.append(LARGER)
         return "\n".join(rows)
+
+
+# A window, slots and sinks have the same size at every length.
+LARGER = (
+    "This cache takes more of the device than a 16-bit cache: its window and slots have a fixed size. It saves memory "
+    "at longer contexts (most settings: from about a thousand tokens on). min_context=N keeps shorter ones in 16 bits."
+)
+
+
+def shown(name: str, value: object) -> str:
+    """A figure with its unit."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {shown(name, item)}" for key, item in value.items())
+    if isinstance(value, int) and "bytes" in name:
+        return f"{value / 2**20:.2f} MiB"
+    if isinstance(value, float):
+        return f"{value:.3f}" + (" s" if "seconds" in name else "")
+    return str(value)
 
 
 def stats(model: torch.nn.Module) -> Stats:
@@ -99,9 +119,7 @@ def stats(model: torch.nn.Module) -> Stats:
     """
     record = find_record(model)
     if record is None or record.latest is None:
-        raise SpecacheError(
-            "this model has run no graph that specache rewrote: compile it with backend='specache' and generate first"
-        )
+        raise no_statistics(None if record is None else record.unused)
     latest = record.latest
     latest.queue.settle()
     tier = latest.bytes_by_tier
@@ -150,3 +168,11 @@ def verification(counts: Verified, fetched: int) -> Verification:
 def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:
     """KV pairs of one head that each layer's bytes make."""
     return sum(int(count) // size for count, size in zip(counts, pair_bytes, strict=True))
+
+
+def no_statistics(unused: str | None) -> SpecacheError:
+    if unused is not None:
+        return SpecacheError(f"the newest generation ran no compiled graph, so there are no statistics: {unused}")
+    return SpecacheError(
+        "this model has run no graph that specache rewrote: compile it with backend='specache' and generate first"
+    )

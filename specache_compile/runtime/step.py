@@ -29,6 +29,7 @@ from specache_compile.passes.reading.local_shards import local
 
 from .records import Graph
 from .rewritten import Rewritten
+from .rope_switch import rows_apart
 from .session import UNCAPTURED, Mode, Progress, Session
 from .variant import phases, selects, variant_of
 
@@ -164,10 +165,20 @@ class Step:
 
         *before, phase = self.phases(captured.phase, captured.is_causal)
         last = form(phase)
+        self.session.one_length = reason_for_one_length(captured.is_causal, last)
         if progress.differ or progress.joined:
             check_positions(progress, last)
+            self.check_rope()
         chosen = all(progress.ready) and not (last.needs_guess and progress.guess is None)
         return [*(form(earlier) for earlier in before if not chosen), last]
+
+    def check_rope(self) -> None:
+        """SpecacheError where joined rows would have other frequencies than each alone."""
+        switch, lengths = self.session.rope_switch, self.session.progress.lengths
+        if switch is not None and switch.misfit(
+            [length + new for length, new in zip(lengths, self.new_tokens, strict=True)]
+        ):
+            raise rows_apart(switch)
 
     def run(self, graph: Graph, arguments: Sequence[Any]) -> list[Any]:
         """What the captured graph returns, held tensors in place of the cache."""
@@ -346,6 +357,15 @@ def is_ragged(phase: Phase, front: Sequence[int]) -> bool:
     return not phase.has_past and any(front)
 
 
+def reason_for_one_length(causal: bool, form: Rewritten) -> str | None:
+    """Why rows of other lengths than their neighbours' would be refused, whatever the call gives."""
+    if not causal:
+        return "the model's masks hide more than padding (ALiBi, say)"
+    if form.counts_positions and form.variant.phase.one_token:
+        return "the model counts positions by the cache's columns"
+    return None
+
+
 def check_positions(progress: Progress, form: Rewritten) -> None:
     """SpecacheError where a graph counts positions by columns, and rows have positions of their own."""
     apart = progress.joined or (form.variant.phase.one_token and progress.longest != progress.length)
@@ -364,7 +384,7 @@ def other_mask() -> SpecacheError:
 def no_positions() -> SpecacheError:
     return SpecacheError(
         "the rows of this cache have lengths of their own, so that the model cannot count their positions: give it "
-        "position_ids, of one new token specache_compile.lengths(past_key_values)[:, None]"
+        "position_ids, of one new token specache_compile.lengths(cache)[:, None]"
     )
 
 

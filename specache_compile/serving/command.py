@@ -17,14 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-import torch
-
 from specache_compile.checkpoints.loaded import limit_of
 from specache_compile.checkpoints.names import tell_origin
 from specache_compile.errors import SpecacheError
 
 if TYPE_CHECKING:
+    import torch
     from uvicorn import Server
 
     from .conversations import Bounds
@@ -204,6 +202,9 @@ def key_of(args: argparse.Namespace) -> str | None:
 
 def bounds(args: argparse.Namespace, device: torch.device) -> Bounds:
     """The memory for sessions: as asked for, or half of what is free after the model is loaded."""
+    import psutil
+    import torch
+
     from .conversations import Bounds
 
     host, on_device = psutil.virtual_memory().available // 2, 0

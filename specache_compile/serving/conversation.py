@@ -20,6 +20,7 @@ class Conversation:
     asked: how many of them are the last request's, without the template's opening of the answer.
     crops: whether the cache can drop its last tokens.
     nbytes: its bytes of the host's and of the device's memory, as of the last `note`.
+    changes: how often the model had changed when it was taken.
     """
 
     ids: Tensor
@@ -27,6 +28,7 @@ class Conversation:
     asked: int = 0
     crops: bool = True
     nbytes: dict[str, int] = field(default_factory=dict)
+    changes: int = 0
 
     def note(self) -> None:
         """Update the figures after the cache has grown."""
@@ -39,10 +41,10 @@ class Conversation:
             self.ids = self.ids[:n]
 
 
-def begun(model: Any) -> Conversation:
-    """An empty conversation."""
+def begun(model: Any, changes: int) -> Conversation:
+    """An empty conversation with a model that has changed so often."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return Conversation(torch.empty(0, dtype=torch.int64, device="cpu"), cache)
+    return Conversation(torch.empty(0, dtype=torch.int64, device="cpu"), cache, changes=changes)
 
 
 def shared(ids: Tensor, prompt: Tensor) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from specache_compile.caches.rows import drop
+from specache_compile.model_key import model_key
 
 from .conversation import Conversation, begun, shared
 from .session_folder import Saved, SessionFolder
@@ -36,6 +37,7 @@ class Conversations:
     ) -> None:
         self.model, self.bounds, self.folder, self.note_evicted = model, bounds, folder, note_evicted
         self.in_memory: list[Conversation] = []
+        self.key, self.changes = model_key(model), 0
 
     @property
     def on_disk(self) -> list[Saved]:
@@ -47,8 +49,9 @@ class Conversations:
 
         A conversation's next turn takes it away. Another request with the same beginning gets a copy, unless the copy
         would be more than twice what is needed. Any other request begins anew. The prompt's last token is left to the
-        model.
+        model. No conversation is older than the last change of the model's weights or settings.
         """
+        self.notice_weights()
         kept: list[Conversation | Saved] = [*self.on_disk, *self.in_memory]
         common = [shared(conversation.ids, prompt) for conversation in kept]
         lengths = [min(n, len(prompt) - 1) for n in common]
@@ -58,9 +61,32 @@ class Conversations:
         taken = None if best is None else self.owned(kept[best], turns[best])
         self.make_room(self.bounds.conversations - 1)
         if taken is None or best is None:
-            return begun(self.model)
+            return begun(self.model, self.changes)
+        taken.changes = self.changes
         taken.cut(lengths[best])
         return taken
+
+    def notice_weights(self) -> None:
+        """Forget the conversations in memory if the model's weights or settings have changed. `load` compares those on
+        disk."""
+        key = model_key(self.model)
+        if key != self.key:
+            self.key = key
+            self.changes += 1
+            while self.in_memory:
+                self.lose(self.in_memory.pop())
+
+    def forget(self) -> None:
+        """Forget all conversations, in memory and on disk. Those under way will not be kept either."""
+        self.changes += 1
+        while self.in_memory:
+            self.lose(self.in_memory.pop())
+        if self.folder is not None:
+            self.folder.clear()
+
+    def lose(self, conversation: Conversation) -> None:
+        drop(conversation.cache)
+        self.note_evicted("nowhere")
 
     def owned(self, conversation: Conversation | Saved, leave: bool) -> Conversation | None:
         """A conversation that the caller owns: itself if it is to `leave`, else a copy. None where a saved one cannot
@@ -75,7 +101,11 @@ class Conversations:
         return replace(conversation, cache=copy.deepcopy(conversation.cache))
 
     def put(self, conversation: Conversation) -> None:
-        """Keep it as the most recently used. The caller calls `trim` afterwards."""
+        """Keep it as the most recently used, unless the model has changed since it was taken. The caller calls `trim`
+        afterwards."""
+        if conversation.changes != self.changes:
+            self.lose(conversation)
+            return
         conversation.note()
         self.in_memory.append(conversation)
 

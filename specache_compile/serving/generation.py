@@ -133,6 +133,16 @@ class Generation:
             self.conversations.put(conversation)
             self.submit(self.conversations.trim)  # saving to disk is slow, and no answer waits for it
 
+    def forget_prefixes(self) -> None:
+        """Forget what is cached for later requests: prompts' prefixes and conversations. For code in this process that
+        syncs weights in a way that the key does not see (`Batch.forget_prefixes`)."""
+
+        def forget() -> None:
+            self.rows.batch.forget_prefixes()
+            self.conversations.forget()
+
+        self.submit(forget).result()
+
     def count_all(self, used: list[Statistics]) -> None:
         """Count what sessions have moved that no step uses any more, since rows have joined or left."""
         still = {id(statistics) for statistics in used}

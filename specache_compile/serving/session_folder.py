@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from specache_compile.caches.saving import load, save
-from specache_compile.errors import SpecacheError, SpecacheWarning
+from specache_compile.errors import SpecacheError, warn
 
 from .conversation import Conversation
 
@@ -66,7 +65,7 @@ class SessionFolder:
             save(conversation.cache, folder)
             (folder / TOKENS).write_text(json.dumps(told))
         except Exception as error:  # no memory for the copy, for example: eviction goes on
-            warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
+            warn(not_kept(error))
             shutil.rmtree(folder, ignore_errors=True)
             return False
         saved = Saved(folder, conversation.ids, conversation.asked, conversation.crops, size_of(folder))
@@ -81,7 +80,7 @@ class SessionFolder:
         try:
             conversation = Conversation(saved.ids, load(saved.folder, model), saved.asked, saved.crops)
         except Exception as error:  # a file of another version, for example
-            warnings.warn(not_kept(error), SpecacheWarning, stacklevel=2)
+            warn(not_kept(error))
             conversation, leave = None, True
         if leave:  # files that are mapped stay readable
             shutil.rmtree(saved.folder, ignore_errors=True)
@@ -92,6 +91,11 @@ class SessionFolder:
     def trim(self) -> None:
         while self.total() > self.most:
             shutil.rmtree(self.saved.pop(0).folder, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Delete all sessions."""
+        while self.saved:
+            shutil.rmtree(self.saved.pop().folder, ignore_errors=True)
 
     def total(self) -> int:
         """Bytes of all sessions."""

@@ -7,16 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from tabulate import tabulate
-
 from specache_compile.cache_folder import VARIABLE
 from specache_compile.checkpoints.loaded import placed
 from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.errors import SpecacheError
 
 from . import store
-from .environment import environment
 
 MIB = 1 << 20
 
@@ -37,6 +33,10 @@ def run_cache(args: argparse.Namespace) -> None:
 
 def table(root: Path) -> str:
     """A line for each environment, this process's own first; "" where there is none."""
+    from tabulate import tabulate
+
+    from .environment import environment
+
     found: dict[str, list[tuple[int, float]]] = {}
     for form, size, used in store.entries(root):
         found.setdefault(form.parent.parent.name, []).append((size, used))
@@ -85,8 +85,12 @@ def run_compile(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 def converse(model: Any, length: int) -> None:
     """A prompt and its answer, and a second turn over what is cached of the first."""
+    import torch
+
+    from specache_compile.compat import cache_of, with_cache
+
     tokens = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), device=model.device)
     how = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     first = model.generate(tokens, **how)
     again = torch.cat([first.sequences, tokens[:, :32]], -1)
-    model.generate(again, past_key_values=first.past_key_values, **how)
+    model.generate(again, **with_cache(cache_of(first)), **how)

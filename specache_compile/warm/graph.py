@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.compile.backend import warn_left_alone
+from specache_compile.compile.backend import left_alone_text
 from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
 from specache_compile.compile.rewritten import one_lane
@@ -26,6 +26,7 @@ from specache_compile.passes.phase import Phase
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.rewritten import Rewritten
+from specache_compile.runtime.rope_switch import RopeSwitch
 from specache_compile.runtime.symbols import SymbolReader, as_traced
 from specache_compile.runtime.variant import Variant
 
@@ -66,6 +67,7 @@ class Recalled:
     names: tuple[str, ...]
     symbols: SymbolReader
     left_alone: tuple[LeftAlone, ...]
+    rope_switch: RopeSwitch | None
 
     def unpadded(self, arguments: Sequence[Any]) -> bool:
         return not (self.phase.has_past or self.padding is None) and bool(arguments[self.padding].all())
@@ -83,7 +85,7 @@ def recalled(captured: Captured) -> Recalled:
     return Recalled(
         captured.options, captured.mode, captured.phase, captured.layers, as_traced(captured.batch),
         as_traced(captured.tokens), captured.padding, captured.pasts, captured.frequencies, captured.is_causal,
-        captured.names, captured.symbols, captured.left_alone,
+        captured.names, captured.symbols, captured.left_alone, captured.rope_switch,
     )  # fmt: skip
 
 
@@ -164,7 +166,8 @@ def keep_form(folder: Path, form: Rewritten) -> bool:
 
 def graph_from(facts: Recalled, folder: Path, root: Path) -> CompiledGraph:
     """The graph that these facts are of, with the warnings that it was compiled with."""
-    warn_left_alone(facts.left_alone, len(facts.layers))
+    if facts.left_alone:
+        store.tell_once(left_alone_text(facts.left_alone, len(facts.layers)))
     return CompiledGraph(facts, Recall(folder, root))  # type: ignore[arg-type]
 
 

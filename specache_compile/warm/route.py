@@ -24,7 +24,7 @@ from torch._dynamo.types import GuardedCode, wrap_guarded_code
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from specache_compile.compile.backend import specache
+from specache_compile.compile.compiled_options import own_compiler
 from specache_compile.compile.rewritten import Rewrites, observers
 from specache_compile.lowering.kept import NotKeepable, keep_from_here_on
 from specache_compile.runtime.variant import Variant
@@ -95,7 +95,7 @@ def or_none(ask: Callable[..., T | None], *given: Any) -> T | None:
 def call_of(converter: Any, frame: Any) -> Path | None:
     """The folder of a frame's call; None where no form may be taken for it, or none be kept."""
     root = store.folder()
-    asked = asked_of(converter)
+    asked = own_compiler(converter)
     if root is None or asked is None or not is_wanted() or frame.f_code in convert_frame.output_codes:
         return None
     model = frame.f_locals.get("self")
@@ -109,22 +109,15 @@ def call_of(converter: Any, frame: Any) -> Path | None:
 
 def how(converter: Any, asked: Any) -> dict[str, str]:
     """What torch.compile was told, but for what it sets while it runs (`dynamic`), which is in the environment."""
-    return {"options": repr(sorted(asked.kwargs.items(), key=str)), "fullgraph": repr(converter._one_graph)}
+    return {
+        "options": repr(sorted(getattr(asked, "kwargs", {}).items(), key=str)),
+        "fullgraph": repr(converter._one_graph),
+    }
 
 
 def is_split() -> bool:
     """Whether a model may be split over ranks, which would have to take the same form, or none."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def asked_of(converter: Any) -> Any:
-    """How the backend "specache" was asked for; None for another backend."""
-    compiler = converter
-    while compiler is not None:
-        if getattr(compiler, "compiler_fn", None) is specache:
-            return compiler
-        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
-    return None
 
 
 def root_of(call: Path) -> Path:

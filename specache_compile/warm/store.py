@@ -15,12 +15,11 @@ import re
 import shutil
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from specache_compile.cache_folder import VARIABLE, cache_folder, is_off
-from specache_compile.errors import SpecacheWarning
+from specache_compile.errors import warn
 
 # Below $SPECACHE_CACHE.
 TRACES = "traces"
@@ -148,4 +147,4 @@ def clear(root: Path) -> int:
 def tell_once(message: str) -> None:
     if message not in _told:
         _told.add(message)
-        warnings.warn(message, SpecacheWarning, stacklevel=2)
+        warn(message)

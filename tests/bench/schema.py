@@ -30,6 +30,15 @@ class Line(Strict):
     ms_by_part: list[NonNegativeFloat]
 
 
+class Found(Strict):
+    """An answer of the key search."""
+
+    depth: float
+    key: str
+    answer: str
+    found: bool
+
+
 class Step(Strict):
     """Milliseconds, seconds and bytes; llama.cpp's rows have no floor, and no first tokens."""
 
@@ -42,6 +51,8 @@ class Step(Strict):
     steps: PositiveInt
     device_bytes: NonNegativeInt
     host_bytes: NonNegativeInt
+    of_16_bits: PositiveFloat | None = None
+    keys: list[Found] = []
     floor_ms: PositiveFloat | None = None
     of_floor: PositiveFloat | None = None
     first_token_s: PositiveFloat | None = None

@@ -79,15 +79,17 @@ def test_the_next_call_measures_what_the_file_has_not(
 def test_an_interruption_keeps_the_contexts_that_are_finished(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def read(model: Any, ids: torch.Tensor) -> Any:
+    def read(model: Any, ids: torch.Tensor, *tell: Any) -> Any:
         if ids.shape[1] == 200:
             raise KeyboardInterrupt
         return ways.read(model, ids)
 
     monkeypatch.setattr(measure, "read", read)
     file = tmp_path / "steps.json"
-    command = ["bench", config, "--contexts", "100", "200", *SMALL[:-1], "--json", str(file), "--no-first-tokens"]
-    assert main(command) == 130
+    command = ["bench", config, *SMALL[:-1], "--json", str(file), "--no-first-tokens", "--contexts"]
+    assert main([*command, "200"]) == 130
+    assert "interrupted: no context is finished" in capsys.readouterr().err
+    assert main([*command, "100", "200"]) == 130
     assert f"the same command goes on with {file}" in capsys.readouterr().err
     assert [row["context"] for row in json.loads(file.read_text())["rows"]] == [100]
 
@@ -129,10 +131,11 @@ def test_the_floor_is_of_the_weights_that_are_multiplied_and_the_cache() -> None
 )
 def test_every_way_starts_behind_the_context(name: str) -> None:
     model, ids = tiny_llama(), prompt(150)
-    plain, token = ways.read(model, ids)
+    prefill = ways.read(model, ids)
+    token = prefill.token
     assert torch.equal(token, model(ids).logits[:, -1:].argmax(-1))
     expected = model(torch.cat([ids, token], 1)).logits[:, -1:].argmax(-1)
-    one = ways.way(name, ways.twin_of(model, name, "eager"), ids, plain, token, 8)
+    one = ways.way(name, ways.twin_of(model, name, "eager"), prefill, 8)
     one.step()
     assert torch.equal(one.token, expected)
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from held_tiers import in_order
+from specache_compile.compat import with_cache
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import MEASURE, fields_of
 
@@ -37,7 +38,7 @@ PADDED = {"best, padded": SETTINGS["best"], "fp8, padded": SETTINGS["fp8"]}
 def filled(model: Any, ids: torch.Tensor, **more: Any) -> DynamicCache:
     """A cache that has read all of `ids`."""
     cache = DynamicCache()
-    model(ids, past_key_values=cache, use_cache=True, **more)
+    model(ids, **with_cache(cache), use_cache=True, **more)
     return cache
 
 
@@ -94,7 +95,7 @@ def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name
     ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])
     whole = torch.cat([ids, prompt(3, seed=5)], 1)
     read, taken = filled(model, ids), sc.hold(filled(llama, ids), model)
-    assert torch.equal(greedy(model, whole, past_key_values=taken), greedy(model, whole, past_key_values=read))
+    assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(model, whole, **with_cache(read)))
 
 
 def test_lossless_settings_say_the_uncompiled_models_tokens_row_by_row_behind_padding(llama: Any) -> None:
@@ -102,7 +103,7 @@ def test_lossless_settings_say_the_uncompiled_models_tokens_row_by_row_behind_pa
     mask = masked(ids, 17)["attention_mask"]
     before = masked(ids[:, :-1], 17)
     taken = sc.hold(filled(llama, ids[:, :-1], **before), model, before["attention_mask"])
-    found = greedy(model, ids, past_key_values=taken, attention_mask=mask)
+    found = greedy(model, ids, **with_cache(taken), attention_mask=mask)
     assert torch.equal(found, greedy(llama, ids, attention_mask=mask))
 
 
@@ -113,7 +114,7 @@ def test_through_inductor_a_wrapped_model_and_bfloat16(llama: Any) -> None:
     ids = prompt(90)
     taken = sc.hold(filled(model, ids), wrapped)
     with torch.no_grad():
-        ours = wrapped(prompt(1), past_key_values=taken, use_cache=True).logits
+        ours = wrapped(prompt(1), **with_cache(taken), use_cache=True).logits
     whole = model(torch.cat([ids, prompt(1)], 1)).logits[:, -1:]
     assert (ours - whole).abs().max() < 0.05 * whole.abs().max()
 
@@ -127,7 +128,7 @@ def test_on_a_gpu_it_is_a_prompt_that_was_read(llama: Any, mode: str | None) -> 
     read, taken = filled(model, ids), sc.hold(filled(plain, ids), model)
     assert torch.equal(tiers(taken)[1]["host"], tiers(read)[1]["host"])
     whole = torch.cat([ids, prompt(1, seed=5).cuda()], 1)
-    assert torch.equal(greedy(model, whole, 8, past_key_values=taken), greedy(model, whole, 8, past_key_values=read))
+    assert torch.equal(greedy(model, whole, 8, **with_cache(taken)), greedy(model, whole, 8, **with_cache(read)))
 
 
 def test_keys_with_a_bias_are_centered_as_a_prompts() -> None:
@@ -145,14 +146,14 @@ def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(op
     plain = biased(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
     ids, model = prompt(100), compiled_for(plain, **options)
     taken = sc.hold(filled(plain, ids), model)
-    greedy(model, torch.cat([ids, prompt(1)], 1), 4, past_key_values=taken)
+    greedy(model, torch.cat([ids, prompt(1)], 1), 4, **with_cache(taken))
     assert sc.stats(model).decodes > 0
 
 
 def test_a_draft_behind_a_held_cache_is_verified_as_any_other(llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **{**SETTINGS["best"], "verify": 4})
     taken = sc.hold(filled(llama, ids[:, :-1]), model)
-    assert torch.equal(greedy(model, ids, past_key_values=taken), greedy(llama, ids))
+    assert torch.equal(greedy(model, ids, **with_cache(taken)), greedy(llama, ids))
 
 
 def test_what_was_given_stays_as_it_is_and_statistics_count_what_follows(llama: Any) -> None:
@@ -160,7 +161,7 @@ def test_what_was_given_stays_as_it_is_and_statistics_count_what_follows(llama: 
     plain = filled(llama, ids)
     before = [layer.keys.clone() for layer in plain.layers]
     taken = sc.hold(plain, model)
-    greedy(model, torch.cat([ids, prompt(1)], 1), 5, past_key_values=taken)
+    greedy(model, torch.cat([ids, prompt(1)], 1), 5, **with_cache(taken))
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(plain.layers, before, strict=True))
     assert sc.stats(model).bytes_to_host > 0
     assert taken.get_seq_length() == 105
@@ -172,7 +173,7 @@ def test_layers_that_stay_exact_stay_plain(llama: Any) -> None:
     taken = sc.hold(plain, model)
     assert torch.equal(taken.layers[0].keys, plain.layers[0].keys)
     whole = torch.cat([ids, prompt(1)], 1)
-    assert torch.equal(greedy(model, whole, past_key_values=taken), greedy(llama, whole))
+    assert torch.equal(greedy(model, whole, **with_cache(taken)), greedy(llama, whole))
 
 
 def test_it_is_saved_and_loaded_as_any_other(llama: Any, tmp_path: Any) -> None:
@@ -180,7 +181,7 @@ def test_it_is_saved_and_loaded_as_any_other(llama: Any, tmp_path: Any) -> None:
     taken = sc.hold(filled(llama, ids), model)
     sc.save(taken, tmp_path)
     whole = torch.cat([ids, prompt(1)], 1)
-    assert torch.equal(greedy(model, whole, past_key_values=sc.load(tmp_path, model)), greedy(llama, whole))
+    assert torch.equal(greedy(model, whole, **with_cache(sc.load(tmp_path, model))), greedy(llama, whole))
 
 
 def biased(**more: Any) -> Qwen2ForCausalLM:
@@ -228,7 +229,7 @@ def test_another_models_cache_is_refused_by_the_first_step(llama: Any) -> None:
                         (tiny_llama(num_key_value_heads=1), "1 KV heads of 16 channels")):  # fmt: skip
         taken = sc.hold(filled(other, ids[:, :-1]), model)
         with pytest.raises(sc.SpecacheError, match=told):
-            greedy(model, ids, past_key_values=taken)
+            greedy(model, ids, **with_cache(taken))
 
 
 def test_layers_that_keep_a_window_are_refused(llama: Any) -> None:

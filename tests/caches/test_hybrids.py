@@ -15,6 +15,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import FAMILIES, Family
 from specache_compile.caches.recurrent import states_of
+from specache_compile.compat import cache_of, with_cache
 
 pytestmark = pytest.mark.one_process
 
@@ -42,8 +43,8 @@ def said(model: Any, cache: DynamicCache | None, ids: Tensor, steps: int = 3) ->
     """What a model says behind a prompt, each step's last logits; and the cache, which may be its own."""
     logits = []
     for _ in range(1 + steps):
-        out = model(ids, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(ids, **with_cache(cache), use_cache=True)
+        cache = cache_of(out)
         logits.append(out.logits[:, -1])
         ids = logits[-1].argmax(-1, keepdim=True)
     assert cache is not None

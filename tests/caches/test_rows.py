@@ -17,6 +17,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from specache_compile.caches.rows import drop, in_pages, keep_rows, place_for, take_in
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.paging.pool import Pool
 from specache_compile.runtime.session import session_of
@@ -73,8 +74,8 @@ def ask(model: Any, cache: DynamicCache | None, tokens: Tensor) -> tuple[Dynamic
     """The cache, and each row's last logits, behind new tokens [B, T] of each row."""
     past = torch.zeros(tokens.shape[0], dtype=torch.int64) if cache is None else sc.lengths(cache)
     positions = past[:, None] + torch.arange(tokens.shape[1])
-    out = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True)
-    return out.past_key_values, out.logits[:, -1]
+    out = model(tokens, **with_cache(cache), position_ids=positions, use_cache=True)
+    return cache_of(out), out.logits[:, -1]
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -202,7 +203,7 @@ def test_plain_copies_have_each_rows_tokens_last_as_a_padded_batch_has() -> None
     cache = sc.join([ask(model, None, row)[0] for row in prompts])
     positions = (mask.cumsum(1) - 1).clamp(0)
     with torch.no_grad():
-        expected = plain(ids, attention_mask=mask, position_ids=positions, use_cache=True).past_key_values
+        expected = cache_of(plain(ids, attention_mask=mask, position_ids=positions, use_cache=True))
     for ours, theirs in zip(sc.materialize(cache).layers, expected.layers, strict=True):
         there = mask[:, None, :, None].bool()
         torch.testing.assert_close(ours.keys, theirs.keys.masked_fill(~there, 0.0), atol=1e-4, rtol=1e-4)
@@ -214,7 +215,7 @@ def test_a_left_padded_mask_says_of_joined_rows_what_no_mask_says(default: Any) 
     mask = (torch.arange(LONG + 1) >= LONG - lengths[:, None]).long()
     ids = prompt(1, 3, seed=5)
     with torch.no_grad():
-        padded = default(ids, attention_mask=mask, past_key_values=caches[0], position_ids=lengths[:, None])
+        padded = default(ids, attention_mask=mask, **with_cache(caches[0]), position_ids=lengths[:, None])
     assert torch.equal(padded.logits[:, -1], ask(default, caches[1], ids)[1])
 
 
@@ -288,7 +289,7 @@ def test_fused_rows_say_what_each_says_alone() -> None:
 def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:
     cache = joined(default)
     with torch.no_grad(), pytest.raises(SpecacheError, match=r"position_ids.*specache_compile\.lengths"):
-        default(prompt(1, 3), past_key_values=cache, use_cache=True)
+        default(prompt(1, 3), **with_cache(cache), use_cache=True)
     ask(default, cache, prompt(1, 3))  # which goes on
 
 
@@ -296,12 +297,12 @@ def test_a_mask_that_says_something_else_is_refused(default: Any) -> None:
     cache, lengths = joined(default), torch.tensor([SHORT, LONG, MIDDLE])
     mask = torch.ones(3, LONG + 1, dtype=torch.long)
     with torch.no_grad(), pytest.raises(SpecacheError, match="lengths of their own"):
-        default(prompt(1, 3), attention_mask=mask, past_key_values=cache, position_ids=lengths[:, None])
+        default(prompt(1, 3), attention_mask=mask, **with_cache(cache), position_ids=lengths[:, None])
 
 
 def held(model: Any, ids: Tensor, **more: Any) -> DynamicCache:
     with torch.no_grad():
-        return model(ids, use_cache=True, **more).past_key_values
+        return cache_of(model(ids, use_cache=True, **more))
 
 
 def test_what_cannot_be_joined_is_refused_in_words(default: Any) -> None:

@@ -18,11 +18,13 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import LinearAttentionLayer
 
 import specache_compile as sc
+from adapted import adapt
 from conftest import compile_copy, compiled_with, prompt, tiny_llama
 from families import FAMILIES
 from held_tiers import in_order
 from specache_compile.caches import saving
 from specache_compile.caches.saving import as_called_now
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 
@@ -39,8 +41,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def step(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, DynamicCache]:
-    out = model(ids, past_key_values=cache, use_cache=True)
-    return out.logits, out.past_key_values
+    out = model(ids, **with_cache(cache), use_cache=True)
+    return out.logits, cache_of(out)
 
 
 def go_on(model: Any, cache: DynamicCache, steps: int = 34) -> torch.Tensor:
@@ -168,6 +170,7 @@ PROCESS = """
 import sys, torch
 sys.path[:0] = sys.argv[3:]
 import specache_compile as sc
+from adapted import adapt
 from conftest import prompt, tiny_llama
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -176,8 +179,8 @@ model = tiny_llama()
 model.compile(backend="specache", options={"bits": 1, "top_k": 16, "lowering": "eager"})
 folder, tokens = sys.argv[1], int(sys.argv[2])
 cache = None if tokens == 0 else sc.load(folder, model)
-out = model(prompt(150) if cache is None else prompt(1, seed=tokens), past_key_values=cache, use_cache=True)
-sc.save(out.past_key_values, folder)
+out = model(prompt(150) if cache is None else prompt(1, seed=tokens), **sc.with_cache(cache), use_cache=True)
+sc.save(sc.cache_of(out), folder)
 print(out.logits[0, -1].tolist())
 """
 
@@ -234,6 +237,56 @@ def test_memory_that_was_never_written_is_not_saved(compiled: LlamaForCausalLM, 
     sc.save(cache, tmp_path)
     for state in session_of(sc.load(tmp_path, compiled)).state:
         assert not in_order(state["host"])[:, :, 100:].any()
+
+
+@pytest.mark.parametrize("write", ["in place", "data"])
+@torch.no_grad()
+def test_a_session_is_saved_with_the_weights_that_filled_it(tmp_path: Path, write: str) -> None:
+    """Not with those of the moment of `save`: they are not the cache's."""
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {"bits": 16, "lowering": "eager"})
+    _, cache = step(model, prompt(60))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = weight.clone()
+    weight.mul_(1.5) if write == "in place" else weight.data.mul_(1.5)
+    sc.save(cache, tmp_path)
+    with pytest.raises(sc.SpecacheError, match=r"another model: 1 of the \d+ weights that filled it differ"):
+        sc.load(tmp_path, model)
+    weight.copy_(before)
+    assert sc.load(tmp_path, model).get_seq_length() == 60
+
+
+@torch.no_grad()
+def test_a_session_is_saved_with_the_adapter_that_filled_it(tmp_path: Path) -> None:
+    model = compiled_with(adapt(tiny_llama(num_hidden_layers=1)), {"bits": 16, "lowering": "eager"})
+    _, cache = step(model, prompt(60))
+    layer = model.model.layers[0].self_attn.k_proj
+    layer.set_adapter("two")
+    layer.scaling["two"] = 9.0
+    sc.save(cache, tmp_path)
+    with pytest.raises(sc.SpecacheError, match="other settings of the model's modules: _active_adapter, scaling"):
+        sc.load(tmp_path, model)
+    layer.set_adapter("one")
+    layer.scaling["two"] = 2.0
+    again = sc.load(tmp_path, model)
+    sc.save(again, tmp_path)
+    layer._disable_adapters = True
+    with pytest.raises(sc.SpecacheError, match="other settings of the model's modules: _disable_adapters"):
+        sc.load(tmp_path, model)
+
+
+@torch.no_grad()
+def test_each_row_is_saved_with_the_weights_that_filled_it(tmp_path: Path) -> None:
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {"bits": 16, "lowering": "eager"})
+    _, old = step(model, prompt(60))
+    model.model.embed_tokens.weight.data.mul_(1.5)
+    _, new = step(model, prompt(60))
+    together = sc.join([old, new])
+    sc.save(together, tmp_path)
+    with pytest.raises(sc.SpecacheError, match="another model: 1 of"):
+        sc.load(tmp_path, model)
+    together.batch_select_indices(torch.tensor([1]))
+    sc.save(together, tmp_path)
+    assert sc.load(tmp_path, model).get_seq_length() == 60
 
 
 class TestRefusals:

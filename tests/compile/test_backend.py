@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM, QuantizedCache
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
 from specache_compile.passes.pipeline import ESSENTIAL, PASS_NAMES
 from specache_compile.runtime.records import find_record
@@ -114,7 +115,7 @@ def test_quantised_cache_is_left_alone_with_words(llama: LlamaForCausalLM) -> No
         pytest.skip("this transformers has no fp8 QuantizedCache, and quanto and hqq are not installed")
 
     def run(model: LlamaForCausalLM) -> torch.Tensor:
-        return greedy(model, prompt(60), 20, past_key_values=QuantizedCache("fp8", model.config))
+        return greedy(model, prompt(60), 20, **with_cache(QuantizedCache("fp8", model.config)))
 
     with pytest.warns(sc.SpecacheWarning, match="use DynamicCache"):
         tokens = run(compile_copy(llama))
@@ -124,7 +125,7 @@ def test_quantised_cache_is_left_alone_with_words(llama: LlamaForCausalLM) -> No
 def test_moving_a_held_cache_off_the_device_is_refused_with_words(llama: LlamaForCausalLM) -> None:
     """What HF's offloaded cache does; on a CPU it fails inside transformers before it gets here."""
     with torch.no_grad():
-        cache = compile_copy(llama)(prompt(40), use_cache=True).past_key_values
+        cache = cache_of(compile_copy(llama)(prompt(40), use_cache=True))
     with pytest.raises(sc.HeldTensorError, match="specache offloads by itself"):
         cache.layers[0].keys.to("meta")
 
@@ -140,10 +141,10 @@ def test_with_gradients_the_graph_is_left_alone_and_gradients_are_right(llama: L
 def test_a_held_cache_under_gradients_is_refused(llama: LlamaForCausalLM) -> None:
     twin = compile_copy(llama)
     with torch.no_grad():
-        cache = twin(prompt(50), use_cache=True).past_key_values
+        cache = cache_of(twin(prompt(50), use_cache=True))
     refused = pytest.raises(sc.SpecacheError, match=r"gradients are enabled.*torch.no_grad\(\)")
     with pytest.warns(sc.SpecacheWarning), refused:
-        twin(prompt(1), past_key_values=cache)
+        twin(prompt(1), **with_cache(cache))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -152,16 +153,16 @@ def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str
     llama = tiny_llama(num_hidden_layers=1, attn_implementation=attention)
     twin = compile_copy(llama)
     with torch.no_grad():
-        cache = twin(prompt(50), use_cache=True).past_key_values
+        cache = cache_of(twin(prompt(50), use_cache=True))
         errors = []
         for _ in range(2):
             with pytest.raises(sc.SpecacheError, match=r"held by the specache backend.*materialize") as raised:
-                twin(prompt(1), past_key_values=cache, output_attentions=True)
+                twin(prompt(1), **with_cache(cache), output_attentions=True)
             errors.append(raised.value)
         assert errors[0] is not errors[1]
         assert all(type(error) is sc.SpecacheError and error.__cause__ is error.__context__ is None for error in errors)
-        expected = llama(prompt(1), past_key_values=llama(prompt(50), use_cache=True).past_key_values).logits
-        torch.testing.assert_close(twin(prompt(1), past_key_values=cache).logits, expected, atol=1e-3, rtol=1e-4)
+        expected = llama(prompt(1), **with_cache(cache_of(llama(prompt(50), use_cache=True)))).logits
+        torch.testing.assert_close(twin(prompt(1), **with_cache(cache)).logits, expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -172,7 +173,7 @@ def test_no_grad_and_inference_mode(llama: LlamaForCausalLM, context: Any) -> No
         with context():
             out = model(prompt(90), use_cache=True)
             for _ in range(12):
-                out = model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+                out = model(out.logits[:, -1:].argmax(-1), **with_cache(cache_of(out)))
             return out.logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
@@ -190,8 +191,8 @@ def test_custom_4d_masks_are_applied(llama: LlamaForCausalLM) -> None:
     def run(model: LlamaForCausalLM) -> list[torch.Tensor]:
         with torch.no_grad():
             one = model(prompt(60), attention_mask=mask, use_cache=True)
-            two = model(prompt(1), attention_mask=later, past_key_values=one.past_key_values)
-            three = model(prompt(3), attention_mask=extend, past_key_values=two.past_key_values)
+            two = model(prompt(1), attention_mask=later, **with_cache(cache_of(one)))
+            three = model(prompt(3), attention_mask=extend, **with_cache(cache_of(two)))
         return [one.logits, two.logits, three.logits]
 
     torch.testing.assert_close(run(compile_copy(llama)), run(llama), atol=1e-3, rtol=1e-4)
@@ -203,8 +204,8 @@ def test_without_token_ids_one_lane_runs_and_the_report_says_why(llama: LlamaFor
 
     def run(model: LlamaForCausalLM) -> torch.Tensor:
         with torch.no_grad():
-            cache = model(inputs_embeds=vectors[:, :60], use_cache=True).past_key_values
-            return model(inputs_embeds=vectors[:, 60:], past_key_values=cache).logits
+            cache = cache_of(model(inputs_embeds=vectors[:, :60], use_cache=True))
+            return model(inputs_embeds=vectors[:, 60:], **with_cache(cache)).logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-4)
     remarks = [r.remarks for g in find_record(twin).graphs for t in g.rewrites.traces for r in t.reports if r.remarks]
@@ -213,10 +214,10 @@ def test_without_token_ids_one_lane_runs_and_the_report_says_why(llama: LlamaFor
 
 def test_a_cache_that_an_uncompiled_model_filled_stays_plain(llama: LlamaForCausalLM) -> None:
     with torch.no_grad():
-        cache = llama(prompt(60), use_cache=True).past_key_values
-        expected = llama(prompt(1), past_key_values=copy.deepcopy(cache)).logits
+        cache = cache_of(llama(prompt(60), use_cache=True))
+        expected = llama(prompt(1), **with_cache(copy.deepcopy(cache))).logits
         with pytest.warns(sc.SpecacheWarning, match="filled by an uncompiled model"):
-            logits = compile_copy(llama)(prompt(1), past_key_values=cache).logits
+            logits = compile_copy(llama)(prompt(1), **with_cache(cache)).logits
     torch.testing.assert_close(logits, expected)
 
 
@@ -287,7 +288,7 @@ def test_dynamic_false_is_accepted(llama: LlamaForCausalLM) -> None:
 def test_a_cache_object_can_be_used_again_after_reset(llama: LlamaForCausalLM) -> None:
     twin = compile_copy(llama)
     cache = DynamicCache()
-    first = greedy(twin, prompt(60), 10, past_key_values=cache)
+    first = greedy(twin, prompt(60), 10, **with_cache(cache))
     assert cache.get_seq_length() == first.shape[1] - 1
-    again = greedy(twin, prompt(60), 10, past_key_values=DynamicCache())
+    again = greedy(twin, prompt(60), 10, **with_cache(DynamicCache()))
     assert torch.equal(first, again)

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from families import Family
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
 
@@ -45,7 +46,7 @@ def hooked(model: LlamaForCausalLM, where: str) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def step(model: Any, ids: Tensor, cache: Any = None) -> Any:
-    return model(ids, past_key_values=cache, use_cache=True)
+    return model(ids, **with_cache(cache), use_cache=True)
 
 
 def is_held(cache: Any) -> bool:
@@ -62,7 +63,7 @@ def test_a_generation_is_compressed_and_says_the_same(llama: LlamaForCausalLM, w
     twin = broken(llama, where)
     tokens = greedy(twin, prompt(60), 8, return_dict_in_generate=True)
     assert torch.equal(tokens.sequences, greedy(llama, prompt(60), 8))
-    assert is_held(tokens.past_key_values)
+    assert is_held(cache_of(tokens))
     assert sc.stats(twin).decodes == 7
 
 
@@ -81,7 +82,7 @@ class TestOneModel:
 
     def caches(self, llama: LlamaForCausalLM) -> tuple[LlamaForCausalLM, Any, Any]:
         twin = broken(llama, "in the prompt")
-        return twin, *(step(model, prompt(50, 2)).past_key_values for model in (twin, llama))
+        return twin, *(cache_of(step(model, prompt(50, 2))) for model in (twin, llama))
 
     def test_a_second_turn_parts_what_a_step_has_joined(self, llama: LlamaForCausalLM) -> None:
         twin, held, plain = self.caches(llama)
@@ -137,7 +138,7 @@ class TestOneModel:
     def test_a_part_of_another_cache_is_refused(self, llama: LlamaForCausalLM) -> None:
         twin, held, _ = self.caches(llama)
         step(twin, prompt(1, 2), held)
-        other = step(twin, prompt(1, 2), step(twin, prompt(50, 2, seed=8)).past_key_values).past_key_values
+        other = cache_of(step(twin, prompt(1, 2), cache_of(step(twin, prompt(50, 2, seed=8)))))
         held.layers[1] = other.layers[1]
         with pytest.raises(sc.SpecacheError, match="different caches"):
             step(twin, prompt(1, 2), held)
@@ -157,7 +158,7 @@ def interrupt(*arguments: Any) -> Any:
 def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> None:
     """Each part of a prompt is fitted into the option memory by itself, and a larger one with fewer bits."""
     twin = broken(llama, "in the prompt")
-    cache = step(twin, prompt(50)).past_key_values
+    cache = cache_of(step(twin, prompt(50)))
     part = cache.layers[1].keys.handle.session
     part.tiers.options = dataclasses.replace(part.options, bits=8)
     with pytest.raises(
@@ -186,7 +187,7 @@ def test_a_part_that_takes_the_cache_for_its_length_alone_takes_it_in_any_place(
     twin = compile_copy(family.model())
     tokens = greedy(twin, prompt(30), 4, return_dict_in_generate=True)
     assert torch.equal(tokens.sequences, greedy(family.model(), prompt(30), 4))
-    assert is_held(tokens.past_key_values)
+    assert is_held(cache_of(tokens))
 
 
 def attention_alone(model: LlamaForCausalLM) -> LlamaForCausalLM:

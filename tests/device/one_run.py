@@ -17,6 +17,7 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import prompt, tiny_llama
 from held_tiers import in_order
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.runtime.session import session_of
 
@@ -90,7 +91,7 @@ def result_of(cache: DynamicCache, logits: list[Tensor]) -> Result:
 
 def feed(model: Any, cache: Any, tokens: Tensor, places: Tensor) -> Tensor:
     """The last token's logits; nothing of the call makes the host wait."""
-    return model(tokens, past_key_values=cache, position_ids=places, use_cache=True).logits[:, -1]
+    return model(tokens, **with_cache(cache), position_ids=places, use_cache=True).logits[:, -1]
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def run(schedule: str, layers: int = 2, more: int = 0, steps: int = 5, **options
     places = torch.arange(ids.shape[1], device="cuda")[None]
     set_schedule(schedule)
     out = model(ids[:, :PROMPT], use_cache=True)
-    cache, logits = out.past_key_values, [out.logits[:, -1]]
+    cache, logits = cache_of(out), [out.logits[:, -1]]
     if more:
         logits.append(feed(model, cache, ids[:, PROMPT : PROMPT + more], places[:, PROMPT : PROMPT + more]))
     for step in range(PROMPT + more, ids.shape[1]):

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewritten
 from specache_compile.kernels.attention import triton_decode, triton_extend, triton_scored
 from specache_compile.kernels.movement import triton_append, triton_copy, triton_select
@@ -108,8 +109,8 @@ def test_a_generation_compiles_in_the_first_steps_of_its_buckets_alone(
         before = len(compiled_forms)
         given = {"attention_mask": torch.ones(1, length, dtype=torch.int64, device=CUDA)} if masked else {}
         with torch.no_grad():
-            out = llama(ids, past_key_values=cache, use_cache=True, **given)
-        ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = llama(ids, **with_cache(cache), use_cache=True, **given)
+        ids, cache = out.logits[:, -1:].argmax(-1), cache_of(out)
         if len(compiled_forms) > before:
             lengths.append(length)
     assert lengths == [253, 254, 257]

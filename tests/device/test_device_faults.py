@@ -21,6 +21,7 @@ from planting import plant
 
 import specache_compile as sc
 from conftest import prompt
+from specache_compile.compat import cache_of
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_stream, deferred
 from specache_compile.lowering import cuda_graphs
@@ -173,7 +174,7 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
 def prefilled() -> Any:
     """A cache whose copies are under way."""
     one_run.set_schedule("late")
-    return one_run.compiled(2, ())(prompt(one_run.PROMPT).cuda(), use_cache=True).past_key_values
+    return cache_of(one_run.compiled(2, ())(prompt(one_run.PROMPT).cuda(), use_cache=True))
 
 
 def give_host_memory_back() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from conftest import prompt, tiny_llama
 from families import FAMILIES, Family
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import every_method
 
 pytestmark = [pytest.mark.gpu, pytest.mark.one_process]
@@ -65,9 +66,7 @@ def logits(model: Any, options: dict[str, Any], device: str, rows: int, length: 
     for step in range(steps):
         given = {} if rows == 1 else {"attention_mask": mask[:, : length + step + 1]}
         where = places[:, length + step, None]
-        out = compiled(
-            tokens[:, step, None], past_key_values=out.past_key_values, position_ids=where, use_cache=True, **given
-        )
+        out = compiled(tokens[:, step, None], **with_cache(cache_of(out)), position_ids=where, use_cache=True, **given)
         made.append(out.logits[:, -1])
     torch._dynamo.reset()
     return torch.stack([each.float().cpu() for each in made])

@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, chatted, greedy, greedy_unmasked, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import triton_copy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.one_process]
@@ -85,7 +86,7 @@ def test_several_turns(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch)
 @torch.no_grad()
 def continued(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(
-        [model(ids[:, place, None], past_key_values=cache).logits[:, -1].cpu() for place in range(ids.shape[1])]
+        [model(ids[:, place, None], **with_cache(cache)).logits[:, -1].cpu() for place in range(ids.shape[1])]
     )
 
 
@@ -94,8 +95,8 @@ def test_crop_fork_save_load_and_materialize(llama: LlamaForCausalLM, tmp_path: 
     """Each goes on from 60 of 75 tokens, behind three steps."""
     twin, more = on_device(llama, mode=mode), prompt(4, seed=9)
     with torch.no_grad():
-        cache = twin(prompt(75).cuda(), use_cache=True).past_key_values
-        expected = continued(llama, llama(prompt(75)[:, :60], use_cache=True).past_key_values, more)
+        cache = cache_of(twin(prompt(75).cuda(), use_cache=True))
+        expected = continued(llama, cache_of(llama(prompt(75)[:, :60], use_cache=True)), more)
     continued(twin, cache, prompt(3, seed=8).cuda())
     cache.crop(60)
     fork = copy.deepcopy(cache)
@@ -110,8 +111,8 @@ def test_crop_fork_save_load_and_materialize(llama: LlamaForCausalLM, tmp_path: 
 def test_a_plain_cache_that_is_held(llama: LlamaForCausalLM, ids: torch.Tensor) -> None:
     twin, plain = on_device(llama), copy.deepcopy(llama).cuda()
     with torch.no_grad():
-        cache = sc.hold(plain(ids.cuda(), use_cache=True).past_key_values, twin)
-        expected = continued(llama, llama(ids, use_cache=True).past_key_values, prompt(4, seed=9))
+        cache = sc.hold(cache_of(plain(ids.cuda(), use_cache=True)), twin)
+        expected = continued(llama, cache_of(llama(ids, use_cache=True)), prompt(4, seed=9))
     torch.testing.assert_close(continued(twin, cache, prompt(4, seed=9).cuda()), expected, atol=1e-3, rtol=1e-3)
 
 
@@ -146,12 +147,12 @@ def test_a_copy_that_stops_loses_nothing(
 
     monkeypatch.setattr(triton_copy, "gather", stopping)
     with pytest.raises(error):
-        greedy(twin, ids.cuda(), TOKENS, past_key_values=cache)
+        greedy(twin, ids.cuda(), TOKENS, **with_cache(cache))
     monkeypatch.undo()
     length = cache.get_seq_length()
     assert length >= ids.shape[1]
     rest = ids.shape[1] + TOKENS - 1 - length
-    said = greedy(twin, expected[:, : length + 1].cuda(), rest, past_key_values=cache)
+    said = greedy(twin, expected[:, : length + 1].cuda(), rest, **with_cache(cache))
     assert torch.equal(said.cpu(), expected)
 
 

@@ -29,7 +29,7 @@ from specache_compile.explaining.times.step_time import (
     BETWEEN,
     LENGTHS,
     ComputedStep,
-    assumed,
+    break_even,
     break_even_context,
     computed,
     full_cache_batch,
@@ -256,12 +256,12 @@ def test_few_layers_stand_for_more_and_one_row_for_several() -> None:
 
 def test_what_travels_is_assumed_where_nothing_else_was_given() -> None:
     load = explained("best").load()
-    assert (1 - assumed(load, 2).reuse, load.corrected) == (AHEAD, CORRECTED[2])
+    assert (1 - load.reuse, load.corrected) == (AHEAD, CORRECTED[2])
     load = explained("one lane").load()
-    assert (1 - assumed(load, 1).reuse, load.corrected) == (0.0, CORRECTED[1])
-    assert 1 - assumed(explained("paper").load(), 2).reuse == AHEAD_UNCORRECTED
-    given = replace(load, reuse=0.25, corrected=0.1)
-    assert assumed(given, 1) == given
+    assert (1 - load.reuse, load.corrected) == (0.0, CORRECTED[1])
+    assert 1 - explained("paper").load().reuse == AHEAD_UNCORRECTED
+    given = replace(explained("one lane"), reuse=0.25, corrected=0.1).load()
+    assert (given.reuse, given.corrected) == (0.25, 0.1)
 
 
 def of_seconds(name: str, seconds: float, stream: str = "main", **rest: float | tuple[str, ...]) -> Kernel:
@@ -337,12 +337,16 @@ def test_the_context_from_which_a_step_is_no_longer() -> None:
     assert break_even_context(best, plain, replace(device, pcie_gbps=0.1)) is None
 
 
-def test_it_stands_beside_the_roofline() -> None:
+def test_the_break_even_context_is_found() -> None:
+    assert break_even(lambda n: 1.0 + n / 4, lambda n: n / 2, 1 << 20) == 64
+    found = break_even(lambda n: 1000.0 + n / 4, float, 1 << 20)
+    assert found is not None
+    assert abs(found - 4000 / 3) <= 64
+    assert break_even(lambda n: n + 1.0, float, 1 << 20) is None
+
+
+def test_steps_at_other_lengths_are_those_of_this_memory() -> None:
     explanation = sc.explain(tiny_llama(), 2_000, device="L4", host_gib=1)
-    text = str(explanation)
-    assert "The step by events on L4 (computed, not measured; within some 30 %)" in text
-    assert "1 GiB of host memory; 27 launches a layer" in text
-    assert max(map(len, text.splitlines())) <= 100
     rows = explanation.to_dict()["computed_steps"]
     assert {row["cache"] for row in rows} == {"specache", "16 bits", "fp8"}
     assert {(row["length"], row["batch"]) for row in rows} > {(length, 1) for length in LENGTHS}
@@ -357,5 +361,7 @@ def test_it_stands_beside_the_roofline() -> None:
 
 def test_what_no_cuda_graph_holds_has_no_computed_step() -> None:
     explanation = sc.explain(tiny_llama(num_hidden_layers=1), 500, options={"method": "fp8"})
-    assert explanation.computed_steps == []
-    assert "by events" not in str(explanation)
+    assert (explanation.computed_steps, explanation.spans) == ([], [])
+    assert "not computed, because a CUDA graph cannot hold" in str(explanation)
+    with pytest.raises(sc.SpecacheError, match="method 'fp8': no time is computed"):
+        explanation.step()

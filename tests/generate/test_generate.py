@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM, pipeline
 
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -124,7 +125,7 @@ def test_several_turns_on_one_cache(llama: LlamaForCausalLM, compiled: LlamaForC
         cache, ids = DynamicCache(), prompt(0)
         for turn in range(3):
             ids = torch.cat([ids, prompt(45, seed=20 + turn)], dim=1)
-            ids = greedy(model, ids, 30, past_key_values=cache)
+            ids = greedy(model, ids, 30, **with_cache(cache))
         return ids
 
     assert torch.equal(chat(compiled), chat(llama))
@@ -137,7 +138,7 @@ def test_calls_without_position_ids(llama: LlamaForCausalLM, compiled: LlamaForC
             out = model(prompt(70), use_cache=True)
             logits = [out.logits[:, -1]]
             for _ in range(30):
-                out = model(logits[-1].argmax(-1, keepdim=True), past_key_values=out.past_key_values)
+                out = model(logits[-1].argmax(-1, keepdim=True), **with_cache(cache_of(out)))
                 logits.append(out.logits[:, -1])
         return logits
 
@@ -148,11 +149,11 @@ def test_prefix_reuse_by_deepcopy(llama: LlamaForCausalLM, compiled: LlamaForCau
     def answers(model: LlamaForCausalLM) -> list[torch.Tensor]:
         prefix = prompt(90)
         with torch.no_grad():
-            cache = model(prefix, use_cache=True).past_key_values
+            cache = cache_of(model(prefix, use_cache=True))
         results = []
         for question in range(3):
             ids = torch.cat([prefix, prompt(10, seed=30 + question)], dim=1)
-            results.append(greedy(model, ids, 12, past_key_values=copy.deepcopy(cache)))
+            results.append(greedy(model, ids, 12, **with_cache(copy.deepcopy(cache))))
         return results
 
     assert all(torch.equal(a, b) for a, b in zip(answers(compiled), answers(llama), strict=True))
@@ -178,10 +179,8 @@ def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
 
     def logits(model: LlamaForCausalLM) -> torch.Tensor:
         with torch.no_grad():
-            cache = model(ids[:, :80], use_cache=True).past_key_values
-            return torch.cat(
-                [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(80, 120)], 1
-            ).float()
+            cache = cache_of(model(ids[:, :80], use_cache=True))
+            return torch.cat([model(ids[:, t : t + 1], **with_cache(cache)).logits for t in range(80, 120)], 1).float()
 
     exact = logits(copy.deepcopy(llama))
     ours, theirs = logits(compile_copy(half)), logits(half)

@@ -15,6 +15,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, Stopp
 import specache_compile as sc
 from conftest import chatted, compile_copy, greedy, prompt, tiny_llama
 from held_tiers import at_hand, differences, held, interrupted_behind
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.generate.look_up import DRAFTED, LookedUp
 from specache_compile.kernels.movement import definition as tiers
 from specache_compile.methods import parse_options
@@ -158,10 +159,10 @@ def test_a_cache_that_was_made_under_the_other_kind_of_drafts_is_not_drafted_for
     expected, exact = greedy(echo, prompt(75), 30), compile_copy(echo, verify=3)
     for first, second in ((twin, exact), (exact, twin)):
         cache = DynamicCache()
-        said = greedy(first, prompt(75), 10, past_key_values=cache)
+        said = greedy(first, prompt(75), 10, **with_cache(cache))
         rounds = told_of(first).verifications
         with pytest.warns(sc.SpecacheWarning, match="other options"):
-            assert torch.equal(greedy(second, said, 20, past_key_values=cache), expected)
+            assert torch.equal(greedy(second, said, 20, **with_cache(cache)), expected)
         assert told_of(second).verifications == rounds
 
 
@@ -175,10 +176,10 @@ def test_a_draft_under_a_mask_of_the_callers_own_is_verified_exactly(
     logits = []
     for model in (echo, twin):
         out = model(prompt(75), use_cache=True)
-        session: Any = session_of(out.past_key_values)
+        session: Any = session_of(cache_of(out))
         if session is not None:
             session.mode = Mode.VERIFY
-        logits.append(model(prompt(4), attention_mask=seen, past_key_values=out.past_key_values).logits)
+        logits.append(model(prompt(4), attention_mask=seen, **with_cache(cache_of(out))).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert (sc.stats(twin).widened, sc.stats(twin).extends) == (0, 1)
 
@@ -193,7 +194,7 @@ def verifies(model: Any, ids: Tensor, cache: Any) -> None:
     """A widened decode of these tokens."""
     session: Any = session_of(cache)
     with session.steps_for(Mode.VERIFY):
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
 
 
 @torch.no_grad()
@@ -202,7 +203,7 @@ def test_what_was_rejected_leaves_no_bit_behind() -> None:
     hold the same, those of the tokens accepted."""
     model = compile_copy(tiny_llama(num_hidden_layers=1), **ONE_LAYER)
     ids, position, rng = prompt(500, seed=7), 90, torch.Generator().manual_seed(0)
-    ours, others = (model(ids[:, :90], use_cache=True).past_key_values for _ in range(2))
+    ours, others = (cache_of(model(ids[:, :90], use_cache=True)) for _ in range(2))
     for drafted in (1, 6, 10, 31, 10, 32, 5, 10, 40, 10):
         accepted = int(torch.randint(0, drafted + 1, (1,), generator=rng))
         right = ids[:, position : position + accepted + 1]
@@ -222,7 +223,7 @@ def test_a_step_that_was_interrupted_half_way_leaves_no_bit_behind(
 ) -> None:
     """A layer has taken 40 tokens into its window of 64, which pushed older ones out; the next layer is interrupted."""
     model = compile_copy(llama, **ONE_LAYER)
-    cache = model(prompt(95), use_cache=True).past_key_values
+    cache = cache_of(model(prompt(95), use_cache=True))
     before, store, layers = held(at_hand(cache)), tiers.store_low_bit, itertools.count()
 
     def interrupted(*given: Any) -> None:

@@ -30,7 +30,8 @@ import specache_compile as sc
 from conftest import LOSSLESS, chatted, compile_copy, greedy, prompt
 from families import FAMILIES
 from held_tiers import at_hand, differences, held, interrupted_behind
-from specache_compile.compat import WINDOWS_TAKE_DRAFTS
+from specache_compile import compat
+from specache_compile.compat import WINDOWS_TAKE_DRAFTS, cache_name, cache_of, with_cache
 from specache_compile.generate import drafts, verify
 from specache_compile.generate.route import compiled_calls
 from specache_compile.methods import every_method, parse_options
@@ -118,8 +119,12 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     model.compile(backend="specache", options={**LOSSLESS, **LOSSY, "verify": 5})
     with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
         warnings.simplefilter("ignore", sc.SpecacheWarning)
+        if not WINDOWS_TAKE_DRAFTS:
+            with pytest.raises(sc.SpecacheError, match=r"install transformers 5\.18 or newer"):
+                greedy(model, prompt(length), 40)
+            return
         assert torch.equal(greedy(model, prompt(length), 40), greedy(plain, prompt(length), 40))
-    assert (sc.stats(model).verification is not None) == WINDOWS_TAKE_DRAFTS
+    assert sc.stats(model).verification is not None
 
 
 @pytest.mark.slow
@@ -222,17 +227,17 @@ def test_what_was_drafted_and_what_was_rejected_leave_no_bit_behind(llama: Llama
     of exact passes on a cache that never saw a draft."""
     twin = verifying(llama, setting="best", bits=1.5)
     ids = prompt(400, seed=7)
-    ours, never = (twin(ids[:, :90], use_cache=True).past_key_values for _ in range(2))
+    ours, never = (cache_of(twin(ids[:, :90], use_cache=True)) for _ in range(2))
     rounds = drafts.Drafts(twin, LogitsProcessorList(), [], GenerationConfig(max_length=10_000))
     position, rng = 90, torch.Generator().manual_seed(0)
     for drafted in (1, 6, 31, 32, 33, 90, 5):
         before = held(at_hand(ours))
         rounds.session, rounds.cache, rounds.said = session_of(ours), ours, position
-        rounds.draft(ids[:, : position + 1], {"past_key_values": ours}, drafted)
+        rounds.draft(ids[:, : position + 1], {**with_cache(ours)}, drafted)
         assert differences(held(at_hand(ours)), before) == []
         accepted = int(torch.randint(0, drafted + 1, (1,), generator=rng))
         for cache in (ours, never):
-            twin(ids[:, position : position + drafted + 1], past_key_values=cache)
+            twin(ids[:, position : position + drafted + 1], **with_cache(cache))
             cache.crop(accepted - drafted)
         position += accepted + 1
         assert differences(held(at_hand(ours)), held(at_hand(never))) == []
@@ -260,11 +265,12 @@ class Chain(LlamaForCausalLM):
         )  # fmt: skip
         self.session.steps_for = functools.partial(Session.steps_for, self.session)
 
-    def forward(self, input_ids: Tensor, past_key_values: DynamicCache, **kwargs: Any) -> CausalLMOutputWithPast:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:  # type: ignore[override]
         pairs = torch.zeros(1, 1, input_ids.shape[1], 1)
-        past_key_values.update(pairs, pairs, 0)
+        cache = kwargs[cache_name()]
+        cache.update(pairs, pairs, 0)
         table = self.approximate if self.session.mode is Mode.DRAFT else self.exact
-        return CausalLMOutputWithPast(logits=table[input_ids], past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=table[input_ids], **with_cache(cache))
 
 
 @pytest.mark.slow
@@ -370,3 +376,24 @@ def test_a_transformers_without_what_is_needed_is_refused(
     twin = compile_copy(llama, verify=3)
     with pytest.raises(sc.SpecacheError, match=r"there is no GenerationMixin\._assisted_decoding"):
         twin(prompt(10))
+
+
+def test_a_cache_is_passed_and_read_without_a_warning_under_every_versions_name(llama: LlamaForCausalLM) -> None:
+    cache, ids = DynamicCache(config=llama.config), prompt(9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache_of(llama(ids, **with_cache(cache), use_cache=True)) is cache
+        out = greedy(llama, prompt(12), 3, **with_cache(cache), return_dict_in_generate=True)
+    assert cache_of(out) is cache
+    assert cache.get_seq_length() == 14
+
+
+def test_a_cache_of_an_unknown_name_is_an_error_and_turns_no_draft_off(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "CACHE", None)
+    twin = verifying(llama)
+    with pytest.raises(sc.SpecacheError, match="there is no cache argument of GenerationMixin"):
+        twin(prompt(60))
+    with pytest.raises(sc.SpecacheError, match="takes its cache under a name that specache does not know"):
+        with_cache(None)

@@ -20,6 +20,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from specache_compile.compat import with_cache
+
 TOKENS, KEPT = 96, 24
 
 
@@ -40,13 +42,13 @@ def expected_attention() -> None:
         for layer in model.model.layers
     ]
     whole, pressed = DynamicCache(), DynamicCache()
-    model(ids, past_key_values=whole)
+    model(ids, **with_cache(whole))
     cosine, sine = model.model.rotary_emb(queries[0], torch.arange(TOKENS)[None])
     for hook in hooks:
         hook.remove()
     press = ExpectedAttentionPress(compression_ratio=1 - KEPT / TOKENS)
     with press(model):
-        model(ids, past_key_values=pressed)
+        model(ids, **with_cache(pressed))
     for number, (full, rest) in enumerate(zip(whole.layers, pressed.layers, strict=True)):
         turned, _ = apply_rotary_pos_emb(queries[number], queries[number], cosine, sine)
         same = (rest.keys[:, :, :, None] == full.keys[:, :, None]).all(-1)  # [1, H, kept, n]
@@ -78,7 +80,7 @@ def kvzip() -> None:
         letters().save_pretrained(folder)
         model.config.name_or_path = folder
         with KVzipPress(compression_ratio=0.7, chunk_size=32)(model):
-            model.model(input_ids=ids, past_key_values=DynamicCache())
+            model.model(input_ids=ids, **with_cache(DynamicCache()))
     stays = torch.ones(2, 1, 2, ids.shape[1], dtype=torch.uint8)
     for number, layer in enumerate(model.model.layers):
         stays[number][layer.self_attn.masked_key_indices] = 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM
 
 from conftest import tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines.expected_attention import expected_attention
 
@@ -106,8 +107,8 @@ def test_a_model_keeps_the_budget_and_what_comes_later() -> None:
     model.compile(backend="specache", options={"method": "expected_attention", "budget": 30, "lowering": "eager"})
     ids = torch.randint(0, model.config.vocab_size, (2, 90))
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
+        cache = cache_of(model(ids, use_cache=True))
         for _ in range(5):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
     state = cache.layers[0].keys.handle.session.state
     assert [int((layer["compressed_token"][0, 0] >= 0).sum()) for layer in state] == [35, 35]

@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 import conftest
 import specache_compile as sc
 from conftest import greedy, greedy_unmasked, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_stream, triton_copy
 from specache_compile.kernels.state.stored_tiers import StoredTiers
@@ -70,7 +71,7 @@ def test_the_host_tier_is_pinned_and_the_rest_is_on_the_device(llama: LlamaForCa
     twin = llama.cuda()
     twin.compile(backend="specache", options=LOSSLESS)
     with torch.no_grad():
-        cache = twin(prompt(100).cuda(), use_cache=True).past_key_values
+        cache = cache_of(twin(prompt(100).cuda(), use_cache=True))
     for layer in cache.layers[0].keys.handle.session.state:
         assert layer["host"].is_pinned()
         assert all(tensor.is_cuda for name, tensor in layer.items() if name != "host")
@@ -87,15 +88,15 @@ def test_turns_crops_and_forks(llama: LlamaForCausalLM, mode: str | None) -> Non
 
     def run(m: LlamaForCausalLM) -> torch.Tensor:
         with torch.no_grad():
-            cache = m(prompt(130).cuda(), use_cache=True).past_key_values
+            cache = cache_of(m(prompt(130).cuda(), use_cache=True))
             decode(m, cache, steps)
             fork = copy.deepcopy(cache)
             decode(m, cache, steps)
-            m(prompt(20).cuda(), past_key_values=cache)
+            m(prompt(20).cuda(), **with_cache(cache))
             decode(m, cache, steps)
             cache.crop(-30)
             decode(m, cache, steps)
-            return torch.stack([m(prompt(1).cuda(), past_key_values=c).logits for c in (cache, fork)])
+            return torch.stack([m(prompt(1).cuda(), **with_cache(c)).logits for c in (cache, fork)])
 
     torch.testing.assert_close(run(twin), run(model), atol=1e-3, rtol=1e-3)
 
@@ -127,7 +128,7 @@ def decode(model: LlamaForCausalLM, cache: Any, steps: int) -> None:
     token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
     places = torch.arange(cache.get_seq_length(), cache.get_seq_length() + steps, device="cuda").view(steps, 1, 1)
     for place in places:
-        out = model(token, past_key_values=cache, position_ids=place, use_cache=True)
+        out = model(token, **with_cache(cache), position_ids=place, use_cache=True)
         token = out.logits[:, -1:].argmax(-1)
 
 
@@ -177,7 +178,7 @@ def test_a_steady_decode_step_never_stops_the_host(llama: LlamaForCausalLM, mode
     twin = llama.cuda()
     twin.compile(backend="specache", options={**LOSSLESS, "lowering": "inductor", "mode": mode})
     with torch.no_grad():
-        cache = twin(prompt(100).cuda(), use_cache=True).past_key_values
+        cache = cache_of(twin(prompt(100).cuda(), use_cache=True))
     decode(twin, cache, as_many(5, 3))
     with no_synchronisation():
         decode(twin, cache, as_many(20, 3))
@@ -256,15 +257,15 @@ def test_a_trace_shows_copies_beside_compute() -> None:
     model = tiny_llama(num_hidden_layers=4, **wide).cuda()
     model.compile(backend="specache", options={**LOSSLESS, "top_k": 64})
     with torch.no_grad():
-        cache = model(prompt(2000, 8).cuda(), use_cache=True).past_key_values
+        cache = cache_of(model(prompt(2000, 8).cuda(), use_cache=True))
         tokens = prompt(8, 8).cuda().split(1, 1)
         for token in tokens[:4]:
-            model(token, past_key_values=cache)
+            model(token, **with_cache(cache))
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             torch.cuda._sleep(PAUSE)
             for token in tokens[4:]:
-                model(token, past_key_values=cache)
+                model(token, **with_cache(cache))
             torch.cuda.synchronize()
     kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     fetches = [e.time_range for e in kernels if "fetch_missing" in e.name]
@@ -282,7 +283,7 @@ def test_peak_memory_of_a_cache_is_what_explain_predicted() -> None:
         model.compile(backend="specache", options=LOSSLESS)
         gc.collect()  # what is garbage by now must not be gone by the second count alone
         before = torch.cuda.memory_allocated()
-        cache = model(prompt(length, batch).cuda(), use_cache=True).past_key_values
+        cache = cache_of(model(prompt(length, batch).cuda(), use_cache=True))
         copy_stream.release_staging()
         gc.collect()
         torch.cuda.synchronize()
@@ -327,16 +328,16 @@ def test_a_tier_that_grows_stays_where_it_is_and_is_read_and_written_behind_its_
     twin.compile(backend="specache", options={**LOSSLESS, "bits": 16, "top_k": 64})
     ids = prompt(tokens).cuda()
     with torch.no_grad():
-        cache = twin(ids, use_cache=True).past_key_values
+        cache = cache_of(twin(ids, use_cache=True))
         before = [layer["host"].data_ptr() for layer in cache.layers[0].keys.handle.session.state]
         more = prompt(100, seed=1).cuda()  # through staging, into both registrations
         whole = torch.cat([ids, more], 1)
-        ours = twin(more, past_key_values=cache, use_cache=True).logits[:, -1:]
+        ours = twin(more, **with_cache(cache), use_cache=True).logits[:, -1:]
     torch.testing.assert_close(ours, model(whole).logits[:, -1:], atol=1e-3, rtol=1e-3)
     assert [layer["host"].data_ptr() for layer in cache.layers[0].keys.handle.session.state] == before
     following = torch.cat([whole, ours.argmax(-1)], 1)
     new = as_many(30, 3)
-    assert torch.equal(greedy(twin, following, new, past_key_values=cache), greedy(model, following, new))
+    assert torch.equal(greedy(twin, following, new, **with_cache(cache)), greedy(model, following, new))
 
 
 @long_there

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 from conftest import prompt
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import cgroup, host_memory
 from specache_compile.kernels.state.cursor import new_cursor, publish
 from specache_compile.kernels.state.segments import SEGMENT
@@ -479,13 +480,13 @@ def test_nothing_is_read_of_the_host_tier_that_was_not_written(
     def run(filling: float) -> torch.Tensor:
         monkeypatch.setattr(tiers, "host_empty", lambda shape, dtype, *rest: filled(shape, dtype, filling))
         with torch.no_grad():
-            cache = twin(prompt(90, 2), use_cache=True).past_key_values
+            cache = cache_of(twin(prompt(90, 2), use_cache=True))
             logits = []
             for tokens in (1, 20, 1, 1, 200, 1, 1):  # the longest extend grows the bucket
-                logits.append(twin(prompt(tokens, 2, tokens), past_key_values=cache).logits[:, -1])
+                logits.append(twin(prompt(tokens, 2, tokens), **with_cache(cache)).logits[:, -1])
             cache.crop(-40)
             cache.reorder_cache(torch.tensor([1, 0]))
-            logits += [twin(prompt(1, 2, token), past_key_values=cache).logits[:, -1] for token in range(3)]
+            logits += [twin(prompt(1, 2, token), **with_cache(cache)).logits[:, -1] for token in range(3)]
         return torch.stack(logits)
 
     assert torch.equal(run(math.nan), run(0.0))

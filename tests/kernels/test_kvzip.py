@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from conftest import byte_tokenizer, compiled_with, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines import kvzip
 from specache_compile.evaluation.prefills import Prefills
@@ -33,9 +34,9 @@ def options(**given: Any) -> kvzip.KVzipOptions:
     return kvzip.KVzipOptions(chunk=CHUNK, **given)
 
 
-def cache_of(model: LlamaForCausalLM, ids: Tensor) -> DynamicCache:
+def prefilled(model: LlamaForCausalLM, ids: Tensor) -> DynamicCache:
     with torch.no_grad():
-        return model(ids, use_cache=True).past_key_values
+        return cache_of(model(ids, use_cache=True))
 
 
 def own_attention(model: LlamaForCausalLM, ids: Tensor, places: slice, behind: Tensor, first: int) -> Tensor:
@@ -54,7 +55,7 @@ def test_scores_are_the_models_own_attention_to_each_chunk() -> None:
     model = tiny_llama()
     ids, start, first = torch.randint(0, 128, (1, 75)), 3, 4
     found = kvzip.scores(
-        model, cache_of(model, ids), kvzip.repetitions(ids, start, CHUNK, encode, BEHIND), 75, first
+        model, prefilled(model, ids), kvzip.repetitions(ids, start, CHUNK, encode, BEHIND), 75, first
     )[:, 0]  # fmt: skip
     model.set_attn_implementation("eager")
     expected = torch.zeros(found.shape, dtype=torch.float64)
@@ -74,7 +75,7 @@ def test_it_keeps_what_kvpress_keeps() -> None:
     model.load_state_dict({name[6:]: x for name, x in KVPRESS.items() if name.startswith("model:")}, strict=True)
     ids, expected = KVPRESS["ids"], KVPRESS["stays"].bool()
     chosen = kvzip.chosen(
-        model, cache_of(model, ids), ids, options(budget=int(expected.sum()) // 4), 1, encode, encode(">")
+        model, prefilled(model, ids), ids, options(budget=int(expected.sum()) // 4), 1, encode, encode(">")
     )
     found = torch.zeros(*expected.shape[:3], ids.shape[1] + 1, dtype=torch.bool)
     found.scatter_(3, chosen.long() % (ids.shape[1] + 1), True)
@@ -98,19 +99,19 @@ def test_the_compiled_model_attends_to_what_stays_and_to_what_comes() -> None:
     """As the uncompiled one does whose mask hides the rest; of one layer, so that a mask can be by head."""
     model = tiny_llama(num_hidden_layers=1, num_key_value_heads=4)
     ids, more = torch.randint(0, 128, (2, 60)), torch.randint(0, 128, (2, 5))
-    whole = cache_of(model, ids)
+    whole = prefilled(model, ids)
     chosen = kvzip.chosen(model, whole, ids, options(budget=0.25), 0, encode, BEHIND)
     hidden = torch.ones(2, 4, 60 + 1, dtype=torch.bool).scatter_(2, chosen[0].long() % 61, False)[..., :60]
     twin = compiled_with(model, {"method": "kvzip", "budget": 0.25, "lowering": "eager"})
     cache, found = kvzip.held(whole, twin, kvzip.KVzipOptions(budget=0.25, lowering="eager"), chosen), []
     with torch.no_grad():
         for step in (more[:, :3], more[:, 3:4], more[:, 4:]):
-            found.append(twin(step, past_key_values=cache, use_cache=True).logits)
+            found.append(twin(step, **with_cache(cache), use_cache=True).logits)
         mask = torch.ones(2, 4, 5, 65, dtype=torch.bool).tril(60)
         mask[..., :60] &= ~hidden[:, :, None]
         model.set_attn_implementation("eager")
         bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-        expected = model(more, past_key_values=cache_of(model, ids), attention_mask=bias).logits
+        expected = model(more, **with_cache(prefilled(model, ids)), attention_mask=bias).logits
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=2e-4, rtol=2e-4)
 
 
@@ -122,7 +123,7 @@ def test_a_model_that_reads_a_prompt_beyond_the_budget_by_itself_is_refused() ->
 
 def test_attention_that_is_not_seen_is_refused() -> None:
     model = tiny_llama()
-    cache = cache_of(model, torch.randint(0, 128, (1, 40)))
+    cache = prefilled(model, torch.randint(0, 128, (1, 40)))
     model.set_attn_implementation("eager")
     with pytest.raises(SpecacheError, match="0 calls of scaled_dot_product_attention in 2 layers; load the model with"):
         kvzip.chosen(model, cache, torch.zeros(1, 40, dtype=torch.int64), options(budget=8), 0, encode, BEHIND)

@@ -23,6 +23,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.batching.request import Request
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.movement import copy_stream, deferred, triton_copy
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch
@@ -151,11 +152,11 @@ def test_a_large_argument_that_moves_costs_the_graph_and_one_warning_that_names_
     def run(model: LlamaForCausalLM) -> Tensor:
         logits = []
         with torch.no_grad():
-            cache = model(prompt(50), use_cache=True).past_key_values
+            cache = cache_of(model(prompt(50), use_cache=True))
             for place in range(50, 60):
                 kept.append(vectors[place].clone().view(1, 1, -1))
                 given = {"inputs_embeds": kept[-1], "position_ids": torch.tensor([[place]])}
-                logits.append(model(**given, past_key_values=cache).logits)
+                logits.append(model(**given, **with_cache(cache)).logits)
         return torch.cat(logits)
 
     with pytest.warns(UserWarning, match="any more: input .*inputs_embeds.* lies elsewhere in every step") as warned:
@@ -217,7 +218,7 @@ def test_steps_of_calls_without_position_ids_are_captured(
             out = model(prompt(50, 2), use_cache=True)
             logits = []
             for token in prompt(9, 2).split(1, 1):
-                out = model(token, past_key_values=out.past_key_values)
+                out = model(token, **with_cache(cache_of(out)))
                 logits.append(out.logits)
         return torch.cat(logits, 1)
 
@@ -251,7 +252,7 @@ def test_a_forks_steps_are_its_own(
 
     def run(model: LlamaForCausalLM) -> Tensor:
         with torch.no_grad():
-            cache = model(prompt(100), use_cache=True).past_key_values
+            cache = cache_of(model(prompt(100), use_cache=True))
             for token in range(4):
                 decode(model, token, 100 + token, cache)
             fork = copy.deepcopy(cache)
@@ -259,7 +260,7 @@ def test_a_forks_steps_are_its_own(
 
     def decode(model: LlamaForCausalLM, token: int, position: int, cache: Any) -> Tensor:
         place = torch.tensor([[position]])
-        return model(torch.tensor([[token]]), past_key_values=cache, position_ids=place).logits
+        return model(torch.tensor([[token]]), **with_cache(cache), position_ids=place).logits
 
     torch.testing.assert_close(run(twin), run(llama), atol=1e-3, rtol=1e-3)
     assert len(stand_in) == 2
@@ -358,20 +359,20 @@ def test_a_session_whose_host_tier_is_not_pinned_runs_its_steps_as_they_are(
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, lowering="eager", mode="reduce-overhead")
     with torch.no_grad():
-        cache = twin(prompt(40), use_cache=True).past_key_values
+        cache = cache_of(twin(prompt(40), use_cache=True))
         session = cache.layers[0].keys.handle.session
         session.capturable = False
         told = []
         for place in range(40, 44):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+                twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
             told.append(any("the host tier could not be pinned" in str(warning.message) for warning in caught))
         assert told == [True, False, False, False]
         assert not stand_in
         session.capturable = True
         for place in range(44, 46):
-            twin(torch.tensor([[1]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+            twin(torch.tensor([[1]]), **with_cache(cache), position_ids=torch.tensor([[place]]))
         assert len(stand_in) == 1
     told_of = sc.stats(twin)
     assert (told_of.decodes, told_of.replays) == (6, 1)
@@ -383,10 +384,10 @@ def test_a_batch_under_a_mask_that_is_more_than_padding_says_why_it_is_not_captu
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, mode="reduce-overhead")
     with torch.no_grad():
-        cache = twin(prompt(40, 2), use_cache=True).past_key_values
+        cache = cache_of(twin(prompt(40, 2), use_cache=True))
         mask = torch.ones(2, 1, 1, 41, dtype=torch.bool)
         with pytest.warns(UserWarning, match="no CUDA graph of the decode step: input .*mask.* changes its size"):
-            twin(prompt(1, 2), past_key_values=cache, attention_mask=mask)
+            twin(prompt(1, 2), **with_cache(cache), attention_mask=mask)
 
 
 def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
@@ -396,13 +397,13 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
         start = cache.get_seq_length() if cache else 0
         given = given or {"input_ids": prompt(tokens, 1, start)}
         place = torch.arange(start, start + tokens)[None]
-        return model(**given, past_key_values=cache, position_ids=place, use_cache=True)
+        return model(**given, **with_cache(cache), position_ids=place, use_cache=True)
 
     def steps(cache: Any, count: int) -> Iterator[Tensor]:
         for _ in range(count):
             yield forward(cache, 1).logits
 
-    cache = forward(None, 200).past_key_values
+    cache = cache_of(forward(None, 200))
     yield from steps(cache, 6)
     for _ in range(2):
         yield forward(cache, 1, {"inputs_embeds": vectors[None, :1]}).logits
@@ -438,7 +439,7 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "captures_on", lambda device: True)
     twin = compile_copy(llama, top_k=8, mode="reduce-overhead")
-    cache = twin(prompt(200), use_cache=True).past_key_values
+    cache = cache_of(twin(prompt(200), use_cache=True))
     session = cache.layers[0].keys.handle.session
 
     def pending() -> list[bool]:
@@ -446,12 +447,12 @@ def test_the_last_layers_fetch_is_left_to_the_next_replay(
         return [layer["wanted"].sort().values.ne(layer["slot_index"].sort().values).any() for layer in session.state]
 
     for token in range(6):
-        twin(prompt(1, 1, token), past_key_values=cache, position_ids=torch.tensor([[200 + token]]))
+        twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[200 + token]]))
     assert pending() == [False, True]
     session.drain()
     assert pending() == [False, False]
     for token in range(2):
-        twin(prompt(1, 1, token), past_key_values=cache, position_ids=torch.tensor([[206 + token]]))
+        twin(prompt(1, 1, token), **with_cache(cache), position_ids=torch.tensor([[206 + token]]))
     Step(session, 1).abandon()
     session.drain()
     assert all((layer["slot_index"] == -1).all() for layer in session.state), "a step that failed is owed nothing"

@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, prompt
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.rewritten import Rewrites, Rewritten
 from specache_compile.lowering.late import guards, made_within_tracing
 from specache_compile.runtime.records import find_record
@@ -99,11 +100,11 @@ def step(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> Callable[[]
     """A decode step of a compiled model behind 250 tokens; how many are cached then."""
     twin = compiled_with(llama, request.param)
     with torch.no_grad():
-        cache = twin(prompt(250), past_key_values=DynamicCache(config=twin.config)).past_key_values
+        cache = cache_of(twin(prompt(250), **with_cache(DynamicCache(config=twin.config))))
 
     def once() -> int:
         with torch.no_grad():
-            twin(prompt(1), past_key_values=cache)
+            twin(prompt(1), **with_cache(cache))
         return cache.get_seq_length()
 
     once.model = twin  # type: ignore[attr-defined]

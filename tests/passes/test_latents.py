@@ -20,6 +20,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import FAMILIES
 from graphs import BATCH, PAST, GraphBuilder, found, plan_for, text
+from specache_compile.compat import with_cache
 from specache_compile.compile.captured import misfit
 from specache_compile.methods import every_method, parse_options
 from specache_compile.passes.absorb import absorb
@@ -187,9 +188,9 @@ def test_the_cache_has_hugging_faces_bytes_and_comes_back_bit_for_bit() -> None:
     ids, plain, cache = prompt(90), DynamicCache(), DynamicCache()
     model = compiled(method="full")
     with torch.no_grad():
-        MODEL.model()(ids, past_key_values=plain, use_cache=True)
-        model(ids, past_key_values=cache, use_cache=True)
-    whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
+        MODEL.model()(ids, **with_cache(plain), use_cache=True)
+        model(ids, **with_cache(cache), use_cache=True)
+    whole = sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in plain.layers)  # 16 bits
     session = session_of(cache)
     assert session is not None
     assert isinstance(cache.layers[0].keys, HeldTensor)
@@ -202,11 +203,11 @@ def test_a_plain_cache_is_taken_over_and_saved(tmp_path: Path) -> None:
     """A second turn behind a cache that the uncompiled model filled, saved and loaded, says what that model does."""
     ids, plain = prompt(90), DynamicCache()
     with torch.no_grad():
-        MODEL.model()(ids[:, :-1], past_key_values=plain, use_cache=True)
+        MODEL.model()(ids[:, :-1], **with_cache(plain), use_cache=True)
     model = compiled()
     greedy(model, ids, 2)
     sc.save(sc.hold(plain, model), tmp_path)
-    out = model.generate(ids, past_key_values=sc.load(tmp_path, model), max_new_tokens=12, do_sample=False)
+    out = model.generate(ids, **with_cache(sc.load(tmp_path, model)), max_new_tokens=12, do_sample=False)
     assert torch.equal(out, greedy(MODEL.model(), ids, 12))
 
 
@@ -214,12 +215,12 @@ def test_crops_and_forks_go_on_as_the_uncompiled_model_does() -> None:
     ids, model = prompt(120), compiled()
     cache = DynamicCache()
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **with_cache(cache), use_cache=True)
     fork = copy.deepcopy(cache)
     cache.crop(70 - 120)
     for held, before in ((cache, 70), (fork, 120)):
         again = torch.cat([ids[:, :before], prompt(9)], 1)
-        out = model.generate(again, past_key_values=held, max_new_tokens=6, do_sample=False)
+        out = model.generate(again, **with_cache(held), max_new_tokens=6, do_sample=False)
         assert torch.equal(out, greedy(MODEL.model(), again, 6))
 
 
@@ -247,9 +248,9 @@ def test_fp8_keeps_rows_too() -> None:
     ids, cache, model = prompt(120), DynamicCache(), compiled(method="fp8")
     with torch.no_grad():
         expected = MODEL.model()(ids).logits[:, -1]
-        model(ids[:, :-9], past_key_values=cache, use_cache=True)
-        model(ids[:, -9:-1], past_key_values=cache, use_cache=True)
-        logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+        model(ids[:, :-9], **with_cache(cache), use_cache=True)
+        model(ids[:, -9:-1], **with_cache(cache), use_cache=True)
+        logits = model(ids[:, -1:], **with_cache(cache), use_cache=True).logits[:, -1]
     assert isinstance(cache.layers[0].keys, HeldTensor)
     assert 1e-3 < float((logits - expected).norm() / expected.norm()) < 0.3
 
@@ -290,8 +291,8 @@ def test_more_bits_of_a_row_are_nearer_and_with_every_pair_fetched_nothing_is_lo
     def distance(bits: float, top_k: int) -> float:
         model, cache = compiled(bits=bits, top_k=top_k, host_bits=16, group_size=32, residual_length=32), DynamicCache()
         with torch.no_grad():
-            model(ids[:, :-1], past_key_values=cache, use_cache=True)
-            logits = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1]
+            model(ids[:, :-1], **with_cache(cache), use_cache=True)
+            logits = model(ids[:, -1:], **with_cache(cache), use_cache=True).logits[:, -1]
         return float((logits - expected).norm())
 
     distances = [distance(bits, 8) for bits in (1, 8)]

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import FAMILIES
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes.reading.masks import read_mask
 from specache_compile.passes.reading.nodes import output_node
 from specache_compile.runtime.records import find_record
@@ -231,9 +232,9 @@ def distances(bits: int, pad: int) -> tuple[Tensor, Tensor]:
         for start, stop in ((0, pad + 96), *((t, t + 1) for t in range(pad + 96, ids.shape[1]))):
             given = {"attention_mask": mask[:, :stop]} if pad else {}
             out = model(
-                ids[:, start:stop], position_ids=place[:, start:stop], past_key_values=cache, use_cache=True, **given
+                ids[:, start:stop], position_ids=place[:, start:stop], **with_cache(cache), use_cache=True, **given
             )
-            cache = out.past_key_values
+            cache = cache_of(out)
             logits.append(out.logits[:, -1:])
         return torch.cat(logits[1:], 1)
 

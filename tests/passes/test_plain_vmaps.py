@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 from conftest import compile_copy, greedy, greedy_unmasked, prompt, tiny_llama
 from families import Family
 from graphs import GraphBuilder, text
+from specache_compile.compat import cache_name
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.runtime.records import find_record
 
@@ -121,13 +122,13 @@ class MaskedByVmap(torch.nn.Module):
         super().__init__()
         self.llama = llama
 
-    def forward(self, ids: Tensor, past_key_values: Any = None, **inputs: Any) -> Any:
-        if past_key_values is None:
+    def forward(self, ids: Tensor, **inputs: Any) -> Any:
+        if inputs.get(cache_name()) is None:
             tokens = torch.arange(ids.shape[1])
             inputs["attention_mask"] = torch.vmap(torch.vmap(no_later, (None, 0)), (0, None))(tokens, tokens)[
                 None, None
             ]
-        return self.llama(ids, past_key_values=past_key_values, **inputs)
+        return self.llama(ids, **inputs)
 
 
 def test_a_mask_made_with_vmap_is_read() -> None:

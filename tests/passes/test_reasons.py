@@ -13,6 +13,7 @@ import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt
 from families import COMMON, FAMILIES, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.passes import speculate
 from specache_compile.passes.reading.attention_forms import NoMatch, match_form
 from specache_compile.runtime.records import find_record
@@ -41,6 +42,18 @@ def test_a_model_with_the_default_cache_and_attention_is_not_told_to_use_them(na
     (message,) = said(family, 1)
     assert reason in message
     assert "DynamicCache" not in message
+
+
+def test_a_window_that_keeps_its_past_for_assisted_decoding_is_reported_as_a_window() -> None:
+    """Such a layer stores the whole update, and its attention reads the newest tokens of it."""
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    newest = (slice(None), slice(None), slice(-4, None), slice(None))
+    read = {node: builder.call(operator.getitem, (BATCH, HEADS, 4, DIM), node, newest) for node in (keys, values)}
+    again = builder.graph.node_copy(out, lambda node: read.get(node, node))
+    out.replace_all_uses_with(again)
+    builder.graph.erase_node(out)
+    assert "sliding window" in found(builder, builder.finish(again, keys, values)).left_alone[0].reason
 
 
 def test_keys_that_are_copied_into_memory_of_the_graphs_own_come_from_the_cache_all_the_same() -> None:
@@ -134,9 +147,9 @@ def test_one_lane_is_told_once_with_its_reason() -> None:
     embedded = model.get_input_embeddings()(prompt(20))
     with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        cache = model(inputs_embeds=embedded, use_cache=True).past_key_values
+        cache = cache_of(model(inputs_embeds=embedded, use_cache=True))
         for _ in range(2):
-            model(inputs_embeds=embedded[:, :1], past_key_values=cache)
+            model(inputs_embeds=embedded[:, :1], **with_cache(cache))
     (message,) = [str(warning.message) for warning in seen if warning.category is sc.SpecacheWarning]
     assert "one token at a time" in message
     assert "no token ids come in" in message

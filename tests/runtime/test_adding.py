@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from graphs import decode_graph, text
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines.eviction import eviction
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.baselines.policies.history import History
@@ -32,7 +33,7 @@ from specache_compile.passes.recipe import Call, Recipe, Selector
 
 @pytest.fixture(scope="module", autouse=True)
 def an_op() -> None:
-    """An op is an entry: schema, code, shapes, and what the passes and the roofline should know of it."""
+    """An op is an entry: schema, code, shapes, and what the passes and explain should know of it."""
 
     def select_oldest(scores: Tensor, wanted: Tensor) -> None:
         """The first k candidates."""
@@ -65,8 +66,8 @@ def state_after(method: str, **options: Any) -> list[LayerState]:
     """The state tensors of a cache of 100 tokens, and one step."""
     twin = under(method, **options)
     with torch.no_grad():
-        cache = twin(prompt(100), use_cache=True).past_key_values
-        twin(prompt(1), past_key_values=cache)
+        cache = cache_of(twin(prompt(100), use_cache=True))
+        twin(prompt(1), **with_cache(cache))
     return cache.layers[0].keys.handle.session.state
 
 
@@ -98,7 +99,7 @@ def test_a_selector_is_an_op_that_a_recipe_names(monkeypatch: pytest.MonkeyPatch
         assert layer["slot_index"].sort(-1).values.tolist() == [[list(range(3, 11))] * 2]
     assert any(
         "select_oldest" in row.op
-        for row in sc.explain(tiny_llama(), 300, 1, {"method": "oldest", **settings}).roofline()
+        for row in sc.explain(tiny_llama(), 300, 1, {"method": "oldest", **settings}).launch_costs()
     )
     ids = prompt(100)
     lossless = {name: value for name, value in LOSSLESS.items() if name != "lowering"}
@@ -136,9 +137,9 @@ def test_a_tiers_field_and_a_method_with_an_option_of_its_own(monkeypatch: pytes
         sc.explain(tiny_llama(), 300, 1, {"method": "offload", "each": 1})
     twin, ids = under("counting"), prompt(100)
     with torch.no_grad():
-        cache = twin(ids, use_cache=True).past_key_values
+        cache = cache_of(twin(ids, use_cache=True))
         cache.crop(-40)
-        twin(prompt(1), past_key_values=cache)
+        twin(prompt(1), **with_cache(cache))
     assert [int(layer["counted"]) for layer in cache.layers[0].keys.handle.session.state] == [61, 61]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from conftest import compiled_with, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 
 KIVI = {"method": "kivi", "lowering": "eager", "bits": 2, "rotate": True, "group_size": 32, "residual_length": 32}
 STEPS = 24
@@ -33,7 +34,7 @@ def logprobs(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     out = model(ids[:, :-STEPS], use_cache=True)
     found = []
     for place in range(ids.shape[1] - STEPS, ids.shape[1]):
-        out = model(ids[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+        out = model(ids[:, place : place + 1], **with_cache(cache_of(out)), use_cache=True)
         found.append(out.logits[:, -1].log_softmax(-1))
     return torch.stack(found, 1)
 

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.codes import trellis
 from specache_compile.kernels.state.layout import Layout
 from specache_compile.methods import parse_options
@@ -154,11 +155,11 @@ def attending(model: LlamaForCausalLM, attention: Any) -> Iterator[None]:
 def forced(model: LlamaForCausalLM, ids: Tensor, first: int, lanes: int = 1) -> Tensor:
     """Logits of the tokens behind the first ones, so many given at a time; of a compiled model, as a draft."""
     out = model(ids[:, :first], use_cache=True)
-    session, steps = session_of(out.past_key_values), []
+    session, steps = session_of(cache_of(out)), []
     if session is not None:
         session.mode = Mode.VERIFY if lanes > 1 else Mode.PLAIN
     for tokens in ids[:, first:].split(lanes, 1):
-        out = model(tokens, past_key_values=out.past_key_values, use_cache=True)
+        out = model(tokens, **with_cache(cache_of(out)), use_cache=True)
         steps.append(out.logits)
     return torch.cat(steps, 1)
 
@@ -234,7 +235,7 @@ def test_a_right_guess_leaves_nothing_to_correct() -> None:
     out = twin(prompt(130), use_cache=True)
     token = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(20):
-        out = twin(token, past_key_values=out.past_key_values, use_cache=True)
+        out = twin(token, **with_cache(cache_of(out)), use_cache=True)
     record = find_record(twin)
     assert record is not None
     assert record.latest is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from conftest import LOSSLESS, compiled_with, prompt, tiny_llama
+from specache_compile.compat import with_cache
 
 # Nothing can be computed there: what we made without saying where is found out.
 ELSEWHERE = "meta"
@@ -24,11 +25,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def logits_of(model: Any, ids: Tensor, rows: Tensor) -> Tensor:
     """Of each token [B, 1] behind the first 70, with the rows in another order from the 80th on."""
     cache, found = DynamicCache(), []
-    model(ids[:, :70], past_key_values=cache)
+    model(ids[:, :70], **with_cache(cache))
     for step in range(70, ids.shape[1]):
         if step == 80:
             cache.reorder_cache(rows)
-        found.append(model(ids[:, step : step + 1], past_key_values=cache).logits)
+        found.append(model(ids[:, step : step + 1], **with_cache(cache)).logits)
     return torch.cat(found, 1)
 
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessor
 from conftest import LOSSLESS, prompt
 from families import FAMILIES, Family
 from specache_compile import SpecacheWarning
+from specache_compile.compat import with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
 
@@ -170,7 +171,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
             token = turn
             for _ in range(1 + new):
                 text = torch.cat([text, token], 1)
-                logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+                logits = model(token, **with_cache(cache), use_cache=True).logits[:, -1]
                 close(logits, guesses.predict(text))
                 guesses(text, logits)
                 token = logits.argmax(-1, keepdim=True)
@@ -189,7 +190,7 @@ def test_left_padded_batches(family: Family) -> None:
     model, plain = compiled(family), family.model()
     cache = DynamicCache(config=model.config)
     guesses = Guesses(plain, cache, mask)
-    ours = {"past_key_values": cache, "logits_processor": [guesses]}
+    ours = {**with_cache(cache), "logits_processor": [guesses]}
     with told(family):
         inputs = {"input_ids": prompt(90, 3), "attention_mask": mask, "max_new_tokens": 13}
         assert_same_generation(model, plain, ours, **inputs)
@@ -214,7 +215,7 @@ def test_a_sliding_mask_over_a_whole_cache_is_rewritten() -> None:
     model = compiled(family)
     inputs = {"input_ids": prompt(50), "max_new_tokens": 24, "do_sample": False}
     expected = family.model().generate(**inputs)
-    assert torch.equal(model.generate(**inputs, past_key_values=DynamicCache()), expected)
+    assert torch.equal(model.generate(**inputs, **with_cache(DynamicCache())), expected)
     record = find_record(model)
     assert record is not None
     assert all(len(graph.captured.sites) == 2 for graph in record.graphs)

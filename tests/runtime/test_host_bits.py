@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, refused_in_a_line, tiny_llama
 from held_tiers import in_order
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.state.stored_pairs import ROUNDED, decoded
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
@@ -53,7 +54,7 @@ def test_what_fits_into_memory_is_chosen_beside_it(llama: LlamaForCausalLM) -> N
     for memory, stored in (("1 GiB", torch.float32), ("60 KB", ROUNDED)):
         twin = compiled_with(llama, {**SMALL, "host_bits": 8, "memory": memory})
         with torch.no_grad():
-            cache = twin(prompt(200), use_cache=True).past_key_values
+            cache = cache_of(twin(prompt(200), use_cache=True))
         assert session_of(cache).state[0]["host"].dtype == stored
 
 
@@ -61,10 +62,10 @@ def test_what_fits_into_memory_is_chosen_beside_it(llama: LlamaForCausalLM) -> N
 def test_the_host_holds_what_the_full_cache_holds_rounded_once(llama: LlamaForCausalLM) -> None:
     twin = compiled_with(llama, SMALL)
     ids = prompt(150)
-    cache = twin(ids, use_cache=True).past_key_values
+    cache = cache_of(twin(ids, use_cache=True))
     session = session_of(cache)
     session.queue.drain()
-    exact = llama(ids, use_cache=True).past_key_values.layers[0]
+    exact = cache_of(llama(ids, use_cache=True)).layers[0]
     found = decoded(in_order(session.state[0]["host"])[:, :, :150], torch.float32, 16)
     for part, pairs in ((0, exact.keys), (1, exact.values)):
         step = pairs.abs().amax(-1, keepdim=True) / 127
@@ -75,10 +76,10 @@ def test_the_host_holds_what_the_full_cache_holds_rounded_once(llama: LlamaForCa
 def test_a_crop_leaves_the_window_that_is_still_there_exact(llama: LlamaForCausalLM) -> None:
     """Only what comes back from the low-bit tier is what the host has."""
     twin = compiled_with(llama, SMALL)
-    cache = twin(prompt(100), use_cache=True).past_key_values
+    cache = cache_of(twin(prompt(100), use_cache=True))
     window = session_of(cache).state[0]["recent"].clone()  # of W = 64 places tokens 64 to 99, at t mod 64
     cache.crop(-8)
-    twin(prompt(1), past_key_values=cache)
+    twin(prompt(1), **with_cache(cache))
     state = session_of(cache).state[0]
     session_of(cache).queue.drain()
     assert torch.equal(state["recent"][:, :, :28], window[:, :, :28]), "tokens 64 to 91"

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from conftest import compiled_with, greedy, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 
 pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
@@ -56,7 +57,7 @@ def turns(model: LlamaForCausalLM) -> Tensor:
     """Several tokens at a time on one cache, and one."""
     cache, ids = DynamicCache(), prompt(171)
     spans = ((0, 90), (90, 91), (91, 130), (130, 131), (131, 171))
-    return torch.cat([model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in spans], 1)
+    return torch.cat([model(ids[:, a:b], **with_cache(cache), use_cache=True).logits for a, b in spans], 1)
 
 
 @torch.no_grad()
@@ -64,12 +65,12 @@ def copies(model: LlamaForCausalLM) -> Tensor:
     """A cache is cropped and copied; it and the copy go on."""
     out = model(prompt(90, 2), use_cache=True)
     for token in prompt(12, 2, seed=4).split(1, 1):
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
-    out.past_key_values.crop(-22)
+        out = model(token, **with_cache(cache_of(out)), use_cache=True)
+    cache_of(out).crop(-22)
     logits = []
-    for kept in (out.past_key_values, copy.deepcopy(out.past_key_values)):
+    for kept in (cache_of(out), copy.deepcopy(cache_of(out))):
         for given in (prompt(9, 2, seed=6), *prompt(8, 2, seed=7).split(1, 1)):
-            logits.append(model(given, past_key_values=kept, use_cache=True).logits)
+            logits.append(model(given, **with_cache(kept), use_cache=True).logits)
     return torch.cat(logits, 1)
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, tiny_llama
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.evaluation.baselines import eviction as evict
 from specache_compile.evaluation.baselines.eviction import eviction
 from specache_compile.evaluation.baselines.policies import POLICIES
@@ -60,7 +61,7 @@ def under(model: LlamaForCausalLM, method: str, **options: Any) -> LlamaForCausa
 
 @torch.no_grad()
 def step(model: Any, ids: Tensor, cache: Any = None, **more: Any) -> Any:
-    return model(ids, past_key_values=DynamicCache() if cache is None else cache, use_cache=True, **more)
+    return model(ids, **with_cache(DynamicCache() if cache is None else cache), use_cache=True, **more)
 
 
 @functools.cache
@@ -148,7 +149,7 @@ def test_a_prompt_of_another_length_compiles_nothing_new(llama: LlamaForCausalLM
     """Once Dynamo has made lengths dynamic, which takes it two prompts."""
     twin, compiles = under(llama, method, **LOSSY[method]), []
     for length in (100, 104, 108, 112):
-        cache = step(twin, prompt(length, batch=2)).past_key_values
+        cache = cache_of(step(twin, prompt(length, batch=2)))
         step(twin, prompt(1, batch=2), cache)
         compiles.append(sc.stats(twin).compiles)
     assert compiles[1] == compiles[2] == compiles[3]
@@ -176,7 +177,7 @@ def test_a_crop_under_eviction_drops_the_newer_pairs(llama: LlamaForCausalLM) ->
 
 def test_beams_and_copies_take_their_kept_pairs_along(llama: LlamaForCausalLM) -> None:
     twin = under(llama, "tova", budget=24)
-    cache = step(twin, prompt(80, batch=2)).past_key_values
+    cache = cache_of(step(twin, prompt(80, batch=2)))
     other = copy.deepcopy(cache)
     rows = [layer["kept_token"].clone() for layer in state_of(cache)]
     cache.reorder_cache(torch.tensor([1, 1]))
@@ -191,7 +192,7 @@ def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin, calls = under(llama, "h2o", budget=24), []
-    cache = step(twin, prompt(80)).past_key_values
+    cache = cache_of(step(twin, prompt(80)))
     step(twin, prompt(1), cache)
     before = copy.deepcopy(cache)
 
@@ -208,11 +209,11 @@ def test_a_step_that_stopped_half_way_had_evicted_and_cannot_be_taken_again(
             step(twin, prompt(1), cache)
     with pytest.raises(sc.SpecacheError, match=r"method 'h2o' had begun to drop pairs .* Generate again with"):
         step(twin, prompt(1), cache)
-    assert step(twin, prompt(1), before).past_key_values.get_seq_length() == 82
+    assert cache_of(step(twin, prompt(1), before)).get_seq_length() == 82
 
 
 def test_what_was_evicted_cannot_be_given_back(llama: LlamaForCausalLM) -> None:
-    cache = step(under(llama, "h2o", budget=24), prompt(80)).past_key_values
+    cache = cache_of(step(under(llama, "h2o", budget=24), prompt(80)))
     with pytest.raises(sc.SpecacheError, match=r"method 'h2o' keeps only the pairs .* Use a method that keeps them"):
         sc.materialize(cache)
 
@@ -220,7 +221,7 @@ def test_what_was_evicted_cannot_be_given_back(llama: LlamaForCausalLM) -> None:
 @pytest.mark.parametrize("method", ["full", "offload", "kcache"])
 def test_what_was_kept_can(llama: LlamaForCausalLM, method: str) -> None:
     models = under(llama, method, **LOSSY[method]), llama
-    ours, theirs = (step(model, prompt(80, batch=2)).past_key_values for model in models)
+    ours, theirs = (cache_of(step(model, prompt(80, batch=2))) for model in models)
     for a, b in zip(sc.materialize(ours).layers, theirs.layers, strict=True):
         torch.testing.assert_close(a.keys, b.keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(a.values, b.values, atol=1e-4, rtol=1e-4)
@@ -264,7 +265,7 @@ def test_kcache_sums_the_n_heaviest_values_of_each_query_head(top_n: int, length
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_kcache_keeps_the_values_of_its_first_layers_on_the_device(llama: LlamaForCausalLM, kept: int) -> None:
-    cache = step(under(llama, "kcache", kept_layers=kept), prompt(80)).past_key_values
+    cache = cache_of(step(under(llama, "kcache", kept_layers=kept), prompt(80)))
     assert ["full_cache" in layer for layer in state_of(cache)] == [n < kept for n in range(2)]
     assert ["host" in layer for layer in state_of(cache)] == [n >= kept for n in range(2)]
 
@@ -295,7 +296,7 @@ def test_a_new_policy_is_a_function_and_a_line(llama: LlamaForCausalLM, monkeypa
 
     monkeypatch.setitem(POLICIES, "even", importance)
     monkeypatch.setitem(METHODS, "even", eviction("even"))
-    cache = step(under(llama, "even", budget=20), prompt(60)).past_key_values
+    cache = cache_of(step(under(llama, "even", budget=20), prompt(60)))
     for layer in state_of(cache):
         assert layer["kept_token"].tolist() == [[list(range(20, 60, 2))] * 2]
 
@@ -367,9 +368,9 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     e, twin = explained(method), under(llama, method, **LOSSY[method])
     step(twin, prompt(300, batch=2))
     assert sc.stats(twin).bytes_by_tier == e.bytes_by_tier
-    assert check_order(e.schedule().dag) == []
-    assert str(e).startswith(f"{method}: 2 attentions rewritten")
-    assert ("With other options" in str(e)) == (method in ("kivi", "specache"))
+    assert check_order(e.schedule()) == []
+    assert f"method {method}: " in str(e)
+    assert "2 of 2 attentions rewritten" in str(e)
 
 
 @pytest.mark.quick_for("specache", "kcache", "fp8")
@@ -377,7 +378,7 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
 def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
     """By the statistics of a run, and by explain's traffic of a step."""
     twin = under(llama, method, **LOSSY[method])
-    step(twin, prompt(1, batch=2), step(twin, prompt(100, batch=2)).past_key_values)
+    step(twin, prompt(1, batch=2), cache_of(step(twin, prompt(100, batch=2))))
     layers = {**dict.fromkeys(("full", "fp8", "snapkv", "expected_attention", "kvzip", *EVICTION), 0), "kcache": 1}.get(
         method, 2
     )

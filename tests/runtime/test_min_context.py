@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from held_tiers import in_order
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
 from specache_compile.runtime import tiers
 from specache_compile.runtime.session import Session
@@ -28,7 +29,7 @@ def session_of(cache: Any) -> Session:
 
 @torch.no_grad()
 def step(model: LlamaForCausalLM, ids: Tensor, cache: Any = None) -> Any:
-    return model(ids, past_key_values=cache, use_cache=True)
+    return model(ids, **with_cache(cache), use_cache=True)
 
 
 def test_below_it_every_pair_is_on_the_device_in_16_bits_and_nothing_is_fetched(llama: LlamaForCausalLM) -> None:
@@ -54,9 +55,9 @@ def test_the_tiers_moved_over_to_are_those_of_a_session_that_started_there(llama
     states = []
     for least in (0, 330):
         twin = compile_copy(llama, bits=2, top_k=16, sink_tokens=4, min_context=least)
-        cache = step(twin, ids[:, :300]).past_key_values
+        cache = cache_of(step(twin, ids[:, :300]))
         assert (session_of(cache).options.bits == 16) == (least > 0)
-        cache = step(twin, ids[:, 300:], cache).past_key_values
+        cache = cache_of(step(twin, ids[:, 300:], cache))
         assert session_of(cache).options.bits == 2
         states.append(session_of(cache).state)
         session_of(cache).queue.drain()
@@ -79,7 +80,7 @@ def test_keys_that_move_over_have_the_center_of_those_that_never_moved(biased: b
     states = []
     for least in (330, 0):
         twin = compile_copy(model, **options, setting="best", host_bits=16, min_context=least)
-        cache = step(twin, ids[:, 300:], step(twin, ids[:, :300]).past_key_values).past_key_values
+        cache = cache_of(step(twin, ids[:, 300:], cache_of(step(twin, ids[:, :300]))))
         session_of(cache).queue.drain()
         assert session_of(cache).tiers.pending is None
         states.append(session_of(cache).state)
@@ -93,7 +94,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twin, ids = compile_copy(llama, min_context=LEAST), prompt(120, 2)
-    cache = step(twin, ids[:, :100]).past_key_values
+    cache = cache_of(step(twin, ids[:, :100]))
     moved, whole = [], tiers.moved_over
 
     def interrupted(*arguments: Any) -> Any:
@@ -115,7 +116,7 @@ def test_a_move_that_was_interrupted_goes_on_with_the_next_step(
 
 def test_a_prompt_that_is_long_enough_starts_where_the_options_say(llama: LlamaForCausalLM) -> None:
     twin = compile_copy(llama, min_context=LEAST)
-    cache = step(twin, prompt(LEAST, 2)).past_key_values
+    cache = cache_of(step(twin, prompt(LEAST, 2)))
     assert session_of(cache).options.bits == LOSSLESS["bits"]
     assert session_of(cache).tiers.pending is None
 
@@ -124,7 +125,7 @@ def test_a_fork_moves_over_by_itself(llama: LlamaForCausalLM) -> None:
     twin = compile_copy(llama, min_context=LEAST)
 
     def run(model: LlamaForCausalLM) -> Tensor:
-        cache = step(model, prompt(100, 2)).past_key_values
+        cache = cache_of(step(model, prompt(100, 2)))
         fork = copy.deepcopy(cache)
         step(model, prompt(20, 2), fork)
         return torch.cat([step(model, prompt(1, 2), c).logits for c in (cache, fork)])

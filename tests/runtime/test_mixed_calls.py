@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from families import FAMILIES
-from specache_compile.compat import GENERATE_MASKS_ALL
+from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
 from specache_compile.runtime.records import find_record
 
@@ -109,16 +109,16 @@ def with_padding(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
 def in_turns(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
     cache = DynamicCache()
     for _ in range(3):
-        ids = torch.cat([greedy(model, ids, 6, past_key_values=cache), prompt(rng.randrange(2, 9), len(ids))], 1)
+        ids = torch.cat([greedy(model, ids, 6, **with_cache(cache)), prompt(rng.randrange(2, 9), len(ids))], 1)
     return ids
 
 
 def cropped(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
     cache = DynamicCache()
-    whole = greedy(model, ids, 12, past_key_values=cache)
+    whole = greedy(model, ids, 12, **with_cache(cache))
     back = rng.randrange(1, 8)
     cache.crop(-back)
-    return greedy(model, whole[:, : cache.get_seq_length() + 1], 6, past_key_values=cache)
+    return greedy(model, whole[:, : cache.get_seq_length() + 1], 6, **with_cache(cache))
 
 
 def looked_up(model: Any, ids: Tensor, rng: random.Random) -> Tensor:
@@ -220,7 +220,7 @@ def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
     copies = {method: under(model, method) for method in MADE_UNDER}
     ids, plain = prompt(100), DynamicCache()
     spans = ((0, 90), (90, 91), (91, 92), (92, 93), (93, 99), (99, 100))
-    expected = [model(ids[:, a:b], past_key_values=plain, use_cache=True).logits for a, b in spans]
+    expected = [model(ids[:, a:b], **with_cache(plain), use_cache=True).logits for a, b in spans]
     for first, second in PAIRS:
         cache, told = DynamicCache(), []
         for method, (start, stop), right in zip(
@@ -228,7 +228,7 @@ def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
         ):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                got = copies[method](ids[:, start:stop], past_key_values=cache, use_cache=True).logits
+                got = copies[method](ids[:, start:stop], **with_cache(cache), use_cache=True).logits
             told += [method for warning in caught if "other options" in str(warning.message)]
             torch.testing.assert_close(got, right, atol=1e-3, rtol=1e-3, msg=f"{first}, then {second}, at {start}")
         assert told == [second], "once a cache"
@@ -242,8 +242,8 @@ def test_a_setting_that_differs_makes_a_graph_of_its_own() -> None:
     ids = prompt(200)
 
     def logits(later: LlamaForCausalLM) -> Tensor:
-        out = narrow(ids[:, :150], past_key_values=DynamicCache(), use_cache=True)
-        parts = [later(ids[:, t : t + 1], past_key_values=out.past_key_values).logits for t in range(150, 160)]
+        out = narrow(ids[:, :150], **with_cache(DynamicCache()), use_cache=True)
+        parts = [later(ids[:, t : t + 1], **with_cache(cache_of(out))).logits for t in range(150, 160)]
         return torch.cat(parts, 1)
 
     expected = logits(narrow)

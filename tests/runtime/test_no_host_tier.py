@@ -11,6 +11,7 @@ import torch
 
 import specache_compile as sc
 from conftest import greedy, prompt
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import OptionError, SpecacheError
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
@@ -38,7 +39,7 @@ def compiled_for(model: Any, **options: Any) -> Any:
 
 def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any, Any]:
     model = compiled_for(llama, **options)
-    return model, model(prompt(tokens), use_cache=True).past_key_values
+    return model, cache_of(model(prompt(tokens), use_cache=True))
 
 
 @pytest.mark.quick_for("k = 0, rotated", slow=("kivi",))
@@ -49,7 +50,7 @@ def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any
     runs = []
     for host in (True, False):
         model, cache = filled({**options, "host_tier": host}, llama, 80)
-        runs.append([model(prompt(1, seed=n), past_key_values=cache, use_cache=True).logits for n in range(30)])
+        runs.append([model(prompt(1, seed=n), **with_cache(cache), use_cache=True).logits for n in range(30)])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
@@ -70,37 +71,37 @@ def test_rows_and_forks_go_on_as_they_are(llama: Any) -> None:
     model, cache = filled(WITHOUT["kivi"], llama)
     twin = copy.deepcopy(cache)
     cache.batch_repeat_interleave(2)
-    both = model(prompt(1).repeat(2, 1), past_key_values=cache, use_cache=True).logits
-    alone = model(prompt(1), past_key_values=twin, use_cache=True).logits
+    both = model(prompt(1).repeat(2, 1), **with_cache(cache), use_cache=True).logits
+    alone = model(prompt(1), **with_cache(twin), use_cache=True).logits
     torch.testing.assert_close(both, alone.repeat(2, 1, 1))
 
 
 def test_a_crop_within_the_window_is_right(llama: Any) -> None:
     """100 tokens, of which 64 are rounded: what comes behind 98 is what came behind them before."""
     model, cache = filled(WITHOUT["kivi"], llama, 98)
-    expected = model(prompt(1), past_key_values=copy.deepcopy(cache), use_cache=True).logits
+    expected = model(prompt(1), **with_cache(copy.deepcopy(cache)), use_cache=True).logits
     for _ in range(2):
-        model(prompt(1, seed=3), past_key_values=cache, use_cache=True)
+        model(prompt(1, seed=3), **with_cache(cache), use_cache=True)
     cache.crop(-2)
-    assert torch.equal(model(prompt(1), past_key_values=cache, use_cache=True).logits, expected)
+    assert torch.equal(model(prompt(1), **with_cache(cache), use_cache=True).logits, expected)
 
 
 @pytest.mark.slow
 def test_a_held_cache_and_one_that_was_saved_go_on(llama: Any, tmp_path: Any) -> None:
     model, cache = filled(WITHOUT["kivi"], llama)
-    held = sc.hold(llama(prompt(100), use_cache=True).past_key_values, model)
+    held = sc.hold(cache_of(llama(prompt(100), use_cache=True)), model)
     sc.save(cache, tmp_path)
     step = {"input_ids": prompt(1), "use_cache": True}
     loaded = sc.load(tmp_path, model)
-    expected = model(**step, past_key_values=cache).logits
-    assert torch.equal(model(**step, past_key_values=held).logits, expected)
-    assert torch.equal(model(**step, past_key_values=loaded).logits, expected)
+    expected = model(**step, **with_cache(cache)).logits
+    assert torch.equal(model(**step, **with_cache(held)).logits, expected)
+    assert torch.equal(model(**step, **with_cache(loaded)).logits, expected)
 
 
 REFUSED: dict[str, Callable[[Any, Any], object]] = {
-    "a call of several tokens": lambda model, cache: model(prompt(5), past_key_values=cache, use_cache=True),
+    "a call of several tokens": lambda model, cache: model(prompt(5), **with_cache(cache), use_cache=True),
     "a crop to 40 tokens": lambda model, cache: (
-        cache.crop(-60), model(prompt(1), past_key_values=cache, use_cache=True)
+        cache.crop(-60), model(prompt(1), **with_cache(cache), use_cache=True)
     ),
     "a copy of its keys and values": lambda model, cache: sc.materialize(cache),
 }  # fmt: skip
@@ -120,13 +121,13 @@ def test_an_interrupted_step_is_not_gone_on_from(llama: Any, monkeypatch: pytest
         raise KeyboardInterrupt
 
     model, cache = filled(WITHOUT["kivi"], llama)
-    model(prompt(1), past_key_values=cache, use_cache=True)
+    model(prompt(1), **with_cache(cache), use_cache=True)
     with monkeypatch.context() as patch:
         patch.setattr(Step, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            model(prompt(1), past_key_values=cache, use_cache=True)
+            model(prompt(1), **with_cache(cache), use_cache=True)
     with pytest.raises(SpecacheError, match="interrupted"):
-        model(prompt(1), past_key_values=cache, use_cache=True)
+        model(prompt(1), **with_cache(cache), use_cache=True)
 
 
 @pytest.mark.parametrize(

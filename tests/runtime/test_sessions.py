@@ -24,6 +24,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
 from held_tiers import in_order
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.kernels.memory import host_memory
 from specache_compile.kernels.movement import copy_queue, copy_stream
 from specache_compile.runtime import tiers
@@ -38,7 +39,7 @@ pytestmark = [pytest.mark.one_process, pytest.mark.one_trace]
 
 def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
     with torch.no_grad():
-        return model(ids, past_key_values=cache, use_cache=True, **given)
+        return model(ids, **with_cache(cache), use_cache=True, **given)
 
 
 def session_of(cache: DynamicCache) -> Any:
@@ -50,13 +51,13 @@ def random_walk(model: LlamaForCausalLM, twin: LlamaForCausalLM, seed: int, same
     one of them alone makes, takes back, and verifies."""
     rng = random.Random(seed)
     ids = prompt(rng.randrange(1, 90), 2, seed)
-    caches = [step(m, ids).past_key_values for m in (model, twin)]
+    caches = [cache_of(step(m, ids)) for m in (model, twin)]
     for _ in range(40):
         action = rng.choice(["step", "step", "step", "extend", "verify", "crop", "reorder", "repeat", "select", "fork"])
         batch, length = caches[0].layers[0].keys.shape[0], caches[0].get_seq_length()
         if action in ("step", "extend"):
             ids = prompt(1 if action == "step" else rng.randrange(2, 70), batch, rng.randrange(1000))
-            caches = [step(m, ids, c).past_key_values for m, c in zip((model, twin), caches, strict=True)]
+            caches = [cache_of(step(m, ids, c)) for m, c in zip((model, twin), caches, strict=True)]
         elif action == "verify":
             drafted = rng.randrange(1, 40)
             for place in range(drafted):
@@ -140,7 +141,7 @@ def test_host_tier_of_deeper_layers_equals_hf_cache_after_a_random_walk(llama: L
 def test_after_a_crop_every_tier_holds_the_tokens_it_should(llama: LlamaForCausalLM, length: int) -> None:
     """As if the cache had only ever seen the first `length` tokens; at 16 bits this is exact in every tier."""
     twin = compile_copy(llama, bits=16)
-    cache = step(twin, prompt(170)).past_key_values
+    cache = cache_of(step(twin, prompt(170)))
     cache.crop(length - 170)
     session = session_of(cache)
     session.replay(session.version, cache.layers[0].keys.handle.edits)
@@ -155,7 +156,7 @@ def test_after_a_crop_every_tier_holds_the_tokens_it_should(llama: LlamaForCausa
 def test_a_view_that_was_looked_at_can_be_edited_further(llama: LlamaForCausalLM) -> None:
     """Cropped, looked at and cropped again it is the cache that was cropped at once; the view between is stale."""
     twin, token = compile_copy(llama), torch.tensor([[7]])
-    once, twice = (step(twin, prompt(120)).past_key_values for _ in range(2))
+    once, twice = (cache_of(step(twin, prompt(120))) for _ in range(2))
     once.crop(-30)
     twice.crop(-10)
     assert sc.lengths(twice).tolist() == [110]
@@ -184,7 +185,7 @@ def test_two_caches_interleaved_do_not_see_each_other(llama: LlamaForCausalLM) -
         ):
             token = outs[number].logits[:, -1:].argmax(-1)
             tokens[number].append(int(token))
-            outs[number] = step(twin, token, outs[number].past_key_values)
+            outs[number] = step(twin, token, cache_of(outs[number]))
         return tokens
 
     prompts = [prompt(100, seed=1), prompt(100, seed=2)]
@@ -201,7 +202,7 @@ def test_memory_is_freed_with_the_cache(llama: LlamaForCausalLM) -> None:
         return sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
 
     before = live_bytes()
-    cache = step(twin, prompt(3000)).past_key_values
+    cache = cache_of(step(twin, prompt(3000)))
     step(twin, prompt(1), cache)
     session = session_of(cache)
     tiers = sum(t.nbytes for layer in session.state for t in layer.values())
@@ -214,7 +215,7 @@ def test_memory_is_freed_with_the_cache(llama: LlamaForCausalLM) -> None:
 def test_live_device_bytes_equal_the_prediction(llama: LlamaForCausalLM) -> None:
     for bits, length, batch in ((1, 700, 2), (2, 300, 1), (4, 1500, 3), (16, 300, 1)):
         twin = compile_copy(llama, bits=bits, top_k=32)
-        cache = step(twin, prompt(length, batch)).past_key_values
+        cache = cache_of(step(twin, prompt(length, batch)))
         live = sum(
             t.nbytes
             for layer in session_of(cache).state
@@ -275,7 +276,7 @@ def test_a_failing_copy_is_a_clear_error_and_never_a_hang(
 
     def many_steps() -> None:
         for _ in range(40):
-            caches[0] = step(twin, prompt(1 if caches[0] else 100), caches[0]).past_key_values
+            caches[0] = cache_of(step(twin, prompt(1 if caches[0] else 100), caches[0]))
 
     with pytest.raises(sc.SpecacheError, match="no host memory left"):
         many_steps()
@@ -302,7 +303,7 @@ def test_a_cache_whose_copy_failed_is_refused_in_every_use_and_dies_when_dropped
     ]
     twin = compile_copy(tiny_llama())  # one trace for all options would keep its first cache
     for number, use in enumerate(uses):
-        cache = step(twin, prompt(100, 2)).past_key_values
+        cache = cache_of(step(twin, prompt(100, 2)))
         step(twin, prompt(1, 2), cache)
         session = weakref.ref(session_of(cache))
         with monkeypatch.context() as patch:
@@ -335,8 +336,8 @@ def test_an_interrupted_step_can_be_taken_again(
 ) -> None:
     twin = compile_copy(llama)
     tokens = prompt(101)
-    expected = step(llama, tokens[:, 100:], step(llama, tokens[:, :100]).past_key_values).logits
-    cache = step(twin, torch.cat([tokens[:, :100], prompt(cropped, seed=8)], 1)).past_key_values
+    expected = step(llama, tokens[:, 100:], cache_of(step(llama, tokens[:, :100]))).logits
+    cache = cache_of(step(twin, torch.cat([tokens[:, :100], prompt(cropped, seed=8)], 1)))
     if cropped:
         cache.crop(-cropped)
     step(twin, tokens[:, 100:], copy.deepcopy(cache))
@@ -365,7 +366,7 @@ def test_token_ids_after_vectors_on_one_cache(llama: LlamaForCausalLM) -> None:
             logits = []
             for number in range(6):
                 given = {"inputs_embeds": vectors} if number % 2 else {"input_ids": prompt(1, seed=number)}
-                out = model(**given, past_key_values=out.past_key_values)
+                out = model(**given, **with_cache(cache_of(out)))
                 logits.append(out.logits)
         return logits
 
@@ -382,7 +383,7 @@ def test_a_token_that_a_mask_hid_and_no_mask_hides_any_more_is_chosen_for_the_sl
     mask[0, 50] = 0
 
     def last(model: LlamaForCausalLM) -> torch.Tensor:
-        cache = step(model, ids[:, :100], attention_mask=mask[:, :100]).past_key_values
+        cache = cache_of(step(model, ids[:, :100], attention_mask=mask[:, :100]))
         for n in (101, 102):
             step(model, ids[:, n - 1 : n], cache, attention_mask=mask[:, :n])
         return step(model, ids[:, 102:], copy.deepcopy(cache) if fork else cache).logits
@@ -393,7 +394,7 @@ def test_a_token_that_a_mask_hid_and_no_mask_hides_any_more_is_chosen_for_the_sl
 class TestHeldTensors:
     def cache(self) -> tuple[LlamaForCausalLM, DynamicCache]:
         twin = compile_copy(tiny_llama())
-        return twin, step(twin, prompt(50, 2)).past_key_values
+        return twin, cache_of(step(twin, prompt(50, 2)))
 
     def test_shape_length_and_repr(self) -> None:
         _, cache = self.cache()
@@ -452,7 +453,7 @@ class TestHeldTensors:
 
     def test_layers_from_different_caches_are_refused(self) -> None:
         twin, cache = self.cache()
-        other = step(twin, prompt(50, 2, seed=9)).past_key_values
+        other = cache_of(step(twin, prompt(50, 2, seed=9)))
         cache.layers[1] = other.layers[1]
         with pytest.raises(sc.SpecacheError, match="different caches"):
             step(twin, prompt(1, 2), cache)
@@ -489,7 +490,7 @@ ROWS: dict[str, Any] = {
 def test_batch_select_indices_takes_what_hfs_own_cache_takes(llama: LlamaForCausalLM, rows: Any) -> None:
     logits = []
     for model in (llama, compile_copy(llama)):
-        cache = step(model, prompt(70, 4)).past_key_values
+        cache = cache_of(step(model, prompt(70, 4)))
         cache.batch_select_indices(rows)
         logits.append(step(model, prompt(1, cache.layers[0].keys.shape[0]), cache).logits)
     torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-4)
@@ -498,7 +499,7 @@ def test_batch_select_indices_takes_what_hfs_own_cache_takes(llama: LlamaForCaus
 @pytest.mark.parametrize("rows", [(0, 4), [-5, 0], range(3, 6), np.array([4]), torch.tensor([1, -5]), [True, False]])
 def test_rows_that_the_batch_has_not_are_an_index_error_as_hfs(llama: LlamaForCausalLM, rows: Any) -> None:
     """In the same words, which name the index and the batch size; the cache is as it was."""
-    plain, held = (step(model, prompt(40, 4)).past_key_values for model in (llama, compile_copy(llama)))
+    plain, held = (cache_of(step(model, prompt(40, 4))) for model in (llama, compile_copy(llama)))
     with pytest.raises(IndexError) as expected:
         plain.batch_select_indices(rows)
     with pytest.raises(IndexError, match=r"(index -?\d .*with size 4|shape .*\[2\].*\[4)") as raised:
@@ -512,11 +513,11 @@ def test_a_host_tier_over_its_budget_is_refused_before_anything_is_lost(llama: L
     pair = 2 * 2 * 16 * 4  # K and V, two heads, 16 channels, float32
     twin = compile_copy(llama, host_memory=2 * 300 * pair)
     out = step(twin, prompt(250))
-    cache = out.past_key_values
+    cache = cache_of(out)
     with pytest.raises(sc.SpecacheError, match=r"the host tier would need .* 512 tokens x batch 1.*host_memory"):
         step(twin, prompt(20), cache)
     assert cache.get_seq_length() == 250
-    plain = step(llama, prompt(250)).past_key_values
+    plain = cache_of(step(llama, prompt(250)))
     expected = step(llama, prompt(5), plain).logits
     torch.testing.assert_close(step(twin, prompt(5), cache).logits, expected, atol=1e-3, rtol=1e-3)
 
@@ -542,13 +543,13 @@ def test_the_host_tier_has_memory_in_finer_steps_than_buckets_and_a_step_stays_r
     settings, token = {"top_k": 8, "lowering": "eager", "setting": "paper"}, 2 * 2 * 16 * 4
     twin = compile_copy(model, **settings, host_memory=4608 * token)
     ids = prompt(5000)
-    cache = step(twin, ids[:, :4100]).past_key_values
+    cache = cache_of(step(twin, ids[:, :4100]))
     session = session_of(cache)
     explained = sc.explain(model, 4100, options=settings)
     assert sc.stats(twin).bytes_by_tier["host"] == explained.bytes_by_tier["host"] == 4352 * token
     host = session.state[0]["host"]
     recorded = session.recorded.steps[None] = None
-    cache = step(twin, ids[:, 4100:4353], cache).past_key_values
+    cache = cache_of(step(twin, ids[:, 4100:4353], cache))
     assert sc.stats(twin).bytes_by_tier["host"] == 4608 * token
     assert session.state[0]["host"] is host
     assert session.recorded.steps == {None: recorded}
@@ -564,7 +565,7 @@ def test_what_is_explained_has_no_budget_to_keep(monkeypatch: pytest.MonkeyPatch
 
 def test_the_cursor_is_written_without_copies_from_the_host(compiled: LlamaForCausalLM) -> None:
     """On CUDA a copy of one number from host memory stops the host, in every step; a fill does not."""
-    session = session_of(step(compiled, prompt(100)).past_key_values)
+    session = session_of(cache_of(step(compiled, prompt(100))))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         Step(session, 1).point()
     names = {event.name for event in profile.events()}
@@ -592,7 +593,7 @@ def test_the_host_tier_lies_in_huge_pages_and_in_no_child(monkeypatch: pytest.Mo
 
 
 def test_a_step_that_raised_leaves_no_staging_behind(compiled: LlamaForCausalLM) -> None:
-    session = session_of(step(compiled, prompt(40)).past_key_values)
+    session = session_of(cache_of(step(compiled, prompt(40))))
     staging = copy_stream.staging_of(torch.device("cpu"))
     Step(session, 1).abandon()
     assert copy_stream.staging_of(torch.device("cpu")) is not staging

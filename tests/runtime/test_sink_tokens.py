@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 import specache_compile as sc
 from conftest import compiled_with, greedy, prompt, refused_in_a_line
 from held_tiers import interrupted_behind
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.methods import parse_options
 from specache_compile.runtime.session import session_of
 
@@ -42,7 +43,7 @@ def twin(request: pytest.FixtureRequest, llama: LlamaForCausalLM) -> LlamaForCau
 
 @torch.no_grad()
 def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given: Any) -> Any:
-    return model(ids, past_key_values=cache, use_cache=True, **given).past_key_values
+    return cache_of(model(ids, **with_cache(cache), use_cache=True, **given))
 
 
 @pytest.mark.quick_for("kivi-3", "kivi without a host tier-90", "corrected-3", "two lanes-90")
@@ -88,7 +89,7 @@ def test_they_outlive_chunks_crops_forks_rows_and_a_file(llama: LlamaForCausalLM
     expected = greedy(llama, ids[:, :101], 24)
     for each in (cache, loaded, other):
         rows = order[id(each)]
-        assert torch.equal(greedy(twin, ids[rows, :101], 24, past_key_values=each), expected[rows])
+        assert torch.equal(greedy(twin, ids[rows, :101], 24, **with_cache(each)), expected[rows])
 
 
 @pytest.mark.parametrize("method", ["kivi", "corrected"])

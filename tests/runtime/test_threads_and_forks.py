@@ -19,6 +19,7 @@ from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
 from specache_compile import SpecacheWarning
+from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile import rewritten
 from specache_compile.compile.compiled_options import options_of
 from specache_compile.runtime.held import HeldTensor
@@ -61,7 +62,7 @@ def together(models: list[Any], tokens: list[int]) -> list[tuple[Tensor, Dynamic
         cache = DynamicCache()
         ids = prompt(60, seed=seed)
         try:
-            made = greedy(models[seed], ids, tokens[seed], past_key_values=cache, logits_processor=[Meet(barrier)])
+            made = greedy(models[seed], ids, tokens[seed], **with_cache(cache), logits_processor=[Meet(barrier)])
         except BaseException:
             barrier.abort()  # nobody need wait for this one
             raise
@@ -134,7 +135,7 @@ def test_a_call_on_one_thread_is_compiled_while_another_thread_generates(plain: 
     assert torch.equal(greedy(model, prompt(60), 8, logits_processor=[Calls()]), greedy(plain, prompt(60), 8))
     options, out = seen[0]
     assert options is None, "what another thread calls the wrapped model with is no business of this one"
-    assert is_held(out.past_key_values)
+    assert is_held(cache_of(out))
     torch.testing.assert_close(out.logits, plain(prompt(60, seed=9)).logits, atol=1e-3, rtol=0)
 
 
@@ -172,19 +173,19 @@ def in_a_child(work: Callable[[], Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_goes_on_with_its_parents_cache_and_so_does_the_parent(plain: LlamaForCausalLM) -> None:
     model, cache = compile_copy(plain), DynamicCache()
-    said = greedy(model, prompt(60), 12, past_key_values=cache)
+    said = greedy(model, prompt(60), 12, **with_cache(cache))
     turns = [torch.cat([said, prompt(5, seed=seed)], 1) for seed in (7, 8)]
     expected = [greedy(plain, turn, 12) for turn in turns]
 
     def child() -> list[Any]:
         new = greedy(model, prompt(60), 12)
-        old = greedy(model, turns[1], 12, past_key_values=cache)
+        old = greedy(model, turns[1], 12, **with_cache(cache))
         return [new.tolist(), old.tolist(), sc.stats(model).decodes]
 
     new, old, decodes = in_a_child(child)
     assert (new, old) == (said.tolist(), expected[1].tolist())
     assert decodes > 0
-    assert torch.equal(greedy(model, turns[0], 12, past_key_values=cache), expected[0])
+    assert torch.equal(greedy(model, turns[0], 12, **with_cache(cache)), expected[0])
 
 
 @torch.no_grad()
@@ -204,18 +205,18 @@ def test_two_threads_that_come_to_min_context_at_once_rewrite_one_after_the_othe
         finally:
             making.remove(threading.get_ident())
 
-    caches = [twin(prompt(60, seed=seed), use_cache=True).past_key_values for seed in (0, 1)]
+    caches = [cache_of(twin(prompt(60, seed=seed), use_cache=True)) for seed in (0, 1)]
     for cache in caches:
-        twin(prompt(1), past_key_values=cache)
-        twin(prompt(30), past_key_values=cache)
+        twin(prompt(1), **with_cache(cache))
+        twin(prompt(30), **with_cache(cache))
     monkeypatch.setattr(rewritten, "made_late", slowly)
     barrier = threading.Barrier(2)
 
     def grow(cache: DynamicCache) -> Tensor:
         with torch.no_grad():
             barrier.wait(PATIENCE)
-            twin(prompt(400, seed=4), past_key_values=cache)
-            return twin(prompt(1), past_key_values=cache).logits
+            twin(prompt(400, seed=4), **with_cache(cache))
+            return twin(prompt(1), **with_cache(cache)).logits
 
     with ThreadPoolExecutor(2) as pool:
         logits = [future.result() for future in [pool.submit(grow, cache) for cache in caches]]

@@ -19,6 +19,8 @@ from transformers import LlamaForCausalLM, LogitsProcessor
 import specache_compile as sc
 from conftest import LOSSLESS, compile_copy, greedy, prompt
 from families import FAMILIES, Family
+from specache_compile.compat import cache_of, with_cache
+from specache_compile.compile import recompile_limit
 from specache_compile.methods import every_method
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import Session
@@ -36,14 +38,21 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 @pytest.fixture(autouse=True)
 def dynamo_as_before() -> Iterator[None]:
-    with torch._dynamo.config.patch(recompile_limit=8):
+    with limit(8):
         yield
     torch.compiler.set_stance("default")
     torch.use_deterministic_algorithms(False)
 
 
-def limit(graphs: int) -> Any:
-    return torch._dynamo.config.patch(recompile_limit=graphs)
+@contextmanager
+def limit(graphs: int) -> Iterator[None]:
+    """Within it, this backend too has so many graphs of one function."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch._dynamo.config.patch(recompile_limit=graphs, accumulated_recompile_limit=256),
+    ):
+        patch.setattr(recompile_limit, "LEAST", 1)
+        yield
 
 
 @contextmanager
@@ -87,7 +96,7 @@ def ask_for_another_graph() -> None:
 
 @torch.no_grad()
 def step(model: Any, ids: Tensor, cache: Any = None) -> Any:
-    return model(ids, past_key_values=cache, use_cache=True)
+    return model(ids, **with_cache(cache), use_cache=True)
 
 
 def is_held(cache: Any) -> list[bool]:
@@ -162,7 +171,7 @@ def test_a_cache_that_became_plain_goes_on_in_a_second_turn(llama: LlamaForCausa
     logits = []
     for model in (compile_copy(llama), llama):
         with limit(1):
-            cache = step(model, prompt(50)).past_key_values
+            cache = cache_of(step(model, prompt(50)))
             logits.append([step(model, prompt(n, seed=n), cache).logits for n in (1, 9, 1)])
     assert not any(is_held(cache))
     for ours, theirs in zip(*logits, strict=True):
@@ -177,10 +186,10 @@ def test_a_method_that_evicts_has_no_plain_cache_to_give(llama: LlamaForCausalLM
     """It says so, and the cache stays as it was."""
     twin = copy.deepcopy(llama)
     twin.compile(backend="specache", options={"lowering": "eager", "method": method, "budget": 4096})
-    cache = step(twin, prompt(50)).past_key_values
+    cache = cache_of(step(twin, prompt(50)))
     with told(0), pytest.raises(sc.SpecacheError, match=r"its policy chose.*_dynamo.config.recompile_limit"):
         step(llama, prompt(1), cache)
-    expected = step(llama, prompt(1), step(llama, prompt(50)).past_key_values).logits
+    expected = step(llama, prompt(1), cache_of(step(llama, prompt(50)))).logits
     torch.testing.assert_close(step(twin, prompt(1), cache).logits, expected, atol=1e-3, rtol=1e-4)
 
 
@@ -226,11 +235,11 @@ def test_a_second_turn_of_minimax_that_hugging_face_itself_cannot_mask_is_refuse
     model.compile(backend="specache", options=LOSSLESS)
     with torch.no_grad():
         for each in (plain, model):
-            cache = each(ids, attention_mask=mask, use_cache=True).past_key_values
+            cache = cache_of(each(ids, attention_mask=mask, use_cache=True))
             with pytest.raises(RuntimeError, match=r"must match the size of tensor b \(7\)"):
-                each(turn, attention_mask=torch.cat([mask, mask[:, -7:]], 1), past_key_values=cache)
+                each(turn, attention_mask=torch.cat([mask, mask[:, -7:]], 1), **with_cache(cache))
         with pytest.warns(sc.SpecacheWarning), pytest.raises(sc.SpecacheError, match="could not be rewritten"):
-            model(turn, past_key_values=model(ids, use_cache=True).past_key_values)
+            model(turn, **with_cache(cache_of(model(ids, use_cache=True))))
 
 
 @pytest.mark.one_process
@@ -242,7 +251,7 @@ class TestOneGraph:
     def test_a_held_cache_goes_to_an_uncompiled_model(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM, uncompiled: Any, edited: Any
     ) -> None:
-        held, plain = (step(model, prompt(90, 3)).past_key_values for model in (compiled, llama))
+        held, plain = (cache_of(step(model, prompt(90, 3))) for model in (compiled, llama))
         edited(held)
         edited(plain)
         rows = plain.layers[0].keys.shape[0]
@@ -252,12 +261,12 @@ class TestOneGraph:
         assert not any(is_held(held))
 
     def test_gradients_flow_through_the_new_tokens(self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
-        held = step(compiled, prompt(50, 2)).past_key_values
-        plain = step(llama, prompt(50, 2)).past_key_values
+        held = cache_of(step(compiled, prompt(50, 2)))
+        plain = cache_of(step(llama, prompt(50, 2)))
         grads = []
         for cache in (held, plain):
             llama.zero_grad()
-            llama(prompt(3, 2), past_key_values=cache).logits.square().mean().backward()
+            llama(prompt(3, 2), **with_cache(cache)).logits.square().mean().backward()
             grads.append(llama.model.layers[0].self_attn.k_proj.weight.grad.clone())
         torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)
 
@@ -273,7 +282,7 @@ class TestOneGraph:
             return plain(self, layer, part)
 
         monkeypatch.setattr(Session, "plain", noted)
-        cache = step(compiled, prompt(50, 2)).past_key_values
+        cache = cache_of(step(compiled, prompt(50, 2)))
         for _ in range(2):
             step(llama, prompt(1, 2), cache)
         assert copied == [(0, "keys"), (0, "values"), (1, "keys"), (1, "values")]
@@ -281,7 +290,7 @@ class TestOneGraph:
     def test_the_tiers_are_given_back_with_the_last_layer(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM
     ) -> None:
-        cache = step(compiled, prompt(50, 2)).past_key_values
+        cache = cache_of(step(compiled, prompt(50, 2)))
         session = weakref.ref(cache.layers[0].keys.handle.session)
         step(llama, prompt(1, 2), cache)
         gc.collect()
@@ -290,7 +299,7 @@ class TestOneGraph:
     def test_the_other_layers_can_still_be_read_half_way(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM
     ) -> None:
-        cache = step(compiled, prompt(50, 2)).past_key_values
+        cache = cache_of(step(compiled, prompt(50, 2)))
         expected = sc.materialize(cache)
         new = torch.randn(2, 2, 1, 16)
         for layer, whole in zip(cache.layers, expected.layers, strict=True):
@@ -301,7 +310,7 @@ class TestOneGraph:
     def test_the_warning_says_why_how_large_and_what_to_raise(
         self, llama: LlamaForCausalLM, compiled: LlamaForCausalLM
     ) -> None:
-        cache = step(compiled, prompt(1024, 2)).past_key_values
+        cache = cache_of(step(compiled, prompt(1024, 2)))
         with told(1) as messages:
             step(llama, prompt(1, 2), cache)
         # Two layers of keys and values, two heads of 16 channels in float32: 512 bytes a token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen3NextConfig
 from conftest import compile_copy, compiled_with, prompt
 from families import FAMILIES
 from specache_compile import SpecacheError, SpecacheWarning
+from specache_compile.compat import with_cache
 from specache_compile.serving.conversation import Conversation, bytes_of
 from specache_compile.serving.conversations import Bounds, Conversations
 from specache_compile.serving.session_folder import SessionFolder
@@ -39,7 +41,7 @@ def nothing_is_evicted_yet() -> None:
 def hold(kept: Conversations, ids: torch.Tensor) -> Conversation:
     """Have a conversation of these tokens kept, as if a request had been all of them."""
     cache = DynamicCache(config=kept.model.config)
-    kept.model(ids[None], past_key_values=cache, use_cache=True)
+    kept.model(ids[None], **with_cache(cache), use_cache=True)
     conversation = Conversation(ids, cache, asked=len(ids))
     kept.put(conversation)
     kept.trim()
@@ -51,7 +53,7 @@ def next_logits(model: Any, ids: torch.Tensor, conversation: Conversation | None
     """After all of `ids`, of which a conversation holds the first."""
     held = 0 if conversation is None else len(conversation.ids)
     cache = None if conversation is None else conversation.cache
-    return model(ids[None, held:], past_key_values=cache, use_cache=True).logits[0, -1]
+    return model(ids[None, held:], **with_cache(cache), use_cache=True).logits[0, -1]
 
 
 def test_the_longest_beginning_is_taken_and_gone_on_from(compiled: LlamaForCausalLM, llama: LlamaForCausalLM) -> None:
@@ -107,7 +109,7 @@ def test_many_short_questions_keep_as_many_sessions_as_there_is_room_for(llama: 
         conversation = kept.take(ids)
         assert len(conversation.ids) == (60 if question else 0)
         with torch.no_grad():
-            llama(ids[None, len(conversation.ids) :], past_key_values=conversation.cache, use_cache=True)
+            llama(ids[None, len(conversation.ids) :], **with_cache(conversation.cache), use_cache=True)
         conversation.ids, conversation.asked = ids, 61
         kept.put(conversation)
         kept.trim()
@@ -240,3 +242,43 @@ def test_what_cannot_be_saved_is_dropped_with_a_warning(compiled: LlamaForCausal
     with pytest.warns(SpecacheWarning, match="is not kept"):
         kept.close()
     assert evicted == ["nowhere"]
+
+
+@torch.no_grad()
+def test_a_change_of_the_weights_forgets_conversations(
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, on disk, and under way at the change."""
+    monkeypatch.setattr(compiled.model, "norm", copy.deepcopy(compiled.model.norm))
+    ids, others, weight = prompt(90)[0], prompt(90, seed=2)[0], compiled.model.norm.weight
+    kept = keeping(compiled, Bounds(1, 1 << 40, 1 << 40), tmp_path)
+    hold(kept, others[:70])
+    hold(kept, ids[:70])
+    assert evicted == ["disk"]
+    under_way = kept.take(ids)
+    assert len(under_way.ids) == 70
+    kept.put(under_way)
+    weight.data.mul_(2.0)
+    with pytest.warns(SpecacheWarning, match="made with another model: 1 of"):
+        assert len(kept.take(others).ids) == 0
+    assert evicted == ["disk", "nowhere"]
+    under_way = kept.take(ids)
+    assert len(under_way.ids) == 0
+    weight.data.mul_(2.0)
+    kept.take(others)
+    kept.put(under_way)
+    assert kept.in_memory == []
+
+
+@torch.no_grad()
+def test_all_conversations_are_forgotten_on_request(compiled: LlamaForCausalLM, tmp_path: Path) -> None:
+    kept, ids = keeping(compiled, Bounds(1, 1 << 40, 1 << 40), tmp_path), prompt(90)[0]
+    hold(kept, ids[:40])
+    hold(kept, ids[:70])
+    under_way = kept.take(ids)
+    hold(kept, ids[:60])
+    assert len(kept.on_disk) == len(kept.in_memory) == 1
+    kept.forget()
+    kept.put(under_way)
+    assert kept.on_disk == kept.in_memory == list(tmp_path.glob("session-*")) == []
+    assert len(kept.take(ids).ids) == 0

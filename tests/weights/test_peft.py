@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import specache_compile as sc
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from kept_traces import Traces
+from specache_compile.compat import with_cache
 from specache_compile.runtime.held import HeldTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -33,7 +34,7 @@ def compiled(model: Any) -> Any:
 
 def said(model: Any, cache: DynamicCache | None = None, ids: Tensor | None = None) -> Tensor:
     ids = prompt(60) if ids is None else ids
-    return greedy(model, None, 12, input_ids=ids, past_key_values=DynamicCache() if cache is None else cache)
+    return greedy(model, None, 12, input_ids=ids, **with_cache(DynamicCache() if cache is None else cache))
 
 
 def assert_same(model: Any, plain: Any) -> Tensor:
@@ -117,3 +118,47 @@ def test_the_next_process_takes_the_traces_of_an_adapted_model(traces: Traces) -
         expected = said(other)
         assert torch.equal(said(compiled(other)), expected)
         assert traces.count >= 2
+
+
+def scale(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["other"] *= 5
+
+
+def merge(model: Any) -> None:
+    model.set_adapter("default")
+    model.merge_adapter()
+
+
+@torch._dynamo.config.patch(recompile_limit=64)
+def test_a_batch_forgets_what_another_adapter_has_computed() -> None:
+    wrapped = lora()
+    wrapped.get_base_model().compile(backend="specache", options={"bits": 16, "lowering": "eager"})
+    batch, ids, chunk = sc.Batch(wrapped.get_base_model(), chunk=128), prompt(300, seed=9), 128
+
+    def generated() -> tuple[list[int], bool]:
+        request = batch.add(ids, max_new_tokens=12)
+        batch.step()
+        from_prefix = request.read > chunk
+        batch.run()
+        return request.said, from_prefix
+
+    twin = lora()
+    switches = {
+        "as made": lambda model: None,
+        "another adapter": lambda model: model.set_adapter("other"),
+        "scaled": scale,
+        "disabled": lambda model: model.base_model.disable_adapter_layers(),
+        "enabled": lambda model: model.base_model.enable_adapter_layers(),
+        "the first adapter again, merged": merge,
+    }
+    before: list[int] = []
+    for name, switch in switches.items():
+        for model in (wrapped, twin):
+            switch(model)
+        expected = said(twin, None, ids)[0, ids.shape[1] :].tolist()
+        assert expected != before, name
+        assert generated() == (expected, False), name
+        assert generated() == (expected, True), name
+        before = expected

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from specache_compile import SpecacheWarning
+from specache_compile.compat import with_cache
 from specache_compile.runtime.held import HeldTensor
 
 pytestmark = pytest.mark.slow
@@ -112,5 +113,5 @@ def test_tokens_equal_the_uncompiled_quantised_models(quantise: Callable[[nn.Mod
         warnings.filterwarnings("ignore", message="this model's decode runs one token at a time")
         for new in (16, 8):
             cache = DynamicCache()
-            assert torch.equal(greedy(model, ids, new, past_key_values=cache), greedy(plain, ids, new))
+            assert torch.equal(greedy(model, ids, new, **with_cache(cache)), greedy(plain, ids, new))
             assert isinstance(cache.layers[0].keys, HeldTensor)

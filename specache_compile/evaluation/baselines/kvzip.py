@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from specache_compile.caches.holding import taken_over, twin
+from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.attention.definition import BLOCK
 from specache_compile.kernels.op import Op, fake_of_query
@@ -98,7 +99,7 @@ def scores(
     for places, ids in readings:
         see = partial(received, heads=keys.shape[1], places=places, length=length, first=min(first, places.start))
         with Watched(see) as watched:
-            model(ids, past_key_values=twin(cache), use_cache=True, logits_to_keep=1)
+            model(ids, **with_cache(twin(cache)), use_cache=True, logits_to_keep=1)
         if len(watched.seen) != len(cache.layers):
             raise SpecacheError(
                 f"method='kvzip': {len(watched.seen)} calls of scaled_dot_product_attention in {len(cache.layers)} "

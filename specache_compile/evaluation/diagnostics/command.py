@@ -14,10 +14,10 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import origin
+from specache_compile.checkpoints.names import MODEL, origin
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.baselines.eviction import check_block, tokens_or_prompt
-from specache_compile.evaluation.command import DTYPES, MODEL, check_inputs, load, text_identity
+from specache_compile.evaluation.command import DTYPES, check_inputs, load, text_identity
 from specache_compile.evaluation.provenance import model_hash, provenance
 from specache_compile.evaluation.tasks.task import Bench
 from specache_compile.options import LOWERINGS

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.runner import Runner, as_list, chunks, decode, read, shown
@@ -76,7 +77,7 @@ def own_text(runner: Runner, ids: Tensor, tokens: int, choose: Choose, first: in
 def forced_at_once(model: Any, cache: Any, tokens: Tensor) -> Tensor:
     """Logits behind each of `tokens` [rows, n], float32 [rows, n, vocabulary] on the host. The cache reads all at
     once."""
-    return model(tokens, past_key_values=cache, use_cache=True).logits.float().cpu()
+    return model(tokens, **with_cache(cache), use_cache=True).logits.float().cpu()
 
 
 def measure(runner: Runner, rows: Sequence[Sequence[int]], tokens: int, choose: Choose) -> Outcome:

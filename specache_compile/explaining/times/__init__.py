@@ -1,1 +1,1 @@
-"""The time of a step, computed: by the roofline and by events."""
+"""The time of a step, computed: launch by launch."""

@@ -16,7 +16,6 @@ class Device:
     tflops: 1e12 dense 16-bit operations a second with 32-bit sums.
     vram_gib: memory.
 
-    Only for `step_time.py`:
     sms: multiprocessors, of four schedulers each.
     ghz: their clock under load.
     hbm_share, tflops_share: the shares of hbm_gbps and tflops that long reads and products reach.
@@ -31,6 +30,11 @@ class Device:
     ghz: float
     hbm_share: float
     tflops_share: float
+
+    @property
+    def vram(self) -> float:
+        """Bytes of memory."""
+        return self.vram_gib * 2**30
 
 
 # Memory, arithmetic (without sparsity) and multiprocessors: the vendor's data sheets.

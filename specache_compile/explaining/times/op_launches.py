@@ -18,7 +18,7 @@ from specache_compile.runtime.state import bucket
 
 from .devices import Device
 
-MAIN, COPY, CORRECTION = "main", "copy", "correction"
+STREAMS = MAIN, CORRECTION, COPY = "main", "correction", "copy"
 
 # Seconds, all estimates: between a launch's end and the next one's beginning in a CUDA graph; of the smallest kernel;
 # by which a large kernel's last programs exceed their even share.

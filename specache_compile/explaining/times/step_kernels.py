@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from specache_compile.explaining.layers import layers_of
-from specache_compile.explaining.plan import VIEWS
+from specache_compile.explaining.temporaries import VIEWS
 from specache_compile.kernels.costs import Workload, bytes_of, elements, pair_bytes, size_of
 from specache_compile.kernels.movement.deferred import last_quarter
 from specache_compile.kernels.op import Op, op_of
@@ -21,8 +21,8 @@ from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading.nodes import is_weight, value_of
 
 from .devices import Device
+from .node_costs import arguments_of, is_launch, launch_cost, operator_name
 from .op_launches import COPY, CORRECTION, LAUNCHES, MAIN, TAIL, Call, Kernel, small
-from .roofline import arguments_of, is_launch, launch_cost, operator_name
 
 # The speed of attention over a full cache as a share of long reads' speed, by bytes an element. Estimates.
 ATTENDED = {2: 0.95, 1: 0.92}
@@ -65,16 +65,18 @@ def over_tiers(op: Op, call: Call) -> list[Kernel]:
     return [Kernel(op.name, memory=cost.hbm, flops=cost.flops, to_device=cost.to_device, to_host=cost.to_host)]
 
 
-def full_cache(itemsize: int) -> TierOp:
-    """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once."""
+def full_cache(itemsize: int, on_host: bool = False) -> TierOp:
+    """Replaces a site's tier ops by an attention that reads a full cache of `itemsize` bytes an element once, from
+    device memory or over PCIe."""
 
     def attention(op: Op, call: Call) -> list[Kernel]:
         if not op.is_work or op.name == "attend_scored":
             return []
         layer = call.load.layers[call.site]
         pair = pair_bytes(call.load.options, layer).exact * itemsize / layer.dtype.itemsize
-        read = call.heads * call.load.length * pair / ATTENDED[itemsize]
-        return [Kernel("attend", memory=read, tail=TAIL), small("merge")]
+        read = call.heads * call.load.length * pair
+        streamed = read if on_host else 0.0
+        return [Kernel("attend", memory=read / ATTENDED[itemsize], to_device=streamed, tail=TAIL), small("merge")]
 
     return attention
 

@@ -12,16 +12,15 @@ with its copies, and begins with the fetches of the last quarter of the layers (
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from specache_compile.explaining.plan import break_even, fits
-from specache_compile.kernels.costs import Workload
 from specache_compile.methods.field import LayerShape
-from specache_compile.runtime.state import device_total, full_cache_bytes, predicted_bytes
+from specache_compile.options import MethodOptions
+from specache_compile.runtime.state import bytes_in_16_bits, device_total, predicted_bytes
 
 from .devices import Device
-from .op_launches import COPY, CORRECTION, ISSUED, MAIN, SCHEDULERS, Kernel
+from .op_launches import CORRECTION, ISSUED, MAIN, SCHEDULERS, STREAMS, Kernel
 from .step_kernels import Traced, captured, full_cache, kernels_of, over_tiers
 
 LENGTHS = (8_192, 32_768, 131_072)
@@ -96,12 +95,27 @@ class Running:
         return {name: seconds / self.alone for name, seconds in self.needs.items()} if working else {}
 
     @property
-    def bound(self) -> str:
-        """What the launch is doing at this moment."""
-        if self.gap > 0 or self.work <= 0 or max(self.needs.values()) < self.alone:
+    def limit(self) -> str:
+        """The resource that its work takes longest on; "launches" where that is less than its least time."""
+        if max(self.needs.values()) < self.alone:
             return "launches"
         name = max(self.needs, key=self.needs.__getitem__)
         return "PCIe" if name in ("to_device", "to_host") else name
+
+    @property
+    def bound(self) -> str:
+        """What the launch is doing at this moment."""
+        return "launches" if self.gap > 0 or self.work <= 0 else self.limit
+
+
+@dataclass(frozen=True)
+class Span:
+    """A launch with the seconds from the step's beginning at which it starts and ends, and what bounds it."""
+
+    kernel: Kernel
+    start: float
+    end: float
+    bound: str
 
 
 @dataclass
@@ -133,22 +147,25 @@ def begun(kernel: Kernel, rates: dict[str, float]) -> Running:
     return Running(kernel, needs or {"memory": 0.0}, alone, kernel.gap, alone, kernel.tail)
 
 
-def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[float, Spent]:
-    """Seconds until all have ended, and what the main stream did meanwhile.
+def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[list[Span], Spent]:
+    """Each launch's span, in the order in which they end, and what the main stream did meanwhile.
 
     A stream's launches follow one another. Launches of several streams share resources evenly: where together they ask
     for more of a resource than there is, each that asks for it is slower by that factor."""
     rates, spent, now = rates_of(device), Spent(), 0.0
     stream_of = {kernel.name: kernel.stream for kernel in kernels}
-    queues: dict[str, deque[Kernel]] = {stream: deque() for stream in (MAIN, CORRECTION, COPY)}
+    queues: dict[str, deque[Kernel]] = {stream: deque() for stream in STREAMS}
     for kernel in kernels:
         queues[kernel.stream].append(kernel)
     running: dict[str, Running] = {}
     ended: set[str] = set()
+    started: dict[str, float] = {}
+    spans = []
     while running or any(queues.values()):
         for stream, queue in queues.items():
             if stream not in running and queue and ended.issuperset(queue[0].waits):
                 running[stream] = begun(queue.popleft(), rates)
+                started[stream] = now + running[stream].gap
         speeds = speeds_of(running)
         step = min(next_event(launch, speeds[stream]) for stream, launch in running.items())
         tell(spent, step, running.get(MAIN), queues[MAIN], ended, stream_of)
@@ -156,8 +173,9 @@ def simulated(kernels: Sequence[Kernel], device: Device) -> tuple[float, Spent]:
         for stream, launch in list(running.items()):
             if advanced(launch, step, speeds[stream]):
                 ended.add(launch.kernel.name)
+                spans.append(Span(launch.kernel, started[stream], now, launch.limit))
                 del running[stream]
-    return now, spent
+    return spans, spent
 
 
 def speeds_of(running: dict[str, Running]) -> dict[str, float]:
@@ -196,10 +214,10 @@ def tell(
 
 def computed(kernels: Sequence[Kernel], device: Device) -> ComputedStep:
     """The step that these launches make."""
-    seconds, spent = simulated(kernels, device)
+    spans, spent = simulated(kernels, device)
     within = [kernel.layer for kernel in kernels if kernel.layer not in ("before", "after") and kernel.op != "wait"]
     launches = len(within) / max(1, len(set(within)))
-    return ComputedStep(seconds + BETWEEN, spent.ahead, spent.corrected, spent.bound, launches)
+    return ComputedStep(spans[-1].end + BETWEEN, spent.ahead, spent.corrected, spent.bound, launches)
 
 
 def step_of(traced: Traced, device: Device, length: int, batch: int) -> ComputedStep:
@@ -213,11 +231,11 @@ def full_step_of(one_lane: Traced, device: Device, length: int, batch: int, item
     return computed(kernels_of(one_lane, device, length, batch, full_cache(itemsize)), device)
 
 
-def assumed(load: Workload, lanes: int) -> Workload:
-    """The load, with its shares of the wanted pairs that travel set where it has only the defaults of `explain`."""
-    corrects = load.options.correct != "never"
-    ahead = AHEAD_UNCORRECTED if not corrects else AHEAD if lanes > 1 else 0.0
-    return replace(load, reuse=load.reuse or 1 - ahead)
+def share_ahead(options: MethodOptions, lanes: int) -> float:
+    """The share of the selected pairs that a fetch ahead brings, where the caller gives none."""
+    if options.correct == "never":
+        return AHEAD_UNCORRECTED
+    return AHEAD if lanes > 1 else 0.0
 
 
 def shapes_of(traced: Traced) -> list[LayerShape]:
@@ -229,16 +247,15 @@ def shapes_of(traced: Traced) -> list[LayerShape]:
 def largest_batch(traced: Traced, device: Device, length: int, host: float) -> tuple[int, str]:
     """The rows that fit, and the memory that limits them: "device", or "host" (of `host` bytes)."""
     row = predicted_bytes(traced.load.options, shapes_of(traced), 1, length + 1)
-    on_device = (fits(device) - traced.weights - MARGIN) / max(1, device_total(row))
+    on_device = (device.vram - traced.weights - MARGIN) / max(1, device_total(row))
     on_host = host / row["host"] if row["host"] else on_device
     return max(0, int(min(on_device, on_host))), "device" if on_device <= on_host else "host"
 
 
 def full_cache_batch(traced: Traced, device: Device, length: int, itemsize: int = 2) -> int:
     """The rows that fit with a full cache of `itemsize` bytes an element."""
-    shapes = shapes_of(traced)
-    row = full_cache_bytes(shapes, 1, length) * SPARE * itemsize / max(x.dtype.itemsize for x in shapes)
-    return max(0, int((fits(device) - traced.weights - MARGIN) / row))
+    row = bytes_in_16_bits(shapes_of(traced), 1, length) * SPARE * itemsize / 2
+    return max(0, int((device.vram - traced.weights - MARGIN) / row))
 
 
 def rows_of(traced: Traced, one_lane: Traced, device: Device, host: float) -> list[StepRow]:
@@ -255,6 +272,21 @@ def rows_of(traced: Traced, one_lane: Traced, device: Device, host: float) -> li
                     step = full_step_of(one_lane, device, length, batch, itemsize)
                     rows.append(StepRow(cache, length, batch, limit, step))
     return rows
+
+
+def break_even(ours: Callable[[int], float], full: Callable[[int], float], most: int, least: int = 64) -> int | None:
+    """The shortest context, to 64 tokens, at which our step takes no longer than the full cache's; None where there is
+    none up to `most` tokens, `least` times a power of two."""
+    high = least
+    while ours(high) > full(high):
+        high *= 2
+        if high > most:
+            return None
+    low = high // 2
+    while high - low > 64:
+        middle = (low + high) // 2
+        low, high = (low, middle) if ours(middle) <= full(middle) else (middle, high)
+    return high
 
 
 def break_even_context(traced: Traced, one_lane: Traced, device: Device, batch: int = 1) -> int | None:

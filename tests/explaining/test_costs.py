@@ -1,8 +1,6 @@
-"""The roofline's sums against the formulas of the papers, and against what really moved."""
+"""Costs against the formulas of the papers, and against what really moved."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -10,12 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
 from conftest import compile_copy, greedy, prompt, tiny_llama
-from specache_compile.explaining.plan import break_even, largest_batch, temporaries
+from specache_compile.compat import cache_of, with_cache
+from specache_compile.explaining.temporaries import temporaries
 from specache_compile.explaining.times.devices import DEVICES, find_device
-from specache_compile.explaining.times.roofline import Cost
-from specache_compile.methods import parse_options
-from specache_compile.methods.field import LayerShape
-from specache_compile.runtime.state import device_total, predicted_bytes
 
 OPTIONS = {"setting": "paper", "bits": 2, "group_size": 32, "residual_length": 32, "top_k": 16}
 
@@ -27,7 +22,9 @@ def wide() -> sc.Explanation:
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
     )  # fmt: skip
-    return sc.explain(config, prompt_length=32_768, batch_size=4, options={"setting": "paper"}, device="H200")
+    return sc.explain(
+        config, prompt_length=32_768, batch_size=4, options={"setting": "paper"}, device="H200", reuse=0.0
+    )
 
 
 def test_a_step_reads_the_weights_and_the_tiers_once(wide: sc.Explanation) -> None:
@@ -40,10 +37,10 @@ def test_a_step_reads_the_weights_and_the_tiers_once(wide: sc.Explanation) -> No
 
 
 def test_a_step_computes_two_lanes_of_every_weight(wide: sc.Explanation) -> None:
-    products = sum(row.cost.flops for row in wide.roofline() if row.op == "mm")
+    products = sum(row.cost.flops for row in wide.launch_costs() if row.op == "mm")
     matrices = wide.weight_bytes / 2 - 128256 * 4096
     assert products == pytest.approx(2 * 2 * 4 * matrices, rel=0.001)
-    attention = sum(row.cost.flops for row in wide.roofline() if row.op == "decode_attention")
+    attention = sum(row.cost.flops for row in wide.launch_costs() if row.op == "decode_attention")
     assert attention == pytest.approx(2 * 4 * 4 * 32 * 128 * 32_768 * 2, rel=0.001)
 
 
@@ -61,7 +58,7 @@ def best() -> sc.Explanation:
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16,
     )  # fmt: skip
-    return sc.explain(config, 32_768, 4, {"verify": 16, "speculate": True}, device="H200", corrected=0.25)
+    return sc.explain(config, 32_768, 4, {"verify": 16, "speculate": True}, device="H200", reuse=0.0, corrected=0.25)
 
 
 @pytest.mark.whole
@@ -90,12 +87,6 @@ def test_a_corrected_step_reads_the_tiers_once_too_and_fetches_what_the_guess_mi
     assert best.step_cost().to_device == best.bytes_fetched * 1.25
 
 
-def test_the_full_cache_step_is_weights_and_cache(wide: sc.Explanation) -> None:
-    matrices = wide.weight_bytes - 128256 * 4096 * 2
-    floor = (matrices + wide.full_cache_bytes) / (wide.device.hbm_gbps * 1e9)
-    assert wide.full_step() == pytest.approx(floor, rel=0.02)
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: LlamaForCausalLM) -> None:
@@ -103,17 +94,17 @@ def test_the_counted_bytes_of_steps_without_reuse_are_the_predicted_ones(llama: 
     them, since no group leaves the window meanwhile."""
     twin = compile_copy(llama, **OPTIONS)
     ids = prompt(300, 2)
-    cache = twin(ids, use_cache=True).past_key_values
-    twin(ids[:, :1], past_key_values=cache)
+    cache = cache_of(twin(ids, use_cache=True))
+    twin(ids[:, :1], **with_cache(cache))
     session = cache.layers[0].keys.handle.session
-    explained = sc.explain(llama, prompt_length=302, batch_size=2, options=OPTIONS)
+    explained = sc.explain(llama, prompt_length=302, batch_size=2, options=OPTIONS, reuse=0.0)
     cost = explained.step_cost()
     for _ in range(4):
         session.queue.drain()
         for layer in session.state:
             layer["slot_index"].fill_(-1)
         before = sc.stats(twin)
-        twin(ids[:, :1], past_key_values=cache)
+        twin(ids[:, :1], **with_cache(cache))
         after = sc.stats(twin)
         assert after.bytes_to_device - before.bytes_to_device == cost.to_device == explained.bytes_fetched
         assert after.bytes_to_host - before.bytes_to_host == cost.to_host
@@ -133,14 +124,6 @@ def test_the_live_tiers_are_the_predicted_ones(llama: LlamaForCausalLM) -> None:
     assert sum(by_layer) == live.device_bytes + live.host_bytes
 
 
-def test_a_bound_is_what_takes_longest() -> None:
-    device = find_device(None, 1000, 10, 100)
-    assert device.name == "custom"
-    cost = Cost(flops=1e12, hbm=1e9, to_device=1e9)
-    assert cost.times(device) == {"arithmetic": 0.01, "memory": 0.001, "PCIe": 0.1}
-    assert (cost.bound(device), cost.seconds(device)) == ("PCIe", 0.1)
-
-
 @pytest.mark.parametrize("name", [*DEVICES, "rtx4090", "h100"])
 def test_devices_are_found_by_name(name: str) -> None:
     assert find_device(name).hbm_gbps > 0
@@ -151,37 +134,6 @@ def test_an_unknown_device_is_named_with_those_that_are_known() -> None:
         find_device("TPU")
     with pytest.raises(sc.SpecacheError, match="pcie_gbps=-1"):
         find_device("L4", pcie_gbps=-1)
-
-
-def test_the_largest_batch_fits_and_one_more_does_not() -> None:
-    options = parse_options({})
-    layers = [LayerShape(8, 128, torch.bfloat16, torch.device("cpu"))] * 4
-    fixed, per_row, vram, host = 10**9, 10**6, 4 * 10**9, 10**11
-    rows = largest_batch(options, layers, 10_000, fixed, per_row, vram, host)
-
-    def needed(batch: int) -> tuple[int, int]:
-        tiers = predicted_bytes(options, layers, batch, 10_000)
-        return fixed + per_row * batch + device_total(tiers), tiers["host"]
-
-    assert needed(rows)[0] <= vram < needed(rows + 1)[0]
-    assert needed(rows)[1] <= host
-    assert largest_batch(options, layers, 10_000, fixed, per_row, vram, needed(2)[1]) == 2
-
-
-def test_the_break_even_context_is_found() -> None:
-    assert break_even(lambda n: 1.0 + n / 4, lambda n: n / 2) == 64
-    found = break_even(lambda n: 1000.0 + n / 4, float)
-    assert found is not None
-    assert abs(found - 4000 / 3) <= 64
-    assert break_even(lambda n: n + 1.0, float) is None
-
-
-def test_slower_links_move_the_break_even_up(llama: LlamaForCausalLM) -> None:
-    fast, slow = (
-        sc.explain(llama, prompt_length=1000, device=find_device("A100", pcie_gbps=pcie)) for pcie in (400.0, 25.0)
-    )
-    assert fast.break_even() < slow.break_even()
-    assert math.isclose(fast.full_step(), slow.full_step())
 
 
 def test_temporaries_are_the_most_that_live_at_once() -> None:

@@ -1,7 +1,6 @@
 """What each node of a rewritten graph costs: FLOPs, bytes from device memory, bytes over PCIe. Computed, not measured.
 
-A node's time is the largest of the three parts' times. Pointwise nodes cost nothing: the compiler fuses them into their
-neighbours, whose reads and writes are counted. So every time is a floor.
+Pointwise nodes cost nothing: the compiler fuses them into their neighbours, whose reads and writes are counted.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from specache_compile.kernels.costs import Cost, Workload, bytes_of, elements, pair_bytes, size_of
+from specache_compile.kernels.costs import Cost, Workload, bytes_of, elements, size_of
 from specache_compile.kernels.op import op_of
 from specache_compile.methods import METHODS
 from specache_compile.passes.overlap import is_work
 from specache_compile.passes.plan import tag_of
 from specache_compile.passes.reading import nodes
 from specache_compile.passes.reading.nodes import value_of
-
-from .devices import Device
 
 
 def operator_name(node: Node) -> str:
@@ -82,13 +79,6 @@ def arguments_of(node: Node, load: Workload) -> dict[str, Any]:
     return {**state, **values, "on_host": on_host}
 
 
-def full_cache_cost(load: Workload, number: int) -> Cost:
-    """One token's exact attention over a full cache in device memory."""
-    layer, heads = load.layers[number], load.query_heads[number]
-    kept = load.batch * layer.heads * load.length * pair_bytes(load.options, layer).exact
-    return Cost(4 * load.batch * heads * layer.head_dim * load.length, kept)
-
-
 def step_costs(graph_module: GraphModule, load: Workload) -> dict[Node, Cost]:
     """The cost of each launch of a graph."""
     return {node: launch_cost(node, load) for node in graph_module.graph.nodes if is_launch(node)}
@@ -96,10 +86,3 @@ def step_costs(graph_module: GraphModule, load: Workload) -> dict[Node, Cost]:
 
 def total(costs: Iterable[Cost]) -> Cost:
     return sum(costs, Cost())
-
-
-def full_cache_step(one_lane: GraphModule, load: Workload, device: Device) -> float:
-    """Seconds of a decode step of the same model on a full cache: the one-lane graph's products, exact attention."""
-    products = [launch_cost(n, load) for n in one_lane.graph.nodes if is_launch(n) and not is_tier_op(n)]
-    attention = [full_cache_cost(load, number) for number in range(len(load.layers))]
-    return sum(cost.seconds(device) for cost in (*products, *attention))

@@ -1,0 +1,60 @@
+"""Requests of models in which a token's result depends on the other tokens of its call (`runtime/rope_switch.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation.utils import GenerationMixin
+
+from specache_compile.errors import SpecacheError
+from specache_compile.runtime.rope_switch import rope_switch
+
+from .request import Request
+
+
+class BatchRope:
+    """What a batch does about a model's RoPE, and about an indexer, which chooses among the tokens of a call.
+
+    A request whose text is beyond the switch is prefilled in one call, as `generate` does. One that crosses it is
+    prefilled again at that token, if the model has `generate` do so (Phi-3); else it never joins other rows.
+    """
+
+    def __init__(self, model: Any) -> None:
+        text = model.config.get_text_config()
+        self.switch = rope_switch(model.config)
+        self.indexed = hasattr(text, "index_topk")
+        own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+        self.prefills_again = own and hasattr(text, "original_max_position_embeddings")
+
+    def prepare(self, request: Request) -> None:
+        """Note how a request is prefilled. SpecacheError where its tokens would not be those of `generate`."""
+        request.whole = self.reads_whole(request)
+        if self.switch is None:
+            return
+        prompt, new = len(request.prompt), int(request.config.max_new_tokens or 0)
+        beyond, crosses = prompt + new > self.switch.tokens, prompt <= self.switch.tokens < prompt + new
+        if beyond and (self.switch.grows or request.cache is not None or (crosses and request.ahead)):
+            raise SpecacheError(
+                f"a request of {prompt:,} prompt and {new:,} new tokens: beyond {self.switch.tokens:,} tokens this "
+                f"model's RoPE ({self.switch.kind}) follows the length of a call, which a batch cannot reproduce here. "
+                "Give fewer tokens (max_new_tokens), or call model.generate"
+            )
+        request.crosses = request.alone = crosses and not self.prefills_again
+
+    def reads_whole(self, request: Request) -> bool:
+        """Whether a request's text must be prefilled in one call, without a cached prefix."""
+        beyond = self.switch is not None and len(request.text) > self.switch.tokens
+        return self.indexed or (beyond and not request.crosses)
+
+    def until_switch(self, request: Request) -> int:
+        """Tokens of a request's text that one call may prefill, at most."""
+        left = len(request.text) - request.read
+        if self.switch is None or not request.crosses or request.read >= self.switch.tokens:
+            return left
+        return min(left, self.switch.tokens - request.read)
+
+    def changes(self, request: Request) -> bool:
+        """Whether a row must be prefilled again: its next token has other frequencies than its cached ones."""
+        if self.switch is None or request.whole or request.crosses:
+            return False
+        return request.cached >= self.switch.tokens

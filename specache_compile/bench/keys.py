@@ -1,0 +1,33 @@
+"""The key search: prompts with a hidden pass key, and each method's answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from specache_compile.evaluation.metrics import found_all
+from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.runner import as_list
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask
+from specache_compile.evaluation.tasks.task import Ask
+
+from .ways import Decoding
+
+
+def asks_of(reader: Reader, text: Sequence[int], length: int, depths: Sequence[float]) -> list[Ask]:
+    """A prompt of `length` tokens for each depth of the key in the text."""
+    rng = random.Random(length)
+    return [chat_ask(reader, text, length, depth, rng) for depth in depths]
+
+
+def answered(ask: Ask, one: Decoding, reader: Reader) -> dict[str, Any]:
+    """A greedy answer, up to the model's own end."""
+    ends = as_list(one.model.generation_config.eos_token_id)
+    tokens = [int(one.token)]
+    while len(tokens) < CHAT_ANSWER and tokens[-1] not in ends:
+        one.step()
+        tokens.append(int(one.token))
+    answer = reader.decode([token for token in tokens if token not in ends]).strip()
+    found = bool(found_all(answer, ask.references))
+    return {**ask.tags, "key": ask.references[0], "answer": answer, "found": found}

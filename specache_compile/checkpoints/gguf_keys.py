@@ -1,0 +1,183 @@
+"""What a GGUF file's metadata requires of the model: mapped into its configuration, or refused by the key's name.
+
+transformers maps some of a file's keys `ARCH.*` and leaves the others out without a message. This is an allow list: a
+key that transformers leaves out must have the value that the configuration has anyway, or no influence on the model.
+RoPE scaling, linear and YaRN, is mapped here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specache_compile.errors import SpecacheError
+
+# Keys without influence on what the model computes.
+WITHOUT_INFLUENCE = {"context_length", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size"}
+
+
+def attribute(*names: str, default: object = None) -> Callable[[Any], object]:
+    """The first of these attributes that a configuration has."""
+
+    def value(config: Any) -> object:
+        found = (getattr(config, name) for name in names if getattr(config, name, None) is not None)
+        return next(found, default)
+
+    return value
+
+
+def head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_dim(config: Any) -> int:
+    """Channels of a head that RoPE turns, in layers that attend to all tokens."""
+    whole = getattr(config, "rotary_dim", None) or getattr(config, "global_head_dim", None)
+    if whole:
+        return int(whole)
+    share = full_rope(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    return int(head_dim(config) * share)
+
+
+def full_rope(config: Any) -> dict[str, Any]:
+    """The RoPE parameters of layers that attend to all tokens."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, Any] = rope.get("full_attention", rope)
+    return found
+
+
+def windowed_rope(config: Any) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, Any] = rope.get("sliding_attention", rope)
+    return found
+
+
+def attention_scale(config: Any) -> float:
+    scalar = getattr(config, "query_pre_attn_scalar", None) or head_dim(config)
+    return float(getattr(config, "attention_multiplier", None) or scalar**-0.5)
+
+
+# What the configuration says of a key that transformers has not mapped: the only value that is accepted.
+EXPECTED: dict[str, Callable[[Any], object]] = {
+    "attention.causal": lambda config: True,
+    "attention.clamp_kqv": attribute("clip_qkv"),
+    "attention.key_length": head_dim,
+    "attention.value_length": lambda config: getattr(config, "global_head_dim", None) or head_dim(config),
+    "attention.key_length_swa": head_dim,
+    "attention.value_length_swa": head_dim,
+    "attention.layer_norm_epsilon": attribute("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "attention.max_alibi_bias": lambda config: 8.0 if getattr(config, "model_type", "") == "bloom" else 0.0,
+    "attention.scale": attention_scale,
+    "attention.shared_kv_layers": attribute("num_kv_shared_layers"),
+    "attention.sliding_window": attribute("sliding_window"),
+    "attention.sliding_window_pattern": lambda config: [
+        kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []
+    ],
+    "attn_logit_softcapping": attribute("attn_logit_softcapping"),
+    "embedding_length_per_layer_input": attribute("hidden_size_per_layer_input"),
+    "embedding_scale": attribute("embedding_multiplier", default=1.0),
+    "expert_count": attribute("num_experts", "num_local_experts", default=0),
+    "expert_feed_forward_length": attribute("moe_intermediate_size"),
+    "expert_gating_func": lambda config: 1,
+    "expert_shared_feed_forward_length": attribute("shared_expert_intermediate_size"),
+    "expert_used_count": attribute("num_experts_per_tok", default=0),
+    "expert_weights_norm": attribute("norm_topk_prob", default=False),
+    "expert_weights_scale": attribute("routed_scaling_factor", default=1.0),
+    "feed_forward_length": attribute("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "final_logit_softcapping": attribute("final_logit_softcapping"),
+    "logit_scale": attribute("logits_scaling", "logit_scale", default=1.0),
+    "residual_scale": attribute("residual_multiplier", default=1.0),
+    "rope.dimension_count": rotary_dim,
+    "rope.dimension_count_swa": head_dim,
+    "rope.freq_base": lambda config: full_rope(config).get("rope_theta"),
+    "rope.freq_base_swa": lambda config: windowed_rope(config).get("rope_theta"),
+    "use_parallel_residual": attribute("use_parallel_residual"),
+    # What llama.cpp's YaRN multiplies with; Hugging Face's has no such factors.
+    "rope.scaling.attn_factor": lambda config: 1.0,
+    "rope.scaling.yarn_attn_factor": lambda config: 1.0,
+    "rope.scaling.yarn_ext_factor": lambda config: 1.0,
+    "rope.scaling.yarn_log_multiplier": lambda config: 0.0,
+}
+
+
+# Keys that are written into the configuration, for model types whose layers all read that attribute.
+WRITTEN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "attention.sliding_window": ("sliding_window", ("mistral", "phi3", "starcoder2")),
+    "attn_logit_softcapping": ("attn_logit_softcapping", ("gemma2",)),
+    "final_logit_softcapping": ("final_logit_softcapping", ("gemma2", "gemma3_text", "gemma4_text")),
+}
+# Keys of RoPE scaling; the second factor is llama.cpp's name of 2023.
+SCALES = ("rope.scaling.factor", "rope.scale_linear")
+BETAS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+SCALING_KEYS = ("rope.scaling.type", "rope.scaling.original_context_length", *SCALES, *BETAS)
+
+
+def map_keys(path: Path, fields: Mapping[str, Any], config: Any) -> None:
+    """Write what transformers has left out into a configuration. SpecacheError names the keys that would change the
+    model and cannot be represented.
+
+    Args:
+        path: the file, for the error.
+        fields: the file's metadata by key.
+        config: the configuration that transformers has read from them.
+    """
+    keys = unmapped(fields)
+    rope = rope_of(path, {key: keys.pop(key) for key in SCALING_KEYS if key in keys}, config)
+    for key, (name, kinds) in WRITTEN.items():
+        if key in keys and config.model_type in kinds:
+            setattr(config, name, keys.pop(key) or None)
+    refused = [f"{key} = {value!r}" for key, value in keys.items() if not is_represented(key, value, config)]
+    if refused:
+        raise unread_keys(path, refused)
+    full_rope(config).update(rope)
+
+
+def unmapped(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the model, without the architecture's name, that transformers does not map."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    architecture = str(fields["general.architecture"].contents())
+    known = {name.replace("_", ""): mapping for name, mapping in GGUF_CONFIG_MAPPING.items()}
+    mapping = known.get(architecture.replace("_", "").replace("-", ""), {})
+    keys = {key.removeprefix(f"{architecture}."): key for key in fields if key.startswith(f"{architecture}.")}
+    return {name: fields[key].contents() for name, key in keys.items() if mapping.get(name) is None}
+
+
+def rope_of(path: Path, scaling: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Hugging Face's parameters of a file's RoPE scaling; none where it scales nothing."""
+    kind = scaling.get("rope.scaling.type", "linear")  # llama.cpp's default
+    factor = next((float(scaling[key]) for key in SCALES if scaling.get(key)), 1.0)
+    if kind not in ("none", "linear", "yarn"):
+        raise unread_keys(path, [f"rope.scaling.type = {kind!r}"])
+    if kind == "none" or factor == 1.0:
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    original = scaling.get("rope.scaling.original_context_length") or config.max_position_embeddings
+    betas = {name: float(scaling[key]) for key, name in BETAS.items() if key in scaling}
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original), **betas}
+
+
+def is_represented(key: str, value: Any, config: Any) -> bool:
+    """Whether a configuration computes what a key requires. Zero and false turn nothing on in llama.cpp."""
+    expected = EXPECTED[key](config) if key in EXPECTED else None
+    if key in WITHOUT_INFLUENCE or expected is None:
+        return key in WITHOUT_INFLUENCE or not value
+    if isinstance(value, list):
+        wanted = expected if isinstance(expected, list) else [expected] * len(value)
+        return len(value) == len(wanted) and all(map(is_same, value, wanted))
+    return is_same(value, expected)
+
+
+def is_same(value: Any, expected: Any) -> bool:
+    """Whether two numbers are equal in float32, which GGUF files have."""
+    return math.isclose(value, expected, rel_tol=1e-6)
+
+
+def unread_keys(path: Path, keys: Sequence[str]) -> SpecacheError:
+    return SpecacheError(
+        f"{path}: transformers does not read {', '.join(keys)} from a GGUF file of this architecture, and the model "
+        "would be another one without it; give the model's safetensors folder or hub name"
+    )

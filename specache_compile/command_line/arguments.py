@@ -1,0 +1,133 @@
+"""What the arguments of all commands share: errors of one line, a short help, and the backend's options as flags.
+
+The names of the options stand here once more, so that a usage error needs no import of torch, which takes seconds.
+`tests/test_cli.py` compares them with the methods' declarations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, NoReturn
+
+DISTRIBUTION = "specache-compile"
+# The options that take no value, one value, and several.
+SWITCHES = ("hit_rate", "host_tier", "lookup", "rotate", "speculate")
+ONE_VALUE = (
+    "ahead", "bits", "budget", "center", "chunk", "correct", "eviction_block", "first", "group_size", "host_bits",
+    "host_memory", "kept_layers", "kernel", "key_bits", "key_code", "lowering", "memory", "method", "min_context",
+    "mode", "page_size", "param_bits", "pooling", "residual_length", "seed", "selector", "setting", "sink_tokens",
+    "top_k", "top_n", "value_bits", "value_code", "verify", "window", "zero_point",
+)  # fmt: skip
+SEVERAL_VALUES = ("exact_layers",)
+OPTIONS = (*SWITCHES, *ONE_VALUE, *SEVERAL_VALUES)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors take one line, and whose options are not abbreviated."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, **given)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def check_flags(self, words: Iterable[str]) -> None:
+        """End with an error that names the first unknown flag, before argparse reports what is missing."""
+        for word in words:
+            if word == "--":
+                return
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and " " not in word and flag not in self._option_string_actions:
+                self.error(f"unknown option {flag}{suggestion(flag, self._option_string_actions)}")
+
+    def shorten(self, shown: Collection[str]) -> None:
+        """Leave all flags but these out of the help, which names --help-all."""
+        for action in self._actions:
+            if action.option_strings and not {"--help", "--help-all", *shown} & set(action.option_strings):
+                action.help = argparse.SUPPRESS
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean NAME?)" for the known name that is closest, "" where none is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def flag_of(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def add_option_names(command: Parser) -> None:
+    """The backend's options by name alone: any value is accepted."""
+    for name in SWITCHES:
+        command.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None)
+    for name in ONE_VALUE:
+        command.add_argument(flag_of(name))
+    for name in SEVERAL_VALUES:
+        command.add_argument(flag_of(name), nargs="+")
+    command.add_argument("--one-lane", dest="speculate", action="store_false", default=None)
+
+
+def has_other_methods() -> bool:
+    """Whether another package's methods are installed, whose options are not among OPTIONS."""
+    points = entry_points(group="specache_compile.methods")
+    return any(point.dist is None or point.dist.name != DISTRIBUTION for point in points)
+
+
+def has_options(args: argparse.Namespace) -> bool:
+    """Whether an option of the backend was given."""
+    return any(getattr(args, name, None) is not None for name in OPTIONS)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The backend's options that were given."""
+    from specache_compile.methods import declared_options
+
+    names = ["method", *declared_options()]
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def add_options(command: Parser, shown: bool = True) -> None:
+    """The backend's options, as the methods declare them. An option that is not given keeps the method's default.
+
+    Args:
+        shown: whether the command's help lists them.
+    """
+    from specache_compile.methods import declared_options, every_method
+
+    group = command.add_argument_group("backend options") if shown else command
+    group.add_argument("--method", choices=every_method(), help="default: specache" if shown else argparse.SUPPRESS)
+    for name, declarations in declared_options().items():
+        declared = next(iter(declarations.values()))
+        flag = dict(declared.metadata["flag"])
+        if not flag.pop("flag", True):
+            continue
+        told = f"{declared.metadata['help']} ({defaults(declarations)})".replace("%", "%%")
+        told = told if shown else argparse.SUPPRESS
+        if isinstance(declared.default, bool):
+            group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, default=None, help=told)
+        else:
+            group.add_argument(flag_of(name), default=None, help=told, **flag)
+    group.add_argument(
+        "--one-lane",
+        dest="speculate",
+        action="store_false",
+        default=None,
+        help="--no-speculate" if shown else argparse.SUPPRESS,
+    )
+
+
+def defaults(declarations: Mapping[str, Any]) -> str:
+    """The methods that take an option, and its default: "default: 64; kivi: 128"."""
+    from specache_compile.methods import defaults_of, every_method
+
+    usual, others = defaults_of(declarations)
+    takers = "" if len(declarations) == len(every_method()) else f"{', '.join(declarations)}; "
+    return takers + "; ".join([f"default: {usual}", *(f"{method}: {value}" for method, value in others.items())])
+
+
+def is_help(words: Sequence[str]) -> bool:
+    return any(word in ("-h", "--help", "--help-all") for word in words)

@@ -1,0 +1,119 @@
+"""`specache generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specache_compile.checkpoints.loaded import DTYPES, limit_of, load_model, open_checkpoint
+from specache_compile.checkpoints.names import MODEL
+from specache_compile.errors import SpecacheError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def add_generate(command: argparse.ArgumentParser) -> None:
+    """The arguments of `specache generate`, except the device and the backend's options."""
+    command.add_argument("model", metavar="MODEL", help=MODEL)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    source.add_argument("--prompt-file", metavar="FILE", help="a text file with the prompt; - reads standard input")
+    command.add_argument("--chat", action="store_true", help="put the chat template around the prompt")
+    add_generation(command)
+
+
+def add_generation(command: argparse.ArgumentParser, tokens: int = 100) -> None:
+    """The arguments that `generate` and `chat` share. tokens: the default of --max-new-tokens."""
+    command.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=tokens,
+        metavar="N",
+        help="most tokens of an answer (default: %(default)s)",
+    )
+    command.add_argument(
+        "--temperature", type=float, metavar="T",
+        help="sample at this temperature; without a sampling option the likeliest token is taken",
+    )  # fmt: skip
+    command.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens of this total mass")
+    command.add_argument(
+        "--sample-top-k", type=int, metavar="K", help="sample from the K likeliest tokens (--top-k counts KV pairs)"
+    )
+    command.add_argument("--sample-seed", type=int, metavar="N", help="the seed of sampling")
+    command.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and cache (default: the file's)")
+    command.add_argument("--stats", action="store_true", help="afterwards print steps, bytes moved, time waited")
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling arguments of `model.generate`. SpecacheError for a value that is no temperature, mass or count."""
+    given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.sample_top_k}
+    for flag, value, fits, accepted in (
+        ("--temperature", args.temperature, lambda t: 0 <= t < float("inf"), "a number, 0 or more"),
+        ("--top-p", args.top_p, lambda p: 0 < p <= 1, "a number above 0, at most 1"),
+        ("--sample-top-k", args.sample_top_k, lambda k: k >= 1, "a whole number, 1 or more"),
+        ("--max-new-tokens", args.max_new_tokens, lambda n: n >= 1, "a whole number, 1 or more"),
+    ):
+        if value is not None and not fits(value):
+            raise SpecacheError(f"{flag} {value}: give {accepted}")
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given or args.temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "top_k": 0, **given}  # 0: transformers' own default is 50
+
+
+def prompt_of(args: argparse.Namespace) -> str:
+    """The prompt's text. SpecacheError where it is empty."""
+    if args.prompt is not None:
+        text, source = args.prompt, "--prompt"
+    elif args.prompt_file == "-":
+        text, source = sys.stdin.read(), "standard input"
+    else:
+        text, source = Path(args.prompt_file).read_text(), f"--prompt-file {args.prompt_file}"
+    if not text:
+        raise SpecacheError(f"{source}: the prompt is empty; give at least one word")
+    return text
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> Any:
+    """The prompt's `input_ids` and `attention_mask` [1, n]."""
+    from specache_compile.evaluation.reader import chat_turn
+
+    how = {"return_tensors": "pt"}
+    inputs: Any = chat_turn(tokenizer, text, return_dict=True, **how) if chat else tokenizer(text, **how)
+    if not inputs["input_ids"].shape[1]:
+        raise SpecacheError("the tokenizer makes no token of the prompt: give at least one word")
+    return inputs
+
+
+def run_generate(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Print the continuation while it is generated. All that can be checked without weights is checked first."""
+    sampling, text = sampling_of(args), prompt_of(args)
+    checkpoint = open_checkpoint(args.model)
+    inputs = ids_of(checkpoint.tokenizer, text, args.chat)
+    check_room(inputs["input_ids"].shape[1], args.max_new_tokens, limit_of(checkpoint.config))
+    import torch
+    from transformers import TextStreamer
+
+    from specache_compile.runtime.stats import stats
+
+    model: Any
+    model, tokenizer = load_model(checkpoint, args.dtype, args.device)
+    model.compile(backend="specache", options=options)
+    if args.sample_seed is not None:
+        torch.manual_seed(args.sample_seed)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(**inputs.to(model.device), max_new_tokens=args.max_new_tokens, streamer=streamer, **sampling)
+    if args.stats:
+        print(stats(model), file=sys.stderr)
+
+
+def check_room(prompt: int, added: int, limit: int) -> None:
+    """SpecacheError where a prompt and its continuation exceed the model's context."""
+    if prompt + added > limit:
+        raise SpecacheError(
+            f"the prompt has {prompt:,} tokens, and --max-new-tokens {added:,} would follow: the model's context is "
+            f"{limit:,}"
+        )

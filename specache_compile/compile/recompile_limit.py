@@ -1,0 +1,54 @@
+"""The number of graphs that Dynamo keeps for one function, for this backend alone.
+
+Dynamo keeps 8 graphs for a code object, and in transformers 5 the forward methods of all model classes share one code
+object. A chat, a batch, a padded batch and assisted generation need 12 graphs of one model.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._dynamo import convert_frame
+from torch._dynamo.exc import Unsupported
+
+from .compiled_options import own_compiler
+
+# Graphs of one function. Forty kinds of calls of six model classes and settings need more than 64.
+LEAST = 256
+LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+# Functions that reached the limit. Dynamo compiles nothing more for them until `torch._dynamo.reset()`.
+_full: set[CodeType] = set()
+
+
+def raise_limit() -> None:
+    """Extend `ConvertFrameAssert.__call__`, once for the process: this backend's compiles have the higher limit."""
+    convert = convert_frame.ConvertFrameAssert.__call__
+    if getattr(convert, "has_own_limit", False):
+        return
+
+    @functools.wraps(convert)
+    def with_own_limit(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        limits = {} if own_compiler(self) is None else raised_limits()
+        try:
+            with torch._dynamo.config.patch(limits):
+                return convert(self, frame, *args, **kwargs)
+        except Unsupported as error:
+            if "recompile limit" in (error.gb_type or ""):
+                _full.add(frame.f_code)
+            raise
+
+    with_own_limit.has_own_limit = True  # type: ignore[attr-defined]
+    convert_frame.ConvertFrameAssert.__call__ = with_own_limit  # type: ignore[method-assign]
+
+
+def raised_limits() -> dict[str, int]:
+    """Dynamo's limits, each at least `LEAST`."""
+    return {name: max(getattr(torch._dynamo.config, name), LEAST) for name in LIMITS}
+
+
+def was_reached() -> bool:
+    """Whether a function of this process has as many graphs as its backend may have."""
+    return bool(_full)

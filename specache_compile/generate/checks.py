@@ -1,0 +1,93 @@
+"""Check each generation of a compiled model: its cache can be held, and its graphs ran."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._dynamo import eval_frame
+from transformers.generation.utils import GenerationMixin
+
+from specache_compile.compile.compiled_options import options_of
+from specache_compile.compile.recompile_limit import was_reached
+from specache_compile.errors import RECOMPILE_LIMIT, SpecacheError
+from specache_compile.runtime.records import ModelRecord, record_of
+
+# Marks a copy of a compiled model, and one that was pickled: torch leaves out the compiled call.
+COPY = "_specache_copy"
+
+
+def route_checks() -> None:
+    """Extend `GenerationMixin.generate`, and mark copies in `Module.__getstate__`, once for the process.
+
+    It changes nothing for models of other backends.
+    """
+    original: Any = GenerationMixin.generate
+    if getattr(original, "is_checked", False):
+        return
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if options_of(self) is None:
+            if self._compiled_call_impl is None and COPY in vars(self):
+                warn_unused(record_of([*self.parameters()]), COPIED)
+            return original(self, *args, **kwargs)
+        check_cache(self, kwargs)
+        record = record_of([*self.parameters()])
+        record.begin_generation()
+        before = record.calls
+        generated = original(self, *args, **kwargs)
+        if record.calls == before:
+            warn_unused(record, reason())
+        return generated
+
+    state = torch.nn.Module.__getstate__
+
+    @functools.wraps(state)
+    def marked_state(self: torch.nn.Module) -> Any:
+        compiled = self._compiled_call_impl is not None and options_of(self) is not None
+        return {**state(self), COPY: True} if compiled else state(self)
+
+    generate.is_checked = True  # type: ignore[attr-defined]
+    GenerationMixin.generate = generate  # type: ignore[method-assign]
+    torch.nn.Module.__getstate__ = marked_state  # type: ignore[method-assign]
+
+
+def check_cache(model: Any, arguments: Mapping[str, Any]) -> None:
+    """SpecacheError where a generation asks for a cache that moves its pairs itself."""
+    config = arguments.get("generation_config") or model.generation_config
+    wanted = arguments.get("cache_implementation") or getattr(config, "cache_implementation", None)
+    if str(wanted).startswith("offloaded"):
+        raise SpecacheError(
+            f"cache_implementation={wanted!r}: this backend offloads the cache itself, and cannot hold a cache that "
+            "moves its pairs. Leave cache_implementation out"
+        )
+
+
+def warn_unused(record: ModelRecord, why: str) -> None:
+    """Warn, once for each model and reason; `stats` reports the reason."""
+    record.latest, record.unused = None, why
+    record.warn_once(f"this generation ran no compiled graph, so its cache is plain and nothing was compressed: {why}")
+
+
+COPIED = (
+    "the model is a copy (copy.deepcopy, pickle) of a compiled one, and torch does not copy the compiled call. "
+    'Call model.compile(backend="specache", ...) on the copy'
+)
+
+
+def reason() -> str:
+    """Why Dynamo ran no graph of a compiled model."""
+    stance = eval_frame._stance.stance
+    if torch._dynamo.config.disable:
+        return "Dynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable). Enable it"
+    if stance != "default":
+        return f'the stance is {stance!r}. Call torch.compiler.set_stance("default")'
+    if was_reached():
+        return f"{RECOMPILE_LIMIT}. torch._dynamo.reset() drops all graphs and starts again"
+    return (
+        "Dynamo did not compile the model's forward. TORCH_LOGS=dynamo,graph_breaks prints the cause; "
+        "torch._dynamo.reset() makes Dynamo try again"
+    )

@@ -1,0 +1,191 @@
+"""The key of what a model computes with. Tokens that a model has cached serve a model of an equal key alone.
+
+A key has two parts. Sampled values of weights and buffers show optimiser steps, weight syncs and writes through `.data`
+or numpy, which change no version counter. Settings are plain attributes of modules: the active adapters of PEFT, their
+scaling, and all else that a forward method reads from its module.
+
+Limit: a write through `.data` or numpy that changes no sampled value is not seen, for example a write to a few rows of
+a table. A sum over all values would see it, but takes half a decode step or more for each request. Code that writes so
+calls `Batch.forget_prefixes()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+# The least number of values that are sampled of a tensor, if it has as many.
+SAMPLED = 256
+# Attributes of a module that change no cached value, or that its own calls change.
+NO_SETTINGS = {
+    *vars(torch.nn.Module()), "_caches", "_is_hf_initialized", "gradient_checkpointing", "hf_device_map",
+    "kernel_config", "loss_type", "max_seq_len_cached", "name_or_path", "warnings_issued",
+}  # fmt: skip
+# RoPE types whose frequencies follow the length of a call.
+LENGTH_ROPE = {"dynamic", "longrope"}
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+@dataclass(frozen=True)
+class PrefillKey:
+    """The part of a key that outlives the process, as it was when a row of a cache was filled.
+
+    weights: a hash for each weight and persistent buffer of the prefill, over shape, dtype and sampled values; sorted.
+    settings: a hash for each setting of the decoder, by name; None: the model was not found.
+    """
+
+    weights: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str], ...] | None = None
+
+    def __or__(self, other: PrefillKey) -> PrefillKey:
+        """The key of a cache whose layers were filled in two parts."""
+        settings = other.settings if self.settings is None else self.settings
+        return PrefillKey(all_of([self.weights, other.weights]), settings)
+
+
+def model_key(model: torch.nn.Module) -> object:
+    """The key of a model within this process, for `==`. It also covers how often each weight was written, and whether
+    modules are training."""
+    weights = [*model.parameters(), *persistent_buffers(model)]
+    written = [(id(weight), 0 if weight.is_inference() else weight._version) for weight in weights]
+    buffers = [buffer for module in model.modules() if not follows_length(module) for buffer in module.buffers(False)]
+    values = sampled([*model.parameters(), *buffers])
+    return written, values, settings_of(model), [module.training for module in model.modules()]
+
+
+def prefill_key(model: torch.nn.Module | None, weights: Iterable[Tensor]) -> PrefillKey:
+    """The key of a prefill that a model computes with these weights. None: the model is unknown."""
+    if model is None:
+        return PrefillKey(weight_hashes(weights))
+    decoder = decoder_of(model)  # all wrappers of a model have it in common
+    settings = {name: hash_of(repr(values)) for name, values in settings_of(decoder).items()}
+    return PrefillKey(weight_hashes([*weights, *persistent_buffers(decoder)]), tuple(sorted(settings.items())))
+
+
+def weight_hashes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    """16 hex digits for each tensor, over its shape, dtype and sampled values; sorted."""
+    return tuple(sorted(hash_of(f"{kind} {values.hex()}") for kind, values in sampled(tensors)))
+
+
+def all_of(hashes: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    """The hashes of all weights that are in one of these collections."""
+    counts = functools.reduce(operator.or_, map(Counter, hashes), Counter[str]())
+    return tuple(sorted(counts.elements()))
+
+
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def sampled(tensors: Iterable[Tensor]) -> list[tuple[str, bytes]]:
+    """The shape and dtype of each tensor, and the bytes of some of its values."""
+    parts = [part for tensor in tensors for part in parts_of(tensor)]
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, part in enumerate(parts):
+        groups.setdefault((part.device, part.dtype), []).append(number)
+    values: dict[int, Tensor] = {}
+    for numbers in groups.values():
+        views = [some_values(parts[number]) for number in numbers]
+        copied = torch.cat(views).cpu().split([len(view) for view in views])  # one copy from the device
+        values.update(zip(numbers, copied, strict=True))
+    return [
+        (f"{tuple(part.shape)} {part.dtype}", values[number].view(torch.uint8).numpy().tobytes())
+        for number, part in enumerate(parts)
+    ]
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of; none where it has no memory."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif tensor.numel() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
+        yield tensor.detach()
+
+
+def some_values(tensor: Tensor) -> Tensor:
+    """A tensor's values at equal distances [n]."""
+    whole = tensor.contiguous()
+    step = max(1, whole.numel() // SAMPLED)
+    return whole.as_strided((-(-whole.numel() // step),), (step,))
+
+
+def settings_of(model: torch.nn.Module) -> dict[str, list[object]]:
+    """The plain attributes of a model's modules: their values by name, in the modules' order. They are the same in
+    every process."""
+    found: dict[str, list[object]] = {}
+    for module in model.modules():
+        loaded = isinstance(module, PreTrainedModel)  # its private attributes describe how it was loaded
+        for name, value in vars(module).items():
+            if name in NO_SETTINGS or (loaded and name.startswith("_")):
+                continue
+            if type(value) in PLAIN or is_plain(value):
+                found.setdefault(name, []).append(plain(value))
+    return found
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number, a text, or a container of these. An empty container is not: it may be a cache."""
+    if isinstance(value, dict):
+        return bool(value) and all(is_plain(key) and is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return bool(value) and all(map(is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def plain(value: Any) -> object:
+    """A plain value in a form that compares and prints the same in every process."""
+    if isinstance(value, dict):
+        return sorted((repr(key), plain(item)) for key, item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    return str(value) if isinstance(value, (str, torch.dtype)) else value
+
+
+def follows_length(module: torch.nn.Module) -> bool:
+    """Whether each call computes a module's buffers again, from its longest position."""
+    kinds = getattr(module, "rope_type", None)
+    return not LENGTH_ROPE.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
+def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
+    """The buffers that a checkpoint has. The others follow from the configuration."""
+    return [
+        buffer for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]  # fmt: skip
+
+
+def calling_model() -> torch.nn.Module | None:
+    """The model, or the part of it, whose compiled forward method is running: the innermost on the stack that has a
+    decoder. Graphs receive tensors alone."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and hasattr(owner, "get_decoder"):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def decoder_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without a vision tower, for example."""
+    decoder: torch.nn.Module = getattr(model, "get_decoder", lambda: model)()
+    return decoder

@@ -1,0 +1,108 @@
+"""A batch never continues from a prefix that other weights, or other adapters, have computed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import specache_compile as sc
+from adapted import adapt
+from conftest import prompt, tiny_llama
+
+IDS = prompt(300, seed=9)[0]
+# Tokens that a step reads; a prefix ends with a page of 256.
+CHUNK = 128
+
+
+def changed(model: Any, how: str) -> None:
+    """Write other values to every weight of the decoder's layers."""
+    for module in model.model.layers.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            new = weight.detach() + 0.05 * torch.randn_like(weight)
+            if how == "data.copy_":
+                weight.data.copy_(new)
+            elif how == "data +=":
+                weight.data += new - weight.data
+            elif how == "data =":
+                weight.data = new
+            elif how == "numpy":
+                weight.detach().numpy()[...] = new.numpy()
+            elif how == "in place":
+                weight.copy_(new)
+            else:
+                setattr(module, name, torch.nn.Parameter(new))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """With adapters on its keys and values; nothing that it computes is rounded."""
+    model = adapt(tiny_llama(num_hidden_layers=1))
+    model.compile(backend="specache", options={"bits": 16, "lowering": "eager"})
+    return model
+
+
+def generated(batch: sc.Batch) -> tuple[list[int], bool]:
+    """The tokens of a request, and whether its first tokens came from a prefix."""
+    request = batch.add(IDS, max_new_tokens=8)
+    batch.step()
+    from_prefix = request.read > CHUNK
+    batch.run()
+    return request.said, from_prefix
+
+
+def uncompiled(model: Any) -> list[int]:
+    plain = copy.deepcopy(model)
+    plain._compiled_call_impl = None
+    tokens: list[int] = plain.generate(IDS[None], max_new_tokens=8, do_sample=False)[0, len(IDS) :].tolist()
+    return tokens
+
+
+@torch.no_grad()
+def test_no_write_to_the_weights_leaves_a_prefix(model: Any) -> None:
+    batch, before = sc.Batch(model, chunk=CHUNK), uncompiled(model)
+    assert generated(batch) == (before, False)
+    assert generated(batch) == (before, True)
+    torch.manual_seed(0)
+    for how in ("data.copy_", "data +=", "data =", "numpy", "in place", "a new parameter"):
+        changed(model, how)
+        expected = uncompiled(model)
+        assert expected != before, how
+        assert generated(batch) == (expected, False), how
+        before = expected
+    assert generated(batch) == (before, True)
+
+
+@torch.no_grad()
+def test_no_switch_of_adapters_leaves_a_prefix(model: Any) -> None:
+    batch, attention = sc.Batch(model, chunk=CHUNK), model.model.layers[0].self_attn
+    before = uncompiled(model)
+    assert generated(batch) == (before, False)
+    for layer in (attention.k_proj, attention.v_proj):
+        layer.set_adapter("two")
+    expected = uncompiled(model)
+    assert expected != before
+    assert generated(batch) == (expected, False)
+
+
+@torch.no_grad()
+def test_prefixes_are_forgotten_on_request_where_no_sample_shows_a_write(model: Any) -> None:
+    """Rows of the embedding's table, but for the columns that are sampled; while a prompt is prefilled, too."""
+    batch, table = sc.Batch(model, chunk=CHUNK), model.model.embed_tokens.weight.data
+    before, _ = generated(batch)
+    table[IDS, 1:31] += 3.0
+    expected = uncompiled(model)
+    assert expected != before
+    assert generated(batch)[1], "no sample shows it"
+    batch.forget_prefixes()
+    assert generated(batch) == (expected, False)
+    batch.forget_prefixes()
+    running = batch.add(IDS, max_new_tokens=8)
+    batch.step()
+    table[IDS, 1:31] -= 6.0
+    batch.forget_prefixes()
+    batch.run()
+    assert len(running.said) == 8
+    assert generated(batch) == (uncompiled(model), False)

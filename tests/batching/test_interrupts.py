@@ -1,0 +1,225 @@
+"""A step that is interrupted at any moment can be called again: equal tokens, none lost, no request stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import specache_compile as sc
+from conftest import greedy, prompt
+from specache_compile.batching.request import End, Request
+from specache_compile.runtime.session import Session
+
+pytestmark = pytest.mark.one_process
+
+CHUNK = 48
+# Of each request its prompt's length, and what it asks for.
+ASKED: list[tuple[int, dict[str, Any]]] = [
+    (70, {"max_new_tokens": 4}),
+    (9, {"max_new_tokens": 4, "do_sample": True, "seed": 3}),
+    (40, {"max_new_tokens": 3, "logprobs": 2}),
+]
+Delivered = dict[Request, list[int]]
+
+
+class Interrupt(KeyboardInterrupt):
+    """An interrupt that no user sends."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.3,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+
+
+@pytest.fixture(scope="module")
+def model(plain: Any) -> Any:
+    made = copy.deepcopy(plain)
+    made.compile(backend="specache", options={"lowering": "eager", "bits": 16})
+    return made
+
+
+def requests_of(batch: sc.Batch) -> list[Request]:
+    return [batch.add(prompt(length, seed=length), **dict(asked)) for length, asked in ASKED]
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Any, model: Any) -> list[list[int]]:
+    """What each request generates alone; the greedy ones by the uncompiled model."""
+    said = []
+    for length, asked in ASKED:
+        batch = sc.Batch(model, chunk=CHUNK)
+        alone = batch.add(prompt(length, seed=length), **dict(asked))
+        batch.run()
+        said.append(alone.said)
+        if "seed" not in asked:
+            assert alone.said == greedy(plain, prompt(length, seed=length), len(alone.said))[0, length:].tolist()
+    return said
+
+
+def run(batch: sc.Batch, delivered: Delivered) -> int:
+    """Step until all requests are over; the number of steps that raised."""
+    raised = 0
+    for _ in range(200):
+        try:
+            was_open = bool(batch.open)
+            for request, token in batch.step():  # once more behind the last: tokens of an interrupted one
+                delivered[request].append(token)
+        except KeyboardInterrupt:
+            raised += 1
+        else:
+            if not was_open:
+                break
+    return raised
+
+
+def check(batch: sc.Batch, requests: list[Request], delivered: Delivered, expected: list[list[int]]) -> None:
+    assert not batch.open
+    for request, said in zip(requests, expected, strict=True):
+        assert request.end is End.LENGTH, request.error
+        assert request.said == said
+        assert delivered[request] == said
+        assert request.asks is None or len(request.logprobs) == len(said)
+
+
+# Modules in which the moments lie: all that a step runs of this package.
+OURS = (
+    "specache_compile/batching",
+    "specache_compile/caches",
+    "specache_compile/paging",
+    "specache_compile/runtime/step",
+)
+
+
+@functools.cache
+def is_ours(file: str) -> bool:
+    return any(part in file for part in OURS)
+
+
+class AfterLines:
+    """Raises behind so many executed lines of the modules of `OURS`, once. None: it counts them."""
+
+    def __init__(self, moment: int | None) -> None:
+        self.moment, self.lines = moment, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self.line if is_ours(frame.f_code.co_filename) else None
+
+    def line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        # The last lines of `step` hand the tokens over: Python calls no handler of a signal between them.
+        if event == "line" and not (frame.f_code.co_name == "step" and "batching" in frame.f_code.co_filename):
+            self.lines += 1
+            if self.lines == self.moment:
+                raise Interrupt
+        return self.line
+
+    def __enter__(self) -> AfterLines:
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+
+def lines_of(model: Any) -> int:
+    batch = sc.Batch(model, chunk=CHUNK)
+    requests_of(batch)
+    with AfterLines(None) as counter:
+        batch.run()
+    return counter.lines
+
+
+def test_interrupts_at_two_hundred_moments_change_no_token(model: Any, expected: list[list[int]]) -> None:
+    lines, numbers, raised = lines_of(model), random.Random(0), 0
+    batch = sc.Batch(model, chunk=CHUNK)
+    for _ in range(200):
+        requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
+        with AfterLines(numbers.randrange(1, lines)):
+            raised += run(batch, delivered)
+        check(batch, requests, delivered, expected)
+    assert raised > 150
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[float], None]]:
+    """A signal whose handler raises, after some seconds."""
+
+    def handle(*_: Any) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield lambda seconds: (signal.setitimer(signal.ITIMER_REAL, seconds), None)[1]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_time_changes_no_token(
+    model: Any, expected: list[list[int]], alarm: Callable[[float], None]
+) -> None:
+    numbers, raised = random.Random(1), 0
+    for _ in range(200):
+        batch = sc.Batch(model, chunk=CHUNK)
+        requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
+        alarm(numbers.uniform(0.001, 0.15))
+        raised += run(batch, delivered)
+        alarm(0)
+        check(batch, requests, delivered, expected)
+    assert raised > 50
+
+
+def test_a_copy_that_fails_once_costs_no_token(
+    model: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = sc.Batch(model, chunk=CHUNK)
+    requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
+    while len(batch.saying) < 2:
+        for request, token in batch.step():
+            delivered[request].append(token)
+
+    def fail(session: Session) -> None:
+        raise sc.SpecacheError("a copy failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "check_copies", fail)
+        with pytest.raises(sc.SpecacheError, match="a copy failed"):
+            batch.step()
+    run(batch, delivered)
+    check(batch, requests, delivered, expected)
+
+
+def test_rows_over_which_the_model_always_fails_end_with_their_error(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = sc.Batch(model, chunk=CHUNK)
+    requests = requests_of(batch)
+    ask = batch.ask
+
+    def fail(tokens: Any, *rest: Any) -> Any:
+        if tokens.shape[1] == 1:
+            raise RuntimeError("planted")
+        return ask(tokens, *rest)
+
+    monkeypatch.setattr(batch, "ask", fail)
+    for _ in range(30):
+        with contextlib.suppress(RuntimeError):
+            batch.step()
+    assert not batch.open
+    assert [(request.end, str(request.error)) for request in requests] == [(End.FAILED, "planted")] * 3

@@ -1,0 +1,113 @@
+"""In every family a short row beside a long one, in chunks, generates what it generates alone, uncompiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import specache_compile as sc
+from conftest import prompt
+from families import FAMILIES, Family
+from specache_compile.runtime.rope_switch import RopeSwitch
+
+OPTIONS = {"bits": 16, "lowering": "eager"}
+# RoPE that follows the length, masks of its own, positions by columns, an indexer, and one plain family.
+QUICK = ("llama 2", "llama, dynamic rope", "phi3, longrope", "falcon, alibi", "llama4_text", "deepseek_v32")
+SHORT, LONG, NEW = 20, 60, 4
+
+
+def alone(model: Any, ids: torch.Tensor, new: int) -> list[int]:
+    """By an uncompiled copy: dynamic RoPE changes a model's buffers."""
+    out = copy.deepcopy(model).generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.quick_for(*QUICK)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.filterwarnings("ignore::specache_compile.SpecacheWarning")
+def test_a_short_row_beside_a_long_one_generates_what_it_does_alone(family: Family) -> None:
+    plain = family.model()
+    model = copy.deepcopy(plain)
+    model.compile(backend="specache", options=OPTIONS)
+    batch = sc.Batch(model, chunk=24)
+    prompts = [prompt(length, seed=length) for length in (SHORT, LONG)]
+    requests = [batch.add(ids, max_new_tokens=NEW) for ids in prompts]
+    batch.run()
+    assert [request.error for request in requests] == [None, None]
+    for ids, request in zip(prompts, requests, strict=True):
+        assert request.said == alone(plain, ids, NEW)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 10 for i in range(8)],
+    "long_factor": [4.0 + i for i in range(8)], "original_max_position_embeddings": 48, "factor": 8.0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("config", ["Phi3Config", "LlamaConfig"])
+def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(config: str) -> None:
+    """One below, one that crosses it, one beyond; Phi-3 prefills again where it crosses, Llama does not."""
+    settings: dict[str, Any] = {"rope_parameters": LONGROPE}
+    if config == "Phi3Config":
+        settings["original_max_position_embeddings"] = 48
+    plain = Family("longrope", config, settings).model()
+    model = copy.deepcopy(plain)
+    model.compile(backend="specache", options=OPTIONS)
+    batch = sc.Batch(model, chunk=24)
+    prompts = [prompt(length, seed=length) for length in (20, 44, 60)]
+    requests = [batch.add(ids, max_new_tokens=9) for ids in prompts]
+    batch.run()
+    for ids, request in zip(prompts, requests, strict=True):
+        assert request.said == alone(plain, ids, 9)
+
+
+def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
+    model = Family("dynamic", "LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 48}).model()
+    model.compile(backend="specache", options=OPTIONS)
+    batch = sc.Batch(model)
+    with pytest.raises(sc.SpecacheError, match=r"20 prompt and 40 new tokens: beyond 48 tokens .* \(dynamic\)"):
+        batch.add(prompt(20), max_new_tokens=40)
+    assert not batch.open
+    assert batch.add(prompt(20), max_new_tokens=4) in batch.open
+
+
+def test_join_refuses_rows_on_both_sides_of_a_rope_switch() -> None:
+    model = Family("phi3", "Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}).model()
+    model.compile(backend="specache", options=OPTIONS)
+    with torch.no_grad():
+        short, near, long = (
+            model(prompt(length), use_cache=True).past_key_values for length in (20, 47, 60)
+        )  # fmt: skip
+        with pytest.raises(sc.SpecacheError, match="on two sides of 48 tokens"):
+            sc.join([short, long])
+        joined = sc.join([short, near])
+        ids = torch.tensor([[5], [6]])
+        cache = model(ids, past_key_values=joined, position_ids=sc.lengths(joined)[:, None]).past_key_values
+        with pytest.raises(sc.SpecacheError, match="cannot go on together"):
+            model(ids, past_key_values=cache, position_ids=sc.lengths(cache)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("switch", "lengths", "misfit"),
+    [
+        (RopeSwitch("longrope", 48, False), [10, 48], False),
+        (RopeSwitch("longrope", 48, False), [10, 49], True),
+        (RopeSwitch("longrope", 48, False), [49, 90], False),
+        (RopeSwitch("dynamic", 48, True), [49, 90], True),
+        (RopeSwitch("dynamic", 48, True), [90], False),
+    ],
+)
+def test_which_rows_may_share_a_call(switch: RopeSwitch, lengths: list[int], misfit: bool) -> None:
+    assert switch.misfit(lengths) is misfit
+
+
+@pytest.mark.parametrize("given", [[5, 6, 7], [[5, 6, 7]], (5, 6, 7)], ids=["list", "nested", "tuple"])
+def test_add_takes_lists_of_token_ids(given: Any) -> None:
+    model = Family("llama", "LlamaConfig").model()
+    model.compile(backend="specache", options=OPTIONS)
+    request = sc.Batch(model).add(given, max_new_tokens=2)
+    assert request.prompt.tolist() == [5, 6, 7]

