@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specache_compile.bench.results import provenance
-from specache_compile.cli import options_of, parser
+from specache_compile.cli import options_of, parsed
 from specache_compile.serving.command import running
 
 SMOLLM2 = {
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.model is None:
             write_checkpoint(random_model(args.layers), Path(folder))
         model = args.model or folder
-        served = parser().parse_args(["serve", model, "--port", "0", "--lowering", args.lowering])
+        served = parsed(["serve", model, "--port", "0", "--lowering", args.lowering])
         with running(served, options_of(served)) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             conversations = tqdm(range(0, 2 + 2 * args.repeats, 2), "conversations", file=sys.stderr)
             _, *counted = [conversation(client, model, args.tokens, seed) for seed in conversations]

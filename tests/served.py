@@ -20,7 +20,7 @@ from transformers.cli.serving.utils import build_response_parser
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conftest import LOSSLESS, byte_tokenizer, tiny_llama
-from specache_compile.cli import options_of, parser
+from specache_compile.cli import options_of, parsed
 from specache_compile.serving.command import running
 
 TEMPLATE = (
@@ -43,7 +43,7 @@ class Served:
 @contextlib.contextmanager
 def serving(checkpoint: Path, *flags: str) -> Iterator[Served]:
     """`specache serve checkpoint ...`."""
-    args = parser().parse_args(["serve", str(checkpoint), "--port", "0", "--device", "cpu", *FLAGS, *flags])
+    args = parsed(["serve", str(checkpoint), "--port", "0", "--device", "cpu", *FLAGS, *flags])
     with (
         running(args, options_of(args)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 from needle import sample  # noqa: E402
 from quality import TABLES, arguments  # noqa: E402
 from specache_compile.checkpoints.names import KNOWN  # noqa: E402
-from specache_compile.cli import parser  # noqa: E402
+from specache_compile.cli import parsed  # noqa: E402
 from specache_compile.evaluation.settings import parse_setting  # noqa: E402
 from specache_compile.evaluation.tasks import TASKS  # noqa: E402
 from specache_compile.evaluation.tasks.haystack import library_source  # noqa: E402
@@ -129,7 +129,7 @@ def test_the_checkpoint_is_small() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_quality_table_is_a_command_that_parses(name: str) -> None:
-    args = parser().parse_args(arguments(name))
+    args = parsed(arguments(name))
     assert args.model in KNOWN or (ROOT / args.model / "config.json").exists()
     assert set(args.tasks) <= set(TASKS)
     assert args.methods[0] == "uncompiled"
