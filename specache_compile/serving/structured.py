@@ -12,9 +12,13 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 
+# JSON without spaces between its tokens: a model could generate spaces for ever.
+COMPACT = {"whitespace_flexible": False}
+
+
 def of_schema(schema: dict[str, Any]) -> str:
     """The grammar of a JSON schema."""
-    return str(LLMatcher.grammar_from_json_schema(schema))
+    return str(LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT))
 
 
 def of_calls(tools: list[dict[str, Any]]) -> str:
@@ -28,7 +32,8 @@ def of_calls(tools: list[dict[str, Any]]) -> str:
         }
         for tool in tools
     ]
-    rules = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {json.dumps({"anyOf": calls})}'
+    schema = json.dumps({"x-guidance": COMPACT, "anyOf": calls})
+    rules = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}'
     return str(LLMatcher.grammar_from_lark(rules))
 
 
