@@ -65,7 +65,7 @@ class Command:
 
 COMMANDS = {
     "demo": Command(
-        "keys found, bytes and times of one real model; some four minutes",
+        "keys found, bytes and times of one real model; some minutes",
         "demo.command:add_demo", "demo.command:run_demo", recorded=True,
     ),
     "generate": Command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -98,9 +99,13 @@ def key_search(model: Any, reader: Reader, asks: Sequence[Ask], plan: Plan, bar:
     for number, ask in enumerate(asks, 1):
         ids = torch.tensor([list(ask.prompt)], device=model.device)
         name = f"prefill of prompt {number} of {len(asks)}"
-        prefills.append(read(model, ids, lambda done, name=name: bar.set_postfix_str(f"{name}, {done}")))
+        prefills.append(read(model, ids, functools.partial(progress, bar, name)))
         bar.update()
     return measured(model, prefills, plan, bar, lambda number, one: answered(asks[number], one, reader))
+
+
+def progress(bar: tqdm, name: str, done: str) -> None:
+    bar.set_postfix_str(f"{name}, {done}")
 
 
 def measured(

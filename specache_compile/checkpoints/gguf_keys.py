@@ -139,7 +139,7 @@ def unmapped(fields: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     architecture = str(fields["general.architecture"].contents())
-    known = {name.replace("_", ""): mapping for name, mapping in GGUF_CONFIG_MAPPING.items()}
+    known: dict[str, Any] = {name.replace("_", ""): mapping for name, mapping in GGUF_CONFIG_MAPPING.items()}
     mapping = known.get(architecture.replace("_", "").replace("-", ""), {})
     keys = {key.removeprefix(f"{architecture}."): key for key in fields if key.startswith(f"{architecture}.")}
     return {name: fields[key].contents() for name, key in keys.items() if mapping.get(name) is None}

@@ -41,7 +41,7 @@ class Conversation:
             self.ids = self.ids[:n]
 
 
-def begun(model: Any, changes: int) -> Conversation:
+def begun(model: Any, changes: int = 0) -> Conversation:
     """An empty conversation with a model that has changed so often."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     return Conversation(torch.empty(0, dtype=torch.int64, device="cpu"), cache, changes=changes)

@@ -206,7 +206,8 @@ def test_returned_attention_weights_leave_the_model_exact() -> None:
     expected = family.model().generate(prompt(50), **asked)
     for layers, others in zip(got.attentions, expected.attentions, strict=True):
         close(torch.cat(layers, 1), torch.cat(others, 1))
-    assert find_record(model) is None
+    record = find_record(model)
+    assert record is None or record.latest is None
 
 
 def test_a_sliding_mask_over_a_whole_cache_is_rewritten() -> None:

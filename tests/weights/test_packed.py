@@ -68,7 +68,8 @@ def test_bitsandbytes_4_bit_weights_are_packed_in_the_first_generation_and_rewri
     with pytest.warns(sc.SpecacheWarning, match=r"packed in its first call .*the next generation is rewritten"):
         tokens = greedy(model, prompt(40), 3)
     assert torch.equal(tokens, greedy(plain, prompt(40), 3))
-    assert find_record(model) is None
+    record = find_record(model)
+    assert record is None or record.latest is None
     with warnings.catch_warnings():
         warnings.simplefilter("error", sc.SpecacheWarning)
         assert torch.equal(greedy(model, prompt(40, seed=2), 3), greedy(plain, prompt(40, seed=2), 3))
