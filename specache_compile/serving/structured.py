@@ -11,7 +11,6 @@ from llguidance.torch import fill_next_token_bitmask
 from torch import Tensor
 from transformers import LogitsProcessor
 
-
 # JSON without spaces between its tokens: a model could generate spaces for ever.
 COMPACT = {"whitespace_flexible": False}
 
