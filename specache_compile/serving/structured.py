@@ -17,7 +17,7 @@ COMPACT = {"whitespace_flexible": False}
 
 def of_schema(schema: dict[str, Any]) -> str:
     """The grammar of a JSON schema."""
-    return str(LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT))
+    return str(LLMatcher.grammar_from_json_schema({"x-guidance": COMPACT, **schema}))
 
 
 def of_calls(tools: list[dict[str, Any]]) -> str:
