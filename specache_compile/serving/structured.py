@@ -17,7 +17,8 @@ COMPACT = {"whitespace_flexible": False}
 
 def of_schema(schema: dict[str, Any]) -> str:
     """The grammar of a JSON schema."""
-    return str(LLMatcher.grammar_from_json_schema({"x-guidance": COMPACT, **schema}))
+    compact: dict[str, Any] = {"x-guidance": COMPACT, **schema}
+    return str(LLMatcher.grammar_from_json_schema(compact))
 
 
 def of_calls(tools: list[dict[str, Any]]) -> str:
