@@ -97,7 +97,7 @@ def test_explain_prints_nodes_and_diffs(capsys: pytest.CaptureFixture[str], flag
 
 @pytest.mark.parametrize(
     ("drafts", "told"),
-    [(["--verify", "4"], "Verification(verifications=1, acceptance=1.0"), (["--lookup"], "widened          1")],
+    [(["--verify", "4"], "Verification(verifications=1, acceptance=1.0"), (["--lookup"], f"{'widened':18} 1")],
 )
 def test_generate_finds_the_pass_key_and_verifies(
     capsys: pytest.CaptureFixture[str], drafts: list[str], told: str
