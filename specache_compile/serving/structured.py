@@ -48,6 +48,8 @@ def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 class Constraint(LogitsProcessor):
     """Only the tokens that the grammar allows. It can be called again for fewer tokens: drafts may be refused.
 
+    Tokens outside the grammar, or behind its end, raise a RuntimeError and leave the matcher as it was.
+
     prompt: how many tokens come before the answer.
     words: of 32 bits, in a mask of all tokens.
     """
@@ -73,6 +75,8 @@ class Constraint(LogitsProcessor):
         same = next((place for place, (new, old) in enumerate(pairs) if new != old), min(len(said), len(self.read)))
         if same < len(self.read):
             self.matcher.rollback(len(self.read) - same)
-        if not self.matcher.consume_tokens(said[same:]):
-            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
-        self.read = said
+        # consume_tokens would leave the matcher in an error that no rollback ends.
+        consumed = self.matcher.try_consume_tokens(said[same:])
+        self.read = said[: same + consumed]
+        if self.read != said:
+            raise RuntimeError(f"token {said[len(self.read)]} is outside the grammar, behind {len(self.read)} others")
