@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedModel
 
 # The least number of values that are sampled of a tensor, if it has as many.
 SAMPLED = 256
@@ -128,6 +127,8 @@ def some_values(tensor: Tensor) -> Tensor:
 def settings_of(model: torch.nn.Module) -> dict[str, list[object]]:
     """The plain attributes of a model's modules: their values by name, in the modules' order. They are the same in
     every process."""
+    from transformers import PreTrainedModel  # loaded with the model; compiling alone does not need it
+
     found: dict[str, list[object]] = {}
     for module in model.modules():
         loaded = isinstance(module, PreTrainedModel)  # its private attributes describe how it was loaded

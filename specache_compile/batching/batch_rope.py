@@ -1,4 +1,4 @@
-"""Requests of models in which a token's result depends on the other tokens of its call (`runtime/rope_switch.py`)."""
+"""Requests of models in which a token's result depends on the other tokens of its call (`rope_switch.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from transformers.generation.utils import GenerationMixin
 
 from specache_compile.errors import SpecacheError
-from specache_compile.runtime.rope_switch import rope_switch
+from specache_compile.rope_switch import rope_switch
 
 from .request import Request
 

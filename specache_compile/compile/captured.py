@@ -29,8 +29,8 @@ from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.passes.reading.nodes import nodes_behind, value_of
 from specache_compile.passes.reading.plain_vmaps import plain_vmaps
 from specache_compile.passes.reading.sites import Found, LeftAlone, Site
+from specache_compile.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.rope_switch import RopeSwitch, rope_switch
 from specache_compile.runtime.state import bucket
 from specache_compile.runtime.symbols import SymbolReader, new_size
 from specache_compile.runtime.variant import selects

@@ -28,11 +28,11 @@ from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey
 from specache_compile.options import MethodOptions
 from specache_compile.passes.reading.sites import PARTS, Part
+from specache_compile.rope_switch import RopeSwitch
 
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
 from .records import Statistics
-from .rope_switch import RopeSwitch
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects

@@ -26,10 +26,10 @@ from specache_compile.methods.field import LayerState
 from specache_compile.passes.phase import EXTEND, PREFILL, WIDENED, Phase
 from specache_compile.passes.plan import Input
 from specache_compile.passes.reading.local_shards import local
+from specache_compile.rope_switch import rows_apart
 
 from .records import Graph
 from .rewritten import Rewritten
-from .rope_switch import rows_apart
 from .session import UNCAPTURED, Mode, Progress, Session
 from .variant import phases, selects, variant_of
 

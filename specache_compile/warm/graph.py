@@ -24,9 +24,9 @@ from specache_compile.methods.specache import SELECTORS
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.reading.sites import LeftAlone
+from specache_compile.rope_switch import RopeSwitch
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.rewritten import Rewritten
-from specache_compile.runtime.rope_switch import RopeSwitch
 from specache_compile.runtime.symbols import SymbolReader, as_traced
 from specache_compile.runtime.variant import Variant
 

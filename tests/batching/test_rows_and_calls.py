@@ -11,7 +11,7 @@ import torch
 import specache_compile as sc
 from conftest import prompt
 from families import FAMILIES, Family
-from specache_compile.runtime.rope_switch import RopeSwitch
+from specache_compile.rope_switch import RopeSwitch
 
 OPTIONS = {"bits": 16, "lowering": "eager"}
 # RoPE that follows the length, masks of its own, positions by columns, an indexer, and one plain family.
