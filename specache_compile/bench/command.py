@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from specache_compile.checkpoints.gguf import is_installed
+from specache_compile.checkpoints.loaded import usable_device
 from specache_compile.checkpoints.names import MODEL, gguf_of, resolved
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import DTYPES
@@ -125,8 +126,7 @@ def check_arguments(args: argparse.Namespace) -> None:
                 raise SpecacheError(f"--{flag} {value}: give a whole number, 1 or more")
     if not 0 <= args.extend <= min(args.contexts):
         raise SpecacheError(f"--extend {args.extend}: give a whole number from 0 to the shortest of --contexts")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SpecacheError(f"--device {args.device}: torch sees no CUDA device")
+    usable_device(args.device)
     for path in (args.json, args.plot):
         if path is not None and not path.parent.is_dir():
             raise SpecacheError(f"no folder {path.parent} for {path.name}")

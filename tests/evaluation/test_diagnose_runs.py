@@ -36,7 +36,7 @@ def test_a_device_that_is_none_is_one_line_and_exit_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*command, "--device", "tape"]) == 2
-    assert "specache: --device tape: Expected one of cpu" in capsys.readouterr().err
+    assert "specache: device tape: Expected one of cpu" in capsys.readouterr().err
 
 
 def test_pictures_are_drawn_where_a_finished_run_has_none(tmp_path: Path) -> None:
