@@ -1,4 +1,4 @@
-"""The `specache` command: a demo, generate, bench, explain, serve, compile, cache, eval, diagnose."""
+"""The `specache` command: a demo, generate, bench, explain, serve, compile, cache, eval."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .checkpoints.names import resolved, tell_origin
 from .demo.command import add_demo, run_demo
 from .errors import OptionError, SpecacheError, first_line
 from .evaluation.command import MODEL, add_eval, run_eval
-from .evaluation.diagnostics.command import add_diagnose, run_diagnose
 from .evaluation.reader import chat_turn
 from .explaining.times.devices import find_device
 from .explaining.times.verification import ACCEPTED
@@ -52,9 +51,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add_compiling(commands.add_parser("serve", help="a compiled checkpoint behind OpenAI's interface"), add_serve)
     add_eval(commands.add_parser("eval", help="tasks × methods: a table, CSV, JSON and pictures; goes on where it was"))
-    add_diagnose(
-        commands.add_parser("diagnose", help="attention, policies and guesses as the papers' figures show them")
-    )
     add_compiling(
         commands.add_parser("compile", help="trace a checkpoint now, so that later processes need not"), add_compile
     )
@@ -215,7 +211,7 @@ def check_room(prompt: int, added: int, limit: int) -> None:
 
 
 # Their results tell the command that made them.
-RECORDED = {"demo": run_demo, "bench": run_bench, "eval": run_eval, "diagnose": run_diagnose}
+RECORDED = {"demo": run_demo, "bench": run_bench, "eval": run_eval}
 RUN = {
     "explain": run_explain,
     "generate": run_generate,

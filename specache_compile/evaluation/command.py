@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import shlex
@@ -32,13 +33,10 @@ from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
 from .sharing import own_device, rank, shared_rows
 from .tasks import NO_QUESTION, TASKS
-from .tasks.records import file_hash
 from .tasks.task import Bench, Cell, Outcome
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL = f"a checkpoint folder, a .gguf file, a hub name, or {', '.join(KNOWN)}"
-# Removed tasks, and the task that measures the same.
-INSTEAD = {"fidelity": "closeness", "multikey": "shared_context", "variables": "ruler", "aggregation": "ruler"}
 METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
 
 
@@ -62,13 +60,7 @@ def add_eval(command: argparse.ArgumentParser) -> None:
         "--text", nargs="+", type=Path, default=[], metavar="FILE",
         help="texts for haystacks and perplexity (default: library source held out of training)",
     )  # fmt: skip
-    command.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder of the files of longbench, longbench_v2, ruler or scbench"
-    )
-    command.add_argument(
-        "--chat", action="store_true",
-        help="put the chat template around the prompts of needle, longbench, longbench_v2 and scbench",
-    )  # fmt: skip
+    command.add_argument("--chat", action="store_true", help="put the chat template around the needles' prompts")
     command.add_argument(
         "--blind", action="store_true",
         help="read the context exactly, evict from it once or quantise it, and only then read the question; without "
@@ -106,7 +98,7 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     check_readings(settings, caches_plainly(model))
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
-        args.data, args.chat, args.blind,
+        args.chat, args.blind,
     )  # fmt: skip
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
@@ -139,8 +131,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Errors that need no model."""
     for task in args.tasks:
         if task not in TASKS:
-            told = f"; in place of {task} take {INSTEAD[task]}" if task in INSTEAD else ""
-            raise SpecacheError(f"unknown task {task!r}: known are {', '.join(TASKS)}{told}")
+            raise SpecacheError(
+                f"unknown task {task!r}: known are {', '.join(TASKS)}. For LongBench and RULER run examples/harness.py"
+            )
         if args.blind and task in NO_QUESTION:
             raise SpecacheError(
                 f"task {task!r} asks no question that --blind could keep from its context: leave one out"
@@ -152,8 +145,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     ):
         if value < 1:
             raise SpecacheError(f"--{name} {value}: give a whole number, 1 or more")
-    if args.data is not None and not args.data.is_dir():
-        raise SpecacheError(f"no folder {args.data}: --data wants the folder of the data files")
     check_inputs(args)
 
 
@@ -202,7 +193,8 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
 
 def text_identity(texts: Sequence[Path]) -> list[str] | str:
     """What identifies the texts of a figure: their hashes, or the version of the library source."""
-    return [file_hash(path) for path in texts] or f"library of python {platform.python_version()}"
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in texts]
+    return hashes or f"library of python {platform.python_version()}"
 
 
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, args: argparse.Namespace) -> str:

@@ -46,6 +46,24 @@ def test_the_harness_scores_a_compiled_model_as_it_scores_the_model(tmp_path: Pa
     assert sc.stats(compiled.model).compiles > 0  # and it was the compiled model that answered
 
 
+def test_a_longbench_task_of_the_harness_runs_on_a_local_file(tmp_path: Path) -> None:
+    """LongBench v2's own prompt and scoring, on records in its format."""
+    record = {
+        "question": "Which is it?", "choices": ["red", "green", "blue", "grey"], "answer": "A",
+        "context": "It is red. " * 20,
+    }  # fmt: skip
+    path = tmp_path / "longbench2.jsonl"
+    path.write_text("".join(json.dumps({**record, "answer": letter}) + "\n" for letter in "ABCD"))
+    local = {
+        "task": "longbench2_many_shot", "dataset_path": "json", "dataset_name": None, "test_split": "train",
+        "dataset_kwargs": {"data_files": str(path), "cache_dir": str(tmp_path)},
+    }  # fmt: skip
+    plain, compiled = (harnessed(MODEL, tokenizer_for(MODEL), options) for options in (None, LOSSLESS))
+    # The same context with each of the four letters as the right answer: one of them is the model's.
+    assert evaluate(plain, [local]) == evaluate(compiled, [local]) == {"longbench2_many_shot": 0.25}
+    assert sc.stats(compiled.model).compiles > 0
+
+
 RANK = """
 import json, sys
 from pathlib import Path
