@@ -15,7 +15,7 @@ from tqdm import tqdm
 from specache_compile.bench.measure import WARM_UP, many_graphs, spread, steps_behind, steps_in_turn
 from specache_compile.bench.ways import Decoding, twin_of
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.tasks.needle import CHAT_ANSWER
+from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, contains_key
 from specache_compile.runtime.records import forget
 from specache_compile.runtime.session import session_of
 from specache_compile.runtime.state import device_total
@@ -87,7 +87,7 @@ class Demo:
                 ways.setdefault(method, one)  # the first is the question's
                 self.bar.update()
                 self.tell(f"{method}: asked")
-            keys = [needle.contains_key(words, ask.answer) for words, ask in zip(said[1:], asks[1:], strict=True)]
+            keys = [contains_key(words, ask.answer) for words, ask in zip(said[1:], asks[1:], strict=True)]
             self.rows[method] = Row(
                 method, said[0], dict(zip(self.size.depths, keys, strict=True)), tiers_of(ways[method]),
                 ways[method].bytes()[0] / ways[FULL].bytes()[0],

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import specache_compile as sc
 from conftest import NEEDLE_LLAMA
@@ -16,7 +17,7 @@ from conftest import NEEDLE_LLAMA
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'specache-compile[harness]'")
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'specache-compile[harness]'")
 
 from harness import evaluate, harnessed, pass_keys, tokenizer_for  # noqa: E402
 
@@ -54,8 +55,9 @@ def test_a_longbench_task_of_the_harness_runs_on_a_local_file(tmp_path: Path) ->
     }  # fmt: skip
     path = tmp_path / "longbench2.jsonl"
     path.write_text("".join(json.dumps({**record, "answer": letter}) + "\n" for letter in "ABCD"))
+    shipped = Path(lm_eval.__file__).parent / "tasks" / "longbench2" / "_longbench_common_yaml"
     local = {
-        "task": "longbench2_many_shot", "dataset_path": "json", "dataset_name": None, "test_split": "train",
+        **yaml.safe_load(shipped.read_text()), "task": "longbench2_many_shot", "dataset_path": "json", "dataset_name": None, "test_split": "train",
         "dataset_kwargs": {"data_files": str(path), "cache_dir": str(tmp_path)},
     }  # fmt: skip
     plain, compiled = (harnessed(MODEL, tokenizer_for(MODEL), options) for options in (None, LOSSLESS))
