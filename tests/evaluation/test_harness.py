@@ -57,7 +57,8 @@ def test_a_longbench_task_of_the_harness_runs_on_a_local_file(tmp_path: Path) ->
     path.write_text("".join(json.dumps({**record, "answer": letter}) + "\n" for letter in "ABCD"))
     shipped = Path(lm_eval.__file__).parent / "tasks" / "longbench2" / "_longbench_common_yaml"
     local = {
-        **yaml.safe_load(shipped.read_text()), "task": "longbench2_many_shot", "dataset_path": "json", "dataset_name": None, "test_split": "train",
+        **yaml.safe_load(shipped.read_text()), "task": "longbench2_many_shot",
+        "dataset_path": "json", "dataset_name": None, "test_split": "train",
         "dataset_kwargs": {"data_files": str(path), "cache_dir": str(tmp_path)},
     }  # fmt: skip
     plain, compiled = (harnessed(MODEL, tokenizer_for(MODEL), options) for options in (None, LOSSLESS))
