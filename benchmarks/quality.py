@@ -156,16 +156,6 @@ TABLES = {
         ("uncompiled", "specache", "kivi:bits=4"),
         (*UNSEEN, *EXACT, "--lengths", "2176", "--samples", "16", "--batch-size", "16"),
     ),
-    "own_output": Table(
-        "summaries, reconstructions and answers against the full cache's own output (RoCo, Tables 2 to 4)",
-        SMOLLM2,
-        ("own_output",),
-        (
-            "uncompiled", "specache:bits=16", "specache", f"specache:{ONE_BIT}", PAPER, "kivi:bits=4", "kivi:bits=2",
-            *(f"{name}:budget=0.5,eviction_block=prompt" for name in ("h2o", "roco")),
-        ),
-        ("--text", *LICENCES, *FAST, "--lengths", "1024", "--samples", "32"),
-    ),
     "evictions": Table(
         "the same of policies that keep a quarter of a prompt, which they read exactly",
         SMOLLM2,
@@ -211,17 +201,6 @@ TABLES = {
             PAPER,
         ),
         (*UNSEEN, "--lengths", "2048", "--samples", "64"),
-    ),
-    "questions_smollm2": Table(
-        "four questions on one cached context, on a real checkpoint (SCBench's manner)",
-        SMOLLM2,
-        ("shared_context",),
-        (
-            "uncompiled", "fp8",
-            *EXACT_EVICTIONS,
-            *KIVI, "kivi:bits=4", "kcache", *SPECACHE, f"specache:{ONE_BIT}", "specache",
-        ),
-        ("--text", *LICENCES, *FAST, *EXACT, "--lengths", "1024", "--samples", "64"),
     ),
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 what do they cost over PCIe? SmolLM2 goes on from windows of a text, greedily, in float32.
 
     python benchmarks/verify.py --text build/unseen.txt      8 windows of 4,096 tokens, 256 new ones each
-    python benchmarks/verify.py --edits                      lookup: functions of a library, to copy and to edit
     python benchmarks/verify.py --contexts 512 --samples 2 --tokens 32 --settings specache:verify=16
 
 The intervals are 95 %, over the means of windows of which none overlaps another. On a CPU nothing travels over PCIe:
@@ -29,9 +28,7 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-import edits
 import specache_compile as sc
-from edits import ASKED
 from specache_compile.bench.results import provenance
 from specache_compile.evaluation.command import load
 from specache_compile.evaluation.intervals import interval
@@ -39,7 +36,6 @@ from specache_compile.evaluation.provenance import model_hash
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.settings import Setting, parse_setting, running
 from specache_compile.evaluation.tasks.task import Bench
-from specache_compile.methods import parse_options
 
 SETTINGS = (
     "specache:verify=16",
@@ -47,7 +43,6 @@ SETTINGS = (
     "specache:setting=paper,verify=16",
     "specache:setting=paper,bits=1,verify=16",
 )
-LOOK_UPS = ("specache:lookup=true", "specache:setting=paper,lookup=true")
 UNCOMPILED = "uncompiled"
 
 
@@ -145,53 +140,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return tabulate(lines, headers, colalign=("right", "left", *["right"] * 5), disable_numparse=True)
 
 
-def edits_table(rows: list[dict[str, Any]]) -> str:
-    """A line for each setting whose drafts were looked up, kind and context."""
-    lines = []
-    looked_up = [row for row in rows if "acceptance" in row]
-    for setting, kind, context in dict.fromkeys((row["setting"], row["kind"], row["context"]) for row in looked_up):
-        same = [row for row in looked_up if (row["setting"], row["kind"], row["context"]) == (setting, kind, context)]
-        said = [row["tokens_per_verification"] for row in same]
-        spread = interval(said)
-        lines.append(
-            (
-                f"{context:,}", setting, kind,
-                f"{statistics.fmean(said):.1f}" + ("" if math.isnan(spread) else f" ± {spread:.1f}"),
-                f"{statistics.fmean(row['acceptance'] for row in same):.2f}",
-                f"{sum(row['equal'] for row in same):,} of {sum(row['tokens'] for row in same):,}",
-            )
-        )  # fmt: skip
-    headers = ("context", "", "function", "tokens a step", "acceptance", "equal tokens")
-    return tabulate(lines, headers, colalign=("right", "left", "left", *["right"] * 3), disable_numparse=True)
-
-
-def one_by_one(setting: Setting) -> Setting:
-    """The same one token a step: with the options that drafts from the text itself choose, and without drafts."""
-    chosen = vars(parse_options(setting.options))
-    chosen = {name: chosen[name] for name in ("correct", "speculate") if name in chosen}
-    given = {name: value for name, value in setting.given if name != "verify"}
-    return Setting(setting.name, tuple(sorted({**given, **chosen}.items())))
-
-
-def compared(args: argparse.Namespace) -> list[list[Setting]]:
-    """Settings that are compared, in each list with its first."""
-    settings = [parse_setting(text) for text in args.settings or (LOOK_UPS if args.edits else SETTINGS)]
-    if args.edits:
-        return [[one_by_one(setting), setting] for setting in settings]
-    return [[Setting(UNCOMPILED, ()), *settings]]
+def compared(args: argparse.Namespace) -> list[Setting]:
+    """The settings, each compared with the first."""
+    return [Setting(UNCOMPILED, ()), *map(parse_setting, args.settings or SETTINGS)]
 
 
 def prompts_of(args: argparse.Namespace, reader: Reader) -> list[Prompt]:
-    """Windows of the text, or what is asked about code, of every length."""
-    made: list[tuple[dict[str, Any], list[list[int]]]] = []
-    bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text), None, False)
-    for context in args.contexts:
-        for kind in ASKED if args.edits else ():
-            asked = edits.prompts(reader, kind, context, args.samples, args.seed)
-            made.append(({"kind": kind, "context": context}, asked))
-        if not args.edits:
-            made.append(({"context": context}, bench.windows_apart(context)))
-    return [Prompt(ids, number, facts) for facts, rows in made for number, ids in enumerate(rows)]
+    """Windows of the text, of every length."""
+    bench = Bench(reader, tuple(args.contexts), args.samples, args.seed, 1 << 62, tuple(args.text))
+    return [
+        Prompt(ids, number, {"context": context})
+        for context in args.contexts
+        for number, ids in enumerate(bench.windows_apart(context))
+    ]
 
 
 def main() -> None:
@@ -200,21 +161,20 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096], help="tokens of prompt (4096)")
     parser.add_argument("--samples", type=int, default=8, help="windows (8)")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens behind each (256)")
-    parser.add_argument("--edits", action="store_true", help="drafts that are looked up, beside one token a step")
     parser.add_argument("--settings", nargs="+", metavar="NAME:option=value,...")
     parser.add_argument("--text", nargs="+", type=Path, default=[], help="texts (default: library source)")
     parser.add_argument("--seed", type=int, default=0, help="of the windows (0)")
     parser.add_argument("--lowering", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--out", type=Path, default=Path("build/verify.jsonl"), help="finished windows (%(default)s)")
-    parser.add_argument("--results", type=Path, help="default: benchmarks/results/verify.json, or verify_edits.json")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/results/verify.json")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     model, reader = load(args.model, "cpu", torch.float32)
-    fingerprint, sets, prompts = model_hash(model), compared(args), prompts_of(args, reader)
-    with tqdm(total=len(prompts) * sum(map(len, sets)), file=sys.stderr, unit="prompt") as bar:
-        rows = [row for settings in sets for row in measure(model, fingerprint, prompts, settings, args, bar)]
-    print(edits_table(rows) if args.edits else table(rows))
-    results = args.results or Path(__file__).parent / "results" / ("verify_edits.json" if args.edits else "verify.json")
+    fingerprint, settings, prompts = model_hash(model), compared(args), prompts_of(args, reader)
+    with tqdm(total=len(prompts) * len(settings), file=sys.stderr, unit="prompt") as bar:
+        rows = list(measure(model, fingerprint, prompts, settings, args, bar))
+    print(table(rows))
+    results = args.results or Path(__file__).parent / "results" / "verify.json"
     origin = provenance(torch.device("cpu"), "benchmarks/verify.py")
     results.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n")
 

@@ -23,4 +23,4 @@ class Sample:
 def sample(source: bytes, length: int, depth: float, rng: random.Random) -> Sample:
     """A prompt of exactly `length` tokens whose needle stands at `depth` (0 = first, 1 = right before the question)."""
     one = ask(source, length, depth, rng, str.encode)
-    return Sample(bytes(one.prompt), one.references[0].encode())
+    return Sample(bytes(one.prompt), one.answer.encode())

@@ -1,4 +1,4 @@
-"""The `specache` command: a demo, generate, chat, bench, explain, serve, compile, cache, eval, diagnose.
+"""The `specache` command: a demo, generate, chat, bench, explain, serve, compile, cache, eval.
 
 Only what a command needs is imported, and only once its arguments are right: torch takes seconds.
 """
@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .checkpoints.loaded import usable_device
 from .checkpoints.names import MODEL, check_name, tell_origin
 from .command_line.arguments import (
     Parser,
+    add_device,
     add_option_names,
     add_options,
     has_options,
@@ -66,7 +68,7 @@ class Command:
 COMMANDS = {
     "demo": Command(
         "keys found, bytes and times of one real model; some minutes",
-        "demo.command:add_demo", "demo.command:run_demo", recorded=True,
+        "command_line.demo:add_demo", "demo.command:run_demo", recorded=True,
     ),
     "generate": Command(
         "continue a prompt with a compiled checkpoint",
@@ -82,7 +84,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "a decode step, first tokens and bytes, beside other caches",
-        "bench.command:add_bench", "bench.command:run_bench", recorded=True,
+        "command_line.bench:add_bench", "bench.command:run_bench", recorded=True,
     ),
     "explain": Command(
         "what is rewritten, and where every byte lives; needs no weights and no GPU",
@@ -96,11 +98,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "tasks × methods: a table, CSV, JSON and pictures; goes on where it was",
-        "evaluation.command:add_eval", "evaluation.command:run_eval", recorded=True,
-    ),
-    "diagnose": Command(
-        "attention, policies and guesses as the papers' figures show them",
-        "evaluation.diagnostics.command:add_diagnose", "evaluation.diagnostics.command:run_diagnose", recorded=True,
+        "command_line.evaluate:add_eval", "evaluation.command:run_eval", recorded=True,
     ),
     "compile": Command(
         "trace a checkpoint now, so that later processes need not",
@@ -141,7 +139,7 @@ def fill(own: Parser, command: Command, declared: bool, whole: bool) -> None:
     if not command.options:
         return
     if command.shown:
-        own.add_argument("--device", help="default: cuda where there is a CUDA device, else cpu")
+        add_device(own)
         own.add_argument("--help-all", action="help", help="show every option, also those of the backend")
     if declared:
         add_options(own, shown=bool(command.shown))
@@ -259,14 +257,13 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> None:
     command = COMMANDS[args.command]
     if hasattr(args, "model"):
         check_name(args.model)
+    if hasattr(args, "device") and args.command != "explain":  # which takes the name of a card
+        args.device = usable_device(args.device)
     if command.options:
-        from .checkpoints.loaded import usable_device
         from .methods import parse_options
 
         options = options_of(args)
         parse_options(options)
-        if command.shown:
-            args.device = usable_device(args.device)
         function(command.run)(args, options)
     elif command.recorded:
         function(command.run)(args, words)

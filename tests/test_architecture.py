@@ -16,11 +16,19 @@ import networkx as nx
 import pytest
 
 import specache_compile as sc
+from count_lines import sizes
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("passes", "lowering", "kernels")
 # What the project may add to the time that importing torch and transformers takes: a share holds on any processor.
 QUICK = 0.06
+# The sizes that `python tools/count_lines.py` prints may not grow beyond these.
+CEILINGS = {
+    "product lines, C++ included": 34_100,
+    "lines loaded by the backend": 16_000,
+    "test lines, C++ included": 28_700,
+    "words in docs": 32_000,
+}
 
 
 def modules() -> dict[str, Path]:
@@ -136,3 +144,10 @@ def test_no_comment_points_outside_the_repository() -> None:
     """Papers by their arXiv numbers, the design by its file."""
     for name, path in modules().items():
         assert not re.search(r"DESIGN\b|\((00\d)[,)]|shared/", path.read_text()), name
+
+
+def test_the_project_stays_within_its_sizes() -> None:
+    found = sizes()
+    assert found.keys() == CEILINGS.keys()
+    assert min(found.values()) > 1_000
+    assert {name: size for name, size in found.items() if size > CEILINGS[name]} == {}

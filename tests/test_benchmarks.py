@@ -25,15 +25,12 @@ from specache_compile.bench.results import Results
 from specache_compile.compat import with_cache
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
-from specache_compile.kernels.codes import trellis
-from specache_compile.kernels.codes.params import EIGHT_BITS, read_scale, stored_scale
 from specache_compile.methods.field import LayerShape
 from specache_compile.runtime.session import Session
 from specache_compile.runtime.tiers import Tiers
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-edits = importlib.import_module("edits")
 
 
 def run(script: str, *arguments: str) -> str:
@@ -53,15 +50,6 @@ def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(row["step_ms"] > row["floor_ms"] > 0 for row in rows)
     assert "MiniCPM3" in printed
-
-
-def test_an_extend_over_latents_is_timed_both_ways(tmp_path: Path) -> None:
-    asked = ("--contexts", "64", "--tokens", "2", "200", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1")
-    printed = run("latent_extends", *asked, "--out", str(tmp_path / "out.json"))
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["taken"] for row in rows] == ["rows", "keys"]
-    assert all(row["rows"] > 0 and row["keys"] > 0 for row in rows)
-    assert "behind 64" in printed
 
 
 @pytest.mark.whole
@@ -213,95 +201,6 @@ def test_a_row_says_which_pairs_its_steps_move() -> None:
     }
     moves = [(case.reuse, case.corrected) for case in cases.values()]
     assert moves == [(0.5, 0), (0.5, 0), (0.5, 0.44), (0.5, 0.34)]
-
-
-def test_the_least_recently_wanted_slot_gives_way() -> None:
-    """Two wanted in each of four steps, of which the first only fills the slots."""
-    from slots import missing
-
-    wanted = torch.tensor([[[0, 1]], [[1, 2]], [[2, 3]], [[0, 2]]])
-    assert missing(wanted, 2) * 3 == 1 + 1 + 1
-    assert missing(wanted, 3) * 3 == 1 + 1 + 1
-    assert missing(wanted, 4) * 3 == 1 + 1
-
-
-@pytest.mark.parametrize(
-    ("mass", "expected"), [(0.45, {1}), (0.6, {1, 3}), (0.85, {1, 3, 0}), (1.0, {1, 3, 0, 4}), (0.01, {1})]
-)
-def test_a_budget_by_mass_is_the_fewest_pairs_that_hold_it(mass: float, expected: set[int]) -> None:
-    """Of all that is scored: what is hidden (below 0) is no candidate and counts for nothing."""
-    from masses import ByMass
-
-    wanted, choose = torch.full((1, 1, 4), -1, dtype=torch.int32), ByMass(mass, layers=1)
-    choose(torch.tensor([[[0.2, 0.5, -1.0, 0.2001, 0.1, 0.0]]]), wanted)
-    assert {token for token in wanted.flatten().tolist() if token >= 0} == expected
-    assert choose.wanted[0] == [len(expected)]
-
-
-@pytest.mark.parametrize("mass", ["0", "1.5", "-0.5"])
-def test_a_mass_is_a_share(mass: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import masses
-
-    with pytest.raises(SystemExit):
-        masses.main(["--masses", "0.5", mass])
-    assert f"--masses {float(mass):g}: give shares above 0, at most 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_a_key_in_the_trellis_is_what_a_value_in_it_is(head_dim: int) -> None:
-    from key_codes import in_trellis
-
-    keys = torch.randn(1, 2, 50, head_dim, generator=torch.Generator().manual_seed(0))
-    codes, scale = trellis.quantize(keys)
-    expected = trellis.dequantize(codes, read_scale(stored_scale(scale, EIGHT_BITS)))
-    torch.testing.assert_close(in_trellis(keys, 1), expected)
-
-
-def test_a_trellis_of_two_bits_leaves_less_than_four_levels_do() -> None:
-    """Of Gaussian numbers .1175 of the variance by Lloyd and Max's four levels, .0625 by the best code of two bits
-    there can be."""
-    from key_codes import nearest_levels
-
-    x = torch.randn(2000, 32, generator=torch.Generator().manual_seed(0))
-    for step in (0.45, 0.5):
-        levels = nearest_levels(x / step, 2)
-        assert set(levels.unique().tolist()) <= {-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5}
-        assert 0.0625 < (levels * step - x).square().mean() < 0.11
-
-
-def test_keys_in_the_trellis_are_coded_behind_the_mean_of_those_that_are_there() -> None:
-    from key_codes import by_trellis, in_trellis
-
-    keys = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(0)) + 100
-    there = torch.arange(64).view(1, 1, 64, 1) >= 5
-    mean = keys[:, :, 5:].mean(2, keepdim=True)
-    torch.testing.assert_close(by_trellis(keys, 64, 1, "midpoint", there), mean + in_trellis(keys - mean, 1))
-
-
-def test_guesses_are_looked_up_in_the_text_and_others_only_behind_a_wrong_one() -> None:
-    from guesses import GUESSES, Place
-
-    def at(*past: int, wrong: bool = True, last: int | None = 7) -> list[int]:
-        place = Place(past, made=9, was_wrong=wrong, last=last, second=8, coming=6)
-        return [guess(place) for guess in GUESSES.values()]
-
-    made, second, last, coming = 9, 8, 7, 6
-    assert at(1, 2, 3, 1, 2, 4, 1, 2) == [made, 4, 4, second, last, coming]
-    assert at(1, 2, 3, 1, 2, wrong=False) == [made, 3, made, made, made, coming]
-    assert at(1, 2, 3, last=None) == [made, made, made, second, made, coming]
-
-
-@pytest.mark.whole
-def test_guesses_are_measured_along_one_text_and_resumed(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"word{number}" for number in range(400)))
-    asked = ("--model", str(NEEDLE_LLAMA), "--text", str(text), "--contexts", "200", "--steps", "4")
-    run("guesses", *asked, "--windows", "1", "--out", str(tmp_path / "out.json"))
-    printed = run("guesses", *asked, "--windows", "2", "--resume", "--out", str(tmp_path / "out.json"))
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 2 * 2 * (1 + 6 + 1)
-    assert all(row["right"] == [True] * len(row["right"]) for row in rows if row["guess"] == "what comes")
-    assert printed.count("looked up behind a wrong one") == 2
 
 
 @pytest.mark.slow
@@ -596,24 +495,6 @@ def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Pa
 def test_windows_that_overlap_are_told_where_they_are_verified(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("one two three " * 20)
-    asked = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text], edits=False)
+    asked = argparse.Namespace(contexts=[200], samples=2, seed=0, text=[text])
     with pytest.warns(UserWarning, match="2 windows of 200 tokens overlap in a text of 280"):
         importlib.import_module("verify").prompts_of(asked, Reader(byte_tokenizer()))
-
-
-class Bytes(Reader):
-    """With a chat template, of no words."""
-
-    def chat(self, text: str) -> list[int]:
-        return self.encode(text)
-
-
-@pytest.mark.parametrize("kind", edits.ASKED)
-def test_an_edit_asks_for_a_function_that_is_whole_in_the_code(kind: str) -> None:
-    reader = Bytes(byte_tokenizer())
-    for ids in edits.prompts(reader, kind, 4000, len(edits.MODULES), 0):
-        asked, code, _ = reader.decode(ids).split("```python\n")
-        name = re.findall(r"`(.+?)`", asked)[0]
-        _, after = code.split(f"def {name}(", 1)
-        assert len(after.splitlines()) >= edits.LEAST
-        assert 4000 < len(ids) < 4300

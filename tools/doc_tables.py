@@ -32,7 +32,6 @@ from specache_compile.demo import show
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
 from specache_compile.evaluation.cell_tables import table as results_table
-from specache_compile.evaluation.diagnostics import DIAGNOSTICS
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.tasks import TASKS
 from specache_compile.explaining.times.devices import DEVICES
@@ -50,9 +49,6 @@ MARKER = re.compile(r"<!-- (?:table|end): \S+ -->")
 # What the device's share of the cache is computed for: 32,768 tokens of a Llama-3-8B's shape, in 16 bits.
 SHAPE = [LayerShape(8, 128, torch.bfloat16, torch.device("meta"), number) for number in range(32)]
 TOKENS = 32_768
-# Of a diagnostic's curves, and of their x, those that its table shows; the others are in its CSV.
-CURVES = {"coverage": ("all layers",), "deviation": ("all layers",)}
-MOST_COLUMNS = 10
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
@@ -264,26 +260,6 @@ def quality(folder: str, task: str) -> str:
     return fenced(results_table([row for row in rows if row.task == task]))
 
 
-def diagnostic(name: str) -> str:
-    """The points of a diagnostic: a line a curve, a column an x."""
-    found = load(f"diagnostics/{name}.json")
-    at = {(point["curve"], point["x"]): point["y"] for point in found["points"]}
-    curves = [curve for curve in dict.fromkeys(curve for curve, _ in at) if curve in CURVES.get(name, (curve,))]
-    every = sorted({x for curve, x in at if curve in curves})
-    columns = every if len(every) <= MOST_COLUMNS else [x for x in every if x in {2**i for i in range(MOST_COLUMNS)}]
-    rows = [(curve, *(f"{at[curve, x]:.2f}" if (curve, x) in at else "" for x in columns)) for curve in curves]
-    return markdown((DIAGNOSTICS[name].x, *(f"{x:g}" for x in columns)), rows, right=len(columns))
-
-
-def diagnostics() -> str:
-    """The diagnostics that there are."""
-    return markdown(
-        ("diagnostic", "", "runs of the model"),
-        [(f"`{name}`", one.what, str(one.runs)) for name, one in DIAGNOSTICS.items()],
-        right=1,
-    )
-
-
 def tasks() -> str:
     """The tasks of `specache eval`, as their files say."""
     return markdown(("task", ""), [(f"`{name}`", told(sys.modules[cells.__module__])) for name, cells in TASKS.items()])
@@ -339,20 +315,17 @@ def fields() -> str:
 QUALITY = (
     ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
     ("closeness", "closeness"), ("host", "closeness"), ("sinks", "closeness"), ("codes", "closeness"),
-    ("evictions", "closeness"), ("long", "long"), ("long_exact", "long"), ("own_output", "own_output"),
+    ("evictions", "closeness"), ("long", "long"), ("long_exact", "long"),
     ("paper", "closeness"), ("needles_smollm2", "needle"),
-    ("needles_blind", "needle"), ("questions_smollm2", "shared_context"), ("perplexity_smollm2", "perplexity"),
+    ("needles_blind", "needle"), ("perplexity_smollm2", "perplexity"),
 )  # fmt: skip
 # Benchmarks whose results are one table.
-PRINTED = (
-    "cold_start", "verify_families", "masses", "guesses", "key_codes", "latents", "latent_extends", "latent_distances",
-    "batching", "serve_load",
-)  # fmt: skip
+PRINTED = ("cold_start", "verify_families", "latents", "batching", "serve_load")
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, every_family, versions, options, methods, summary, demo, gpu, gains, computed_steps, diagnostics,
+            families, every_family, versions, options, methods, summary, demo, gpu, gains, computed_steps,
             tasks, devices, passes, ops, fields,
         )
     },
@@ -360,11 +333,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
     "verification": partial(printed, "verify", "verify"),
     "verification_long": partial(printed, "verify", "verify_long"),
-    "look_ups": partial(printed, "verify", "verify_edits", "edits_table"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
     **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},
-    **{f"diagnostic-{name}": partial(diagnostic, name) for name in DIAGNOSTICS},
 }  # fmt: skip
 
 

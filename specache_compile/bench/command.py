@@ -14,11 +14,9 @@ import torch
 from tqdm import tqdm
 
 from specache_compile.checkpoints.gguf import is_installed
-from specache_compile.checkpoints.loaded import usable_device
-from specache_compile.checkpoints.names import MODEL, gguf_of, resolved
+from specache_compile.checkpoints.names import gguf_of, resolved
+from specache_compile.command_line.bench import BASELINES
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import DTYPES
-from specache_compile.options import LOWERINGS
 
 from .first_answer import first_answers
 from .floor import bandwidth
@@ -27,58 +25,7 @@ from .measure import Plan, cell, steps_behind
 from .model import check_room, config_of, is_random, open_model
 from .results import Results
 from .table import answers_table, draw, profile_table, steps_table
-from .ways import BASELINES, COMPILED, DEFAULT, can_extend, check_name, why_not
-
-EXAMPLES = """\
-examples:
-  specache bench smollm2-135m --contexts 512 --no-first-answers          the quick form
-  specache bench smollm2-135m --contexts 2048 8000
-  specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json --plot steps.png
-  specache bench smollm2-135m --methods compiled specache --extend 512 --profile
-  specache bench meta-llama/Llama-3.1-8B --layers 4 --contexts 8192      random weights of its shape
-
-baselines, where their libraries are installed:
-""" + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
-EPILOG = f"""{EXAMPLES}
-SmolLM2-135M on two cores: all methods at both default contexts take about one hour, the quick form some ten minutes.
-Most of both is compilation: fewer --methods and shorter --contexts shorten it.
-other methods are spelled as `specache eval` takes them; docs/bench.md says what each column is, and of --rounds and
---lowering
-"""
-
-
-def add_bench(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache bench`."""
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.epilog = EPILOG
-    command.add_argument("model", help=f"{MODEL}; or a config.json, with random weights")
-    command.add_argument(
-        "--contexts", nargs="+", type=int, default=[2048, 8000], metavar="N", help="tokens (2048 8000)"
-    )
-    command.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="rows (default: 1)")
-    command.add_argument(
-        "--methods", nargs="+", default=list(DEFAULT), metavar="NAME", help="baselines and settings, see below (all)"
-    )
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    command.add_argument("--device", default=device, help="default: %(default)s")
-    command.add_argument("--layers", type=int, help="of so many layers alone, with random weights")
-    command.add_argument("--rounds", type=int, default=8, help=argparse.SUPPRESS)
-    command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help=argparse.SUPPRESS)
-    command.add_argument(
-        "--extend", type=int, default=0, metavar="N", help="time a call of N tokens behind the context too"
-    )
-    command.add_argument(
-        "--profile", action="store_true", help="print where a step's time goes too, by op and layer (not of llama.cpp)"
-    )
-    command.add_argument("--no-first-tokens", action="store_true", help="leave out the first and second token's time")
-    command.add_argument(
-        "--no-first-answers", action="store_true", help="leave out the first answers of new processes, cold and warm"
-    )
-    command.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep the rows; the next call goes on with this file"
-    )
-    command.add_argument("--plot", type=Path, metavar="FILE", help="a picture: a step against the context")
+from .ways import COMPILED, can_extend, check_name, why_not
 
 
 def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -87,7 +34,7 @@ def run_bench(args: argparse.Namespace, command: Sequence[str]) -> None:
     config = config_of(args.model, args.layers)
     gguf = None if is_random(args.model, args.layers) else gguf_of(args.model)
     methods = usable(args, config, gguf)
-    dtype: Any = DTYPES[args.dtype] if args.dtype != "auto" else config.dtype or torch.float32
+    dtype: Any = getattr(torch, args.dtype) if args.dtype != "auto" else config.dtype or torch.float32
     check_room(config, args.contexts, steps_behind(args.rounds), args.batch_sizes, len(methods), dtype, args.device)
     device = torch.device(args.device)
     asked = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "lowering": args.lowering}
@@ -126,7 +73,6 @@ def check_arguments(args: argparse.Namespace) -> None:
                 raise SpecacheError(f"--{flag} {value}: give a whole number, 1 or more")
     if not 0 <= args.extend <= min(args.contexts):
         raise SpecacheError(f"--extend {args.extend}: give a whole number from 0 to the shortest of --contexts")
-    usable_device(args.device)
     for path in (args.json, args.plot):
         if path is not None and not path.parent.is_dir():
             raise SpecacheError(f"no folder {path.parent} for {path.name}")

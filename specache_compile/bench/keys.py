@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from specache_compile.evaluation.metrics import found_all
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import as_list
 from specache_compile.evaluation.tasks.needle import CHAT_ANSWER, chat_ask
@@ -29,5 +28,5 @@ def answered(ask: Ask, one: Decoding, reader: Reader) -> dict[str, Any]:
         one.step()
         tokens.append(int(one.token))
     answer = reader.decode([token for token in tokens if token not in ends]).strip()
-    found = bool(found_all(answer, ask.references))
-    return {**ask.tags, "key": ask.references[0], "answer": answer, "found": found}
+    found = ask.answer in answer
+    return {**ask.tags, "key": ask.answer, "answer": answer, "found": found}

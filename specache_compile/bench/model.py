@@ -12,7 +12,7 @@ from specache_compile.checkpoints import names
 from specache_compile.checkpoints.loaded import placed
 from specache_compile.checkpoints.names import resolved, tell_origin
 from specache_compile.errors import SpecacheError
-from specache_compile.evaluation.command import DTYPES
+from specache_compile.evaluation.command import dtype_of
 
 
 def config_of(name: str, layers: int | None) -> Any:
@@ -37,10 +37,10 @@ def open_model(name: str, layers: int | None, dtype: str, device: str) -> Any:
     """The model on its device, in `dtype`, for inference."""
     if is_random(name, layers):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=DTYPES[dtype])
+        model = AutoModelForCausalLM.from_config(config_of(name, layers), dtype=dtype_of(dtype))
         return placed(model.eval(), device)
     tell_origin(name)
-    return placed(AutoModelForCausalLM.from_pretrained(resolved(name), dtype=DTYPES[dtype]), device)
+    return placed(AutoModelForCausalLM.from_pretrained(resolved(name), dtype=dtype_of(dtype)), device)
 
 
 def check_room(

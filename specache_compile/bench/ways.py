@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
 
 import specache_compile as sc
+from specache_compile.command_line.bench import BASELINES
 from specache_compile.compat import with_cache
 from specache_compile.errors import OptionError, SpecacheError, first_line
 from specache_compile.evaluation.settings import UNCOMPILED, parse_setting
@@ -37,17 +38,6 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 }
 # How many numbers hqq packs at once: groups of 64, four to a byte.
 HQQ_GROUPS = {"hqq-2bit": 4 * 64}
-BASELINES = {
-    UNCOMPILED: "Hugging Face as it is, with its DynamicCache",
-    COMPILED: "torch.compile, with a DynamicCache",
-    STATIC: "torch.compile, with a StaticCache",
-    "quanto-2bit": "Hugging Face's QuantizedCache: optimum-quanto, 2 bits",
-    "hqq-2bit": "Hugging Face's QuantizedCache: hqq, 2 bits",
-    "hf-fp8": "Hugging Face's QuantizedCache: fp8",
-    "llama.cpp-f16": "llama.cpp on the checkpoint's GGUF file",
-    "llama.cpp-q4_0": "llama.cpp, its cache in 4 bits",
-}
-DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
 CHUNK = 512
 NONE: Mapping[str, Any] = MappingProxyType({})
 

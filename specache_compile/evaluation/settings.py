@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from specache_compile.caches.saving import BEFORE
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.eviction import PROMPT
 from specache_compile.evaluation.baselines.kvzip import KVzipOptions
@@ -57,12 +56,11 @@ class Setting:
 
     @property
     def in_force(self) -> dict[str, Any]:
-        """Those options with what was not given, but for what is off, or as before the option existed: a new option
-        changes nothing by itself."""
+        """Those options and the defaults of the others, without options that are off."""
         if self.options is None:
             return {}
         options = vars(parse_options(self.measured))
-        return {name: value for name, value in options.items() if value and BEFORE.get(name) != value}
+        return {name: value for name, value in options.items() if value}
 
 
 def parse_setting(text: str) -> Setting:

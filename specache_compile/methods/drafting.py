@@ -14,8 +14,6 @@ from .host_tier import HostOptions
 
 
 def check_verify(name: str, value: Any) -> None:
-    if value == "tiers":
-        raise OptionError(f"option {name}='tiers' is an option of its own: take lookup=True")
     if value not in (None, "auto") and (type(value) is not int or not 1 <= value <= BLOCK):
         raise OptionError(f"option {name}={value!r}: give a number of tokens, 1 to {BLOCK}, 'auto', or None")
 

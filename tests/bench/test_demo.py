@@ -98,7 +98,7 @@ def test_the_readmes_figures_are_of_the_machine_that_the_demo_names() -> None:
 def test_prompts_have_one_length_a_key_each_and_are_the_same_again() -> None:
     asks = asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
     assert {len(ask.prompt) for ask in asks} == {500}
-    assert all(ask.references[0].encode() in bytes(ask.prompt) for ask in asks)
+    assert all(ask.answer.encode() in bytes(ask.prompt) for ask in asks)
     assert asks == asks_of(Words(), Words().encode(TEXT), 500, (0.2, 0.8))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -23,7 +22,6 @@ from conftest import compile_copy, compiled_with, prompt, tiny_llama
 from families import FAMILIES
 from held_tiers import in_order
 from specache_compile.caches import saving
-from specache_compile.caches.saving import as_called_now
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.session import session_of
@@ -73,39 +71,15 @@ def test_what_is_loaded_goes_on_bit_for_bit(llama: LlamaForCausalLM, tmp_path: P
     assert torch.equal(go_on(model, again), go_on(model, cache))
 
 
-def test_a_session_from_before_the_host_tier_was_rounded_goes_on_as_it_is(
-    llama: LlamaForCausalLM, tmp_path: Path
-) -> None:
-    """Its header knows none of the options that came since, says that two lanes ran, and names an option that is gone;
-    its files have no sinks."""
-    settings = {**SETTINGS["keys in a trellis"], "lowering": "eager"}
-    model = compiled_with(llama, {**settings, **saving.BEFORE})
+def test_a_session_of_a_method_that_is_not_installed_is_refused(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    model = compiled_with(llama, {"lowering": "eager"})
     _, cache = step(model, prompt(150, 2))
     sc.save(cache, tmp_path)
     header = json.loads((tmp_path / "session.json").read_text())
-    for name in ("asked", "options"):
-        for option in saving.BEFORE:
-            del header["options"][name][option]
-        header["options"][name] |= {"speculate": True, "unbiased": False}
-    for path in (tmp_path / header["folder"]).glob("layer-*"):
-        save_file({name: tensor for name, tensor in load_file(path).items() if "sink" not in name}, path)
-        header["files"][path.name] = path.stat().st_size
-    (tmp_path / "session.json").write_text(json.dumps(header))
-    again = sc.load(tmp_path, compiled_with(llama, settings))
-    assert session_of(again).state[0]["host"].is_floating_point()
-    assert session_of(again).options.sink_tokens == 0
-    assert all(session_of(again).state[0][name].shape[3] == 2 for name in ("key_params", "value_params"))
-    assert torch.equal(go_on(compiled_with(llama, settings), again), go_on(model, cache))
     header["options"]["asked"]["method"] = "of a package that is gone"
     (tmp_path / "session.json").write_text(json.dumps(header))
     with pytest.raises(sc.OptionError, match="method 'of a package that is gone', which is not installed here"):
-        sc.load(tmp_path, compiled_with(llama, settings))
-
-
-def test_options_of_earlier_versions_are_read_by_their_names_of_today() -> None:
-    assert as_called_now({"verify": "tiers", "unbiased": False}) == {"verify": None, "lookup": True}
-    with pytest.raises(sc.OptionError, match="option unbiased, which the session was saved with, is gone: correct="):
-        as_called_now({"unbiased": True})
+        sc.load(tmp_path, model)
 
 
 def test_a_rounded_host_tier_is_saved_in_a_byte_a_number_and_four_for_its_scale(tmp_path: Path) -> None:

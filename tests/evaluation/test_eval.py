@@ -59,29 +59,6 @@ def test_a_table_a_csv_a_json_and_pictures_with_one_line_of_provenance(
         assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
 
 
-@pytest.mark.whole
-def test_longbench_and_ruler_files_run_under_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files of the datasets' form around pass keys, which the shipped model can answer."""
-    filler = "def nothing():\n    return None\n" * 12
-    needle, question = "\nThe pass key is 40712. Remember it.\n", "\nWhat is the pass key? The pass key is "
-    record = {"input": question, "context": filler + needle + filler, "answers": ["40712"], "all_classes": None}
-    (tmp_path / "lcc.jsonl").write_text(json.dumps(record) + "\n")
-    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"lcc": "{context}{input}"}))
-    (tmp_path / "dataset2maxlen.json").write_text(json.dumps({"lcc": 5}))
-    (tmp_path / "niah_single_1").mkdir()
-    line = {"index": 0, "input": filler + needle + filler + question, "outputs": ["40712"], "length": 800}
-    (tmp_path / "niah_single_1" / "validation.jsonl").write_text(json.dumps(line) + "\n")
-    methods = ("--methods", "uncompiled", "specache:bits=1")
-    assert evaluate(tmp_path / "out", "--tasks", "longbench", "ruler", "--data", str(tmp_path), *methods) == 0
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert [(row["task"], row["cell"]) for row in rows] == [("longbench", "lcc"), ("ruler", "niah_single_1")] * 2
-    assert all(row["score"] == 1.0 for row in rows)
-    # Other contents of a file are another row.
-    (tmp_path / "lcc.jsonl").write_text(json.dumps({**record, "answers": ["other"]}) + "\n")
-    assert evaluate(tmp_path / "out", "--tasks", "longbench", "--data", str(tmp_path), "--methods", "uncompiled") == 0
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"][0]["score"] < 0.5
-
-
 class Interrupted:
     """`measure`, which a person interrupts before its n-th row."""
 
@@ -148,16 +125,6 @@ def test_a_method_that_reads_a_prompt_twice_is_refused_before_anything_runs(
     assert evaluate(tmp_path / "out", *QUICK, "--methods", "uncompiled", "kvzip:budget=0.5") == 2
     assert "method 'kvzip:budget=0.5': its choice takes a second reading" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_questions_on_one_context_are_one_pair() -> None:
-    """Of four answers over two contexts, right or wrong together, there are two differences: 0 and -1."""
-    full, other = answered("uncompiled", "512", [1, 1, 1, 1]), answered("kivi", "512", [1, 1, 0, 0])
-    for row in (full, other):
-        for number, one in enumerate(row.detail["each"]):
-            one["context"] = number // 2
-    kivi = table([full, other]).splitlines()[-1].split()
-    assert kivi[2:7] == ["-50.0", "±", "635.3", "of", "2"]
 
 
 @pytest.mark.parametrize("looked_at", [True, False])
@@ -235,8 +202,6 @@ def test_a_cell_that_the_model_itself_fails_is_marked_and_counts_for_nothing() -
     # Differences 0, -1, 0, -1: mean -50, deviation 57.7, of which 3.182 / 2 is 91.9.
     assert kivi.split() == ["kivi", "50.0%", "0.0%", "50.0%", "-50.0", "±", "91.9", "of", "4", "0.500"]
     assert foot.startswith("* the uncompiled model itself is right in less than 80%")
-    longbench = [replace(row, task="longbench") for row in rows]
-    assert "*" not in table(longbench), "scores of whole answers, of which 80% is no bar"
 
 
 def test_a_row_cut_short_is_measured_again_and_its_neighbours_stay(tmp_path: Path) -> None:
@@ -342,11 +307,6 @@ def test_a_bad_setting_is_named(text: str) -> None:
     [
         (("--methods", "lru"), "method 'lru': "),
         (("--methods", "specache:bits=3"), "option bits=3: accepted are"),
-        (("--tasks", "chess"), "unknown task 'chess': known are needle"),
-        (("--tasks", "fidelity"), "; in place of fidelity take closeness"),
-        (("--tasks", "longbench"), "give their folder with --data"),
-        (("--tasks", "longbench", "--data", "/no/such/folder"), "no folder /no/such/folder"),
-        (("--tasks", "ruler", "--data", "."), "no RULER file in ."),
         (("--tasks", "perplexity", "--blind"), "task 'perplexity' asks no question that --blind could keep"),
         (("--text", "/no/such/file"), "no text file /no/such/file"),
         (("--text", MODEL + "/model.safetensors"), "is no UTF-8 text"),

@@ -353,8 +353,6 @@ def test_a_number_of_tokens_from_one_to_a_block(value: Any) -> None:
 
 
 def test_drafts_from_the_text_are_an_option_of_their_own() -> None:
-    with pytest.raises(sc.OptionError, match="verify='tiers' is an option of its own: take lookup=True"):
-        parse_options({"verify": "tiers"})
     with pytest.raises(sc.OptionError, match="lookup with verify=4: one drafts at a time"):
         parse_options({"lookup": True, "verify": 4})
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
-from specache_compile.evaluation.runner import Runner, shown
+from specache_compile.evaluation.runner import Runner
 
 from .haystack import library_source, overlapping, too_short
 
@@ -25,8 +25,7 @@ class Bench:
     samples: questions (or windows of text) a cell.
     limit: the model's longest context.
     texts: files to read in place of the held-out library source.
-    data: folder of the files of a task that has some.
-    chat: put the tokenizer's chat template around the prompts of LongBench, SCBench and the needles.
+    chat: put the tokenizer's chat template around the needles' prompts.
     blind: read a prompt's context before its question is known.
     """
 
@@ -36,7 +35,6 @@ class Bench:
     seed: int
     limit: int
     texts: tuple[Path, ...] = ()
-    data: Path | None = None
     chat: bool = False
     blind: bool = False
 
@@ -81,7 +79,7 @@ class Cell:
 
     name: unique within the task.
     context: its longest, answer included.
-    facts: everything else that the figure depends on, for the row's key (file contents as hashes).
+    facts: everything else that the figure depends on, for the row's key.
     """
 
     name: str
@@ -92,14 +90,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt as token ids and the references of its answer.
+    """A prompt as token ids and the answer that is right.
 
     question: how many tokens at the prompt's end are the question and what follows it; 0 where that is unknown.
     tags: what kind of prompt it is (its depth, ...).
     """
 
     prompt: Sequence[int]
-    references: tuple[str, ...]
+    answer: str
     tags: dict[str, Any] = field(default_factory=dict)
     question: int = 0
 
@@ -123,8 +121,8 @@ def read_text(path: Path) -> str:
     return text
 
 
-# (answer, references) → 0 to 1.
-Score = Callable[[str, tuple[str, ...]], float]
+# (the model's answer, the right answer) → 0 to 1.
+Score = Callable[[str, str], float]
 
 
 def scored(runner: Runner, asks: Sequence[Ask], new_tokens: int, score: Score, metric: str, blind: bool) -> Outcome:
@@ -138,21 +136,7 @@ def scored(runner: Runner, asks: Sequence[Ask], new_tokens: int, score: Score, m
     return outcome(asks, runner.answers([ask.prompt for ask in asks], new_tokens), score, metric)
 
 
-def scored_over(
-    runner: Runner, contexts: Sequence[tuple[Sequence[int], Sequence[Ask]]], new_tokens: int, score: Score, metric: str
-) -> Outcome:
-    """As `scored`, for contexts with several questions each. A question's prompt is only what follows the context. The
-    context is read once; each question goes on from a copy of its cache, and is tagged with the context's number: what
-    is asked of one cache is right or wrong together."""
-    answers: list[str] = []
-    for context, asks in shown(contexts, "context"):
-        answers += runner.answers_over(context, [ask.prompt for ask in asks], new_tokens)
-    tagged = [replace(ask, tags={**ask.tags, "context": number})
-              for number, (_, asks) in enumerate(contexts) for ask in asks]  # fmt: skip
-    return outcome(tagged, answers, score, metric)
-
-
 def outcome(asks: Sequence[Ask], answers: Sequence[str], score: Score, metric: str) -> Outcome:
-    scores = [score(answer, ask.references) for ask, answer in zip(asks, answers, strict=True)]
+    scores = [score(answer, ask.answer) for ask, answer in zip(asks, answers, strict=True)]
     each = [{**ask.tags, "score": value} for ask, value in zip(asks, scores, strict=True)]
     return Outcome(sum(scores) / len(scores), metric, len(scores), {"each": each})

@@ -1,0 +1,72 @@
+"""The arguments of `specache bench`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specache_compile.checkpoints.loaded import DTYPES
+from specache_compile.checkpoints.names import MODEL
+
+from .arguments import LOWERINGS, add_device
+
+BASELINES = {
+    "uncompiled": "Hugging Face as it is, with its DynamicCache",
+    "compiled": "torch.compile, with a DynamicCache",
+    "compiled-static": "torch.compile, with a StaticCache",
+    "quanto-2bit": "Hugging Face's QuantizedCache: optimum-quanto, 2 bits",
+    "hqq-2bit": "Hugging Face's QuantizedCache: hqq, 2 bits",
+    "hf-fp8": "Hugging Face's QuantizedCache: fp8",
+    "llama.cpp-f16": "llama.cpp on the checkpoint's GGUF file",
+    "llama.cpp-q4_0": "llama.cpp, its cache in 4 bits",
+}
+DEFAULT = (*BASELINES, "kivi:bits=2", "specache:bits=1", "specache")
+EXAMPLES = """\
+examples:
+  specache bench smollm2-135m --contexts 512 --no-first-answers          the quick form
+  specache bench smollm2-135m --contexts 2048 8000
+  specache bench smollm2-135m --methods compiled specache kivi:bits=2 --json steps.json --plot steps.png
+  specache bench smollm2-135m --methods compiled specache --extend 512 --profile
+  specache bench meta-llama/Llama-3.1-8B --layers 4 --contexts 8192      random weights of its shape
+
+baselines, where their libraries are installed:
+""" + "\n".join(f"  {name:16} {what}" for name, what in BASELINES.items())
+EPILOG = f"""{EXAMPLES}
+SmolLM2-135M on two cores: all methods at both default contexts take about one hour, the quick form some ten minutes.
+Most of both is compilation: fewer --methods and shorter --contexts shorten it.
+other methods are spelled as `specache eval` takes them; docs/bench.md says what each column is, and of --rounds and
+--lowering
+"""
+
+
+def add_bench(command: argparse.ArgumentParser) -> None:
+    """The arguments of `specache bench`."""
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = EPILOG
+    command.add_argument("model", help=f"{MODEL}; or a config.json, with random weights")
+    command.add_argument(
+        "--contexts", nargs="+", type=int, default=[2048, 8000], metavar="N", help="tokens (2048 8000)"
+    )
+    command.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="rows (default: 1)")
+    command.add_argument(
+        "--methods", nargs="+", default=list(DEFAULT), metavar="NAME", help="baselines and settings, see below (all)"
+    )
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and cache (default: bfloat16)")
+    add_device(command)
+    command.add_argument("--layers", type=int, help="of so many layers alone, with random weights")
+    command.add_argument("--rounds", type=int, default=8, help=argparse.SUPPRESS)
+    command.add_argument("--lowering", choices=LOWERINGS, default="inductor", help=argparse.SUPPRESS)
+    command.add_argument(
+        "--extend", type=int, default=0, metavar="N", help="time a call of N tokens behind the context too"
+    )
+    command.add_argument(
+        "--profile", action="store_true", help="print where a step's time goes too, by op and layer (not of llama.cpp)"
+    )
+    command.add_argument("--no-first-tokens", action="store_true", help="leave out the first and second token's time")
+    command.add_argument(
+        "--no-first-answers", action="store_true", help="leave out the first answers of new processes, cold and warm"
+    )
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the rows; the next call goes on with this file"
+    )
+    command.add_argument("--plot", type=Path, metavar="FILE", help="a picture: a step against the context")
