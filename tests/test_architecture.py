@@ -24,10 +24,10 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 34_100,
-    "lines loaded by the backend": 16_000,
-    "test lines, C++ included": 28_700,
-    "words in docs": 32_000,
+    "product lines, C++ included": 35_900,
+    "lines loaded by the backend": 16_600,
+    "test lines, C++ included": 30_200,
+    "words in docs": 33_700,
 }
 
 

@@ -214,6 +214,9 @@ USAGE_ERRORS = {
     "explain m --nodez": "specache explain: unknown option --nodez (did you mean --nodes?)",
     "serve m --por 3": "specache serve: unknown option --por (did you mean --port?)",
     "compile m --prompt-len 3": "specache compile: unknown option --prompt-len (did you mean --prompt-length?)",
+    "demo --quik": "specache demo: unknown option --quik (did you mean --quick?)",
+    "bench m --round 3": "specache bench: unknown option --round (did you mean --rounds?)",
+    "eval m --tasks chess": "specache eval: argument --tasks: invalid choice: 'chess' (choose from ",
     "cache --clean": "specache cache: unknown option --clean (did you mean --clear?)",
     "generate smollm2 --prompt hi": "specache: no checkpoint 'smollm2' is known, nor is it a folder: did you mean "
     "smollm2-135m?",

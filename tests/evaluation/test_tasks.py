@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conftest import LOSSLESS, byte_tokenizer, compile_copy, tiny_llama
+from specache_compile.command_line import evaluate
 from specache_compile.errors import SpecacheError
 from specache_compile.evaluation.reader import Reader
 from specache_compile.evaluation.runner import Runner
@@ -25,6 +26,10 @@ from specache_compile.evaluation.tasks.haystack import hide, library_source
 from specache_compile.evaluation.tasks.task import Ask, Bench
 
 BYTES = Reader(byte_tokenizer())
+
+
+def test_the_command_line_names_every_task() -> None:
+    assert tuple(TASKS) == evaluate.TASKS
 
 
 def bench(**changes: Any) -> Bench:
