@@ -17,7 +17,7 @@ from .times.devices import Device, device_called, find_device
 
 
 def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
-    """Write explain.txt, explain.json, report.html and, for a decode, timeline.json into folder/<graph's name>.
+    """Write explain.txt, explain.json, report.html, and timeline.json of a timed decode, into folder/<graph's name>.
 
     A pre-decode is explained with its decode. Each is for the first length and batch that Dynamo met.
     """
@@ -36,7 +36,7 @@ def dump_explanation(rewrites: Rewrites, variant: Variant, folder: str) -> None:
     (target / "explain.txt").write_text(f"{explained}\n")
     (target / "explain.json").write_text(json.dumps(explained.to_dict(), indent=1))
     explained.save(target / "report.html")
-    if "decode" in explained.graphs:
+    if explained.is_timed:
         explained.save(target / "timeline.json")
 
 

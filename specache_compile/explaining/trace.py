@@ -57,7 +57,12 @@ def measured_events(profile: Any) -> list[dict[str, Any]]:
 
 
 def write_trace(e: Figures, path: Path, profile: Any = None) -> None:
-    """Write the predicted timeline, and beside it the measured one as further processes."""
+    """Write the predicted timeline, and beside it the measured one as further processes.
+
+    Raises:
+        SpecacheError: no step's time is computed.
+    """
+    e.check_timed()
     events = predicted_events(e)
     if profile is not None:
         measured = measured_events(profile)

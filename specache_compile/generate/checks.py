@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from specache_compile.runtime.records import ModelRecord, record_of
 
 # Marks a copy of a compiled model, and one that was pickled: torch leaves out the compiled call.
 COPY = "_specache_copy"
+# The frames in which a module around the model is looked for.
+CALLERS = 8
 
 
 def route_checks() -> None:
@@ -31,8 +34,10 @@ def route_checks() -> None:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if options_of(self) is None:
-            if self._compiled_call_impl is None and COPY in vars(self):
-                warn_unused(record_of([*self.parameters()]), COPIED)
+            if self._compiled_call_impl is None:
+                why = COPIED if COPY in vars(self) else compiled_outside(self)
+                if why is not None:
+                    warn_unused(record_of([*self.parameters()]), why)
             return original(self, *args, **kwargs)
         check_cache(self, kwargs)
         record = record_of([*self.parameters()])
@@ -76,6 +81,23 @@ COPIED = (
     "the model is a copy (copy.deepcopy, pickle) of a compiled one, and torch does not copy the compiled call. "
     'Call model.compile(backend="specache", ...) on the copy'
 )
+
+
+def compiled_outside(model: torch.nn.Module) -> str | None:
+    """The reason, where a compiled module around `model`, such as a PeftModel, called `generate`."""
+    frame = sys._getframe(2)
+    for _ in range(CALLERS):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and owner is not model and options_of(owner) is not None:
+            inner, outer = type(model).__name__, type(owner).__name__
+            return (
+                f"{outer} was compiled, but it generates with the {inner} inside, which was not. Compile that one "
+                "(of a PeftModel: model.get_base_model().compile(backend='specache', ...))"
+            )
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def reason() -> str:

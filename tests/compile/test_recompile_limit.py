@@ -233,6 +233,30 @@ def test_a_copy_of_a_compiled_model_warns_until_it_is_compiled(copied: Call) -> 
         generate(small(), prompt(40))
 
 
+class Wrapper(torch.nn.Module):
+    """Generates with the model inside, as a PeftModel does."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.generate(*args, **kwargs)
+
+
+def test_a_compiled_wrapper_around_a_model_that_is_not_compiled_warns() -> None:
+    wrapper = Wrapper(small())
+    generate(wrapper, prompt(40))
+    wrapper.compile(backend="specache", options=OPTIONS)
+    with pytest.warns(sc.SpecacheWarning, match=r"Wrapper was compiled, but it generates with the LlamaForCausalLM"):
+        generate(wrapper, prompt(40))
+    wrapper.model.compile(backend="specache", options=OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sc.SpecacheWarning)
+        assert sc.cache_of(generate(wrapper, prompt(40))) is not None
+    assert sc.stats(wrapper.model).decodes > 0
+
+
 def test_stats_reports_a_cache_that_is_larger_than_one_in_16_bits() -> None:
     model = compiled(small(), bits=1)
     generate(model, prompt(40))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -359,9 +360,12 @@ def test_steps_at_other_lengths_are_those_of_this_memory() -> None:
     assert all(2 * few <= many <= 2 * few + 1 for few, many in zip(before, after, strict=True))
 
 
-def test_what_no_cuda_graph_holds_has_no_computed_step() -> None:
+def test_what_no_cuda_graph_holds_has_no_computed_step(tmp_path: Path) -> None:
     explanation = sc.explain(tiny_llama(num_hidden_layers=1), 500, options={"method": "fp8"})
     assert (explanation.computed_steps, explanation.spans) == ([], [])
     assert "not computed, because a CUDA graph cannot hold" in str(explanation)
     with pytest.raises(sc.SpecacheError, match="method 'fp8': no time is computed"):
         explanation.step()
+    with pytest.raises(sc.SpecacheError, match="method 'fp8': no time is computed"):
+        explanation.save(tmp_path / "timeline.json")
+    assert not list(tmp_path.iterdir())
