@@ -133,6 +133,7 @@ TABLES = {
             f"specache:{ONE_BIT}",
             "specache:bits=1",
             "specache:bits=1,center=always",
+            "kivi:bits=2",
             "kivi:bits=4",
             f"specache:{ONE_BIT},{LEVELS}",
             f"specache:{LEVELS}",
@@ -160,7 +161,7 @@ TABLES = {
         "the same of policies that keep a quarter of a prompt, which they read exactly",
         SMOLLM2,
         ("closeness",),
-        ("uncompiled", *EXACT_EVICTIONS, "specache"),
+        ("uncompiled", *EXACT_EVICTIONS, "kivi:bits=2", "specache"),
         (*UNSEEN, *EXACT, "--lengths", "1024", "--samples", "64"),
     ),
     "perplexity_smollm2": Table(
@@ -183,7 +184,7 @@ TABLES = {
         ("needle",),
         (
             "uncompiled", *(f"{name}:budget=0.25" for name in ("snapkv", "expected_attention", "kvzip", "h2o")),
-            "kivi:bits=1", "specache",
+            *KIVI, "specache",
         ),
         ("--blind", *NEEDLES, *EXACT, "--lengths", "2048"),
     ),
