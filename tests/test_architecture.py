@@ -27,7 +27,7 @@ CEILINGS = {
     "product lines, C++ included": 35_900,
     "lines loaded by the backend": 16_600,
     "test lines, C++ included": 30_200,
-    "words in docs": 33_700,
+    "words in docs": 22_800,
 }
 
 

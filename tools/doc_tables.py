@@ -35,8 +35,7 @@ from specache_compile.evaluation.cell_tables import table as results_table
 from specache_compile.evaluation.rows import Row
 from specache_compile.evaluation.tasks import TASKS
 from specache_compile.explaining.times.devices import DEVICES
-from specache_compile.kernels.op import registered
-from specache_compile.methods import declared_fields, declared_options, defaults_of, every_method, parse_options
+from specache_compile.methods import declared_options, defaults_of, every_method, parse_options
 from specache_compile.methods.field import LayerShape
 from specache_compile.passes.pipeline import PIPELINE
 from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
@@ -93,16 +92,17 @@ def families() -> str:
 
 
 def every_family() -> str:
-    """What benchmarks/every_family.py has found; families that it says the same of stand in one row."""
+    """What benchmarks/every_family.py has found: the counts, and the families that are compressed, or left exact."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from every_family import HEADERS, counts, lines, newest
+    from every_family import counts, newest
 
     rows = newest([json.loads(line) for line in (RESULTS / "every_family.jsonl").read_text().splitlines()])
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for family, *said in lines(rows):
-        alike.setdefault(tuple(said), []).append(f"`{family}`")
-    body = [(", ".join(names), *said) for said, names in alike.items()]
-    return f"{counts(rows)}\n\n{markdown(HEADERS, body)}"
+    ran = [row for row in rows if row["outcome"] == "ran"]
+    named = {
+        "Compressed": [row["family"] for row in ran if row["rewritten"]],
+        "Left exact": [row["family"] for row in ran if not row["rewritten"]],
+    }
+    return "\n\n".join([counts(rows), *(f"{kind}: {', '.join(names)}." for kind, names in named.items())])
 
 
 def versions() -> str:
@@ -279,60 +279,20 @@ def passes() -> str:
     return markdown(("pass", ""), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
 
 
-def ops() -> str:
-    """The ops, with what the passes and the lowering go by."""
-    marks = {"copies": "copy stream", "is_work": "work", "is_wait": "wait", "reads_host": "reads the host tier"}
-    return markdown(
-        ("op", "", "marks"),
-        [
-            (
-                f"`{op.name}`", told(op.run),
-                ", ".join(
-                    [
-                        *(word for mark, word in marks.items() if getattr(op, mark)),
-                        *([] if op.capturable else ["not in a CUDA graph"]),
-                        *([] if op.cuda else ["CPU only"]),
-                    ]
-                ),
-            )
-            for op in registered()
-        ],
-    )  # fmt: skip
-
-
-def fields() -> str:
-    """The state tensors of a layer."""
-    rows = [
-        (
-            f"`{name}`", field.tier, "host" if field.on_host else "device",
-            named([method for method, declared in every_method().items() if field in declared.fields]),
-        )
-        for name, field in declared_fields().items()
-    ]  # fmt: skip
-    return markdown(("state tensor", "tier", "lives on", "methods"), rows)
-
-
-QUALITY = (
-    ("needles", "needle"), ("zero_point", "needle"), ("speculation", "needle"), ("k", "needle"),
-    ("closeness", "closeness"), ("host", "closeness"), ("sinks", "closeness"), ("codes", "closeness"),
-    ("evictions", "closeness"), ("long", "long"), ("long_exact", "long"),
-    ("paper", "closeness"), ("needles_smollm2", "needle"),
-    ("needles_blind", "needle"), ("perplexity_smollm2", "perplexity"),
-)  # fmt: skip
+QUALITY = (("closeness", "closeness"), ("needles_smollm2", "needle"), ("needles_blind", "needle"))
 # Benchmarks whose results are one table.
-PRINTED = ("cold_start", "verify_families", "latents", "batching", "serve_load")
+PRINTED = ("cold_start", "latents", "batching", "serve_load")
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
             families, every_family, versions, options, methods, summary, demo, gpu, gains, computed_steps,
-            tasks, devices, passes, ops, fields,
+            tasks, devices, passes,
         )
     },
     **{name: partial(printed, name, name) for name in PRINTED},
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
     "verification": partial(printed, "verify", "verify"),
-    "verification_long": partial(printed, "verify", "verify_long"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
     **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},
