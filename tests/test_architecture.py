@@ -24,7 +24,7 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 35_900,
+    "product lines, C++ included": 36_000,
     "lines loaded by the backend": 16_600,
     "test lines, C++ included": 30_200,
     "words in docs": 22_800,
