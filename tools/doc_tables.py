@@ -129,9 +129,14 @@ def accepted(name: str, declared: Any) -> str:
     return ""
 
 
+# Options of every method that no command line can give.
+IN_PYTHON = ("disable_passes", "inductor")
+
+
 def options() -> str:
     """Each option: its default (and that of methods with another), what it accepts, who takes it, its help."""
     rows = [("`method`", "`'specache'`", ", ".join(map(repr, every_method())), "all", "what is kept where: methods.md")]
+    experiments: list[tuple[str, ...]] = []
     for name, takers in declared_options().items():
         usual, exceptions = defaults_of(takers)
         by_default: dict[str, list[str]] = {}
@@ -139,13 +144,17 @@ def options() -> str:
             by_default.setdefault(repr(value), []).append(method)
         others = [f"{named(methods)}: `{value}`" for value, methods in by_default.items()]
         declared = next(iter(takers.values()))
-        rows.append(
+        (rows if declared.metadata["flag"].get("flag", True) or name in IN_PYTHON else experiments).append(
             (
                 f"`{name}`", "; ".join([f"`{usual!r}`", *others]), accepted(name, declared), named(list(takers)),
                 declared.metadata["help"],
             )
         )  # fmt: skip
-    return markdown(("option", "default", "accepted", "taken by", ""), rows)
+    headers = ("option", "default", "accepted", "taken by", "")
+    more = (
+        "Parts of `setting`, for experiments, without flags on the command line (`specache eval` accepts them):"
+    )
+    return f"{markdown(headers, rows)}\n\n{more}\n\n{markdown(headers, experiments)}"
 
 
 def methods() -> str:

@@ -14,12 +14,11 @@ from typing import Any, NoReturn
 
 DISTRIBUTION = "specache-compile"
 # The options that take no value, one value, and several.
-SWITCHES = ("hit_rate", "host_tier", "lookup", "rotate", "speculate")
+SWITCHES = ("hit_rate", "host_tier", "lookup", "speculate")
 ONE_VALUE = (
-    "ahead", "bits", "budget", "center", "chunk", "correct", "eviction_block", "first", "group_size", "host_bits",
-    "host_memory", "kept_layers", "kernel", "key_bits", "key_code", "lowering", "memory", "method", "min_context",
-    "mode", "page_size", "param_bits", "pooling", "residual_length", "seed", "selector", "setting", "sink_tokens",
-    "top_k", "top_n", "value_bits", "value_code", "verify", "window", "zero_point",
+    "ahead", "bits", "budget", "chunk", "correct", "eviction_block", "first", "group_size", "host_bits", "host_memory",
+    "kept_layers", "kernel", "lowering", "memory", "method", "min_context", "mode", "page_size", "pooling",
+    "residual_length", "seed", "setting", "sink_tokens", "top_k", "top_n", "verify", "window",
 )  # fmt: skip
 SEVERAL_VALUES = ("exact_layers",)
 LOWERINGS = ("inductor", "eager")

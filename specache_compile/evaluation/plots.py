@@ -165,7 +165,7 @@ def distance(rows: Sequence[Row]) -> Any:
 def method_and_bits(text: str) -> tuple[str, str]:
     """A setting without its bits, and the bits in words; "" where it has none or where other options set them."""
     setting = parse_setting(text)
-    if {"key_bits", "value_bits", "memory"} & set(dict(setting.given)):
+    if "memory" in dict(setting.given):
         return text, ""
     bits = getattr(parse_options(setting.options), "bits", None) if setting.options else None
     rest = Setting(setting.name, tuple(pair for pair in setting.given if pair[0] != "bits"))

@@ -20,7 +20,7 @@ METHODS: dict[str, Method] = {one.name: one for one in (full.METHOD, offload.MET
 
 @functools.cache
 def load_others() -> None:
-    """Have every installed package add its methods and selectors, as its entry point does when it is loaded. One that
+    """Have every installed package add its methods, as its entry point does when it is loaded. One that
     cannot be imported is told, and left out."""
     for point in entry_points(group="specache_compile.methods"):
         try:
@@ -36,21 +36,26 @@ def every_method() -> dict[str, Method]:
     return METHODS
 
 
-# Options that earlier versions took, and what to take in their place.
-GONE = {"unbiased": "correct='always', the default, does more for the low-bit tier's weights"}
+# Removed options, and what replaces them.
+GONE = {
+    "key_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
+    "value_bits": "bits sets both; bits=1.5 stores keys in 2 bits and values in 1",
+    "selector": "method='pages' fetches whole pages",
+    "page_size": "it is an option of method='pages'",
+}
 
 
 def parse_options(given: Mapping[str, Any] | None) -> MethodOptions:
     """The options that a user passed, with the bad name or value and the accepted ones in the error."""
     given = dict(given or {})
     name = given.setdefault("method", "specache")
-    if name not in tuple(METHODS) or given.get("selector", "topk") not in tuple(specache.SELECTORS):
+    if name not in tuple(METHODS):
         load_others()
     one_of("method", name, tuple(METHODS))
     method = METHODS[name]
     for option in given:
-        if option in GONE:
-            raise OptionError(f"option {option} is gone: {GONE[option]}")
+        if option in GONE and option not in method.accepted:
+            raise OptionError(f"option {option} is removed: {GONE[option]}")
         if option not in method.accepted:
             raise not_accepted(option, method)
     return method.options(**{**method.defaults(given), **given})

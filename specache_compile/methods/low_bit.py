@@ -61,9 +61,8 @@ def check_size(name: str, value: Any) -> None:
 
 def bits_or_memory(given: Mapping[str, Any]) -> dict[str, Any]:
     """OptionError where bits are given beside the memory that is to choose them; there are no defaults to add."""
-    both = [name for name in ("bits", "key_bits", "value_bits") if given.get(name) is not None]
-    if given.get("memory") is not None and both:
-        raise OptionError(f"options memory and {both[0]}: give one of them; memory chooses the bits")
+    if given.get("memory") is not None and given.get("bits") is not None:
+        raise OptionError("options memory and bits: give one of them; memory selects the bits")
     return {}
 
 
@@ -82,8 +81,7 @@ class LowBitOptions(DraftOptions):
         2, tuple(sorted(BITS_OF_BOTH)), "of the low-bit tier; 1.5: keys 2, values 1; 16 keeps it unquantised",
         type=number,
     )  # fmt: skip
-    key_bits: int | None = choice(None, (None, *BITS), "of its keys alone, in place of bits", choices=BITS, type=int)
-    value_bits: int | None = choice(None, (None, *BITS), "of its values alone", choices=BITS, type=int)
+    value_bits: int | None = None  # not an option: tests and kernel benchmarks set the bits of values apart
     memory: int | str | None = option(
         None, check_size,
         "bytes that the tiers on the device may have for the prompt: as many bits as fit, in place of bits",
@@ -92,11 +90,13 @@ class LowBitOptions(DraftOptions):
     rotate: bool = choice(
         False, (True, False),
         "turn its keys and values by a Hadamard matrix before they are quantised, so that no channel sticks out",
+        flag=False,
     )  # fmt: skip
     center: str = choice(
         "never", ("never", "auto", "always"),
         "take the mean that its keys have before RoPE off them before they are quantised, and add its exact share to "
         "the logits. auto: where the model adds a bias to its keys",
+        flag=False,
     )  # fmt: skip
     lookup: bool = choice(
         False, (True, False),
@@ -124,23 +124,25 @@ class LowBitOptions(DraftOptions):
     zero_point: str = option(
         "midpoint", check_quantiser,
         "where a group's levels lie: minimum, its ends among them (KIVI); midpoint, at 1 bit the middles of its halves "
-        "(SpeCache), else as minimum; middles, those of equal parts at any bits", type=str,
+        "(SpeCache), else as minimum; middles, those of equal parts at any bits", flag=False,
     )  # fmt: skip
     value_code: str = choice(
         "levels", ("levels", "trellis", "auto"),
         "how its values are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a value. "
         "auto: the trellis where they have 1 bit",
+        flag=False,
     )  # fmt: skip
     key_code: str = choice(
         "levels", ("levels", "trellis", "auto"),
         "how its keys are coded: by levels of a group's range, or by a trellis of 1 bit, with one scale a key, behind "
         "what their mean before RoPE is over a group. auto: the trellis where they have 1 bit",
+        flag=False,
     )  # fmt: skip
     param_bits: int | str = choice(
         16, (16, 8, "auto"),
         "of a scale or a zero point in it; 16: as many as the model's numbers have; 8 is coarse where a channel's keys "
         "lie far off zero and close together. auto: 8 where keys and values have 1 or 2",
-        type=number_or_auto,
+        flag=False,
     )  # fmt: skip
     min_context: int | str = option(
         "auto", check_min_context,
@@ -155,20 +157,16 @@ class LowBitOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.layout.key_bits == 16) != (self.layout.value_bits == 16):
-            raise OptionError(
-                f"key_bits {self.layout.key_bits} and value_bits {self.layout.value_bits}: 16 bits go with 16 bits"
-            )
         if self.value_code == "trellis" and self.layout.is_quantised and self.layout.value_bits != 1:
             raise OptionError(
                 f"option value_code='trellis': it is a code of 1 bit, and the values have {self.layout.value_bits}; "
-                "take value_bits=1, or value_code='levels'"
+                "take bits=1.5, or value_code='levels'"
             )
         chosen = self.memory is None  # by the bits that were asked for
         if self.key_code == "trellis" and chosen and self.layout.is_quantised and self.layout.key_bits != 1:
             raise OptionError(
                 f"option key_code='trellis': it is a code of 1 bit, and the keys have {self.layout.key_bits}; take "
-                "key_bits=1, or key_code='levels'"
+                "bits=1, or key_code='levels'"
             )
         if self.param_bits == 8 and 8 in (self.layout.key_bits, self.layout.value_bits):
             raise OptionError(
@@ -211,11 +209,7 @@ class LowBitOptions(DraftOptions):
     def layout(self) -> Layout:
         """How the low-bit tier stores a pair."""
         keys, values = BITS_OF_BOTH[self.bits]
-        return Layout(
-            keys if self.key_bits is None else self.key_bits,
-            values if self.value_bits is None else self.value_bits,
-            self.rotate,
-        )
+        return Layout(keys, values if self.value_bits is None else self.value_bits, self.rotate)
 
     @property
     def has_trellis(self) -> bool:
@@ -251,7 +245,7 @@ class LowBitOptions(DraftOptions):
 
         Only what was looked up is then verified: drafts of the model's own would be its exact tokens.
         """
-        return replace(self, bits=16, key_bits=None, value_bits=None, host_bits=16, verify=None)
+        return replace(self, bits=16, value_bits=None, host_bits=16, verify=None)
 
     @property
     def drafting(self) -> str:
@@ -264,8 +258,7 @@ class LowBitOptions(DraftOptions):
         key_code = "auto" if self.key_code == "trellis" else self.key_code
         param_bits = "auto" if self.param_bits == 8 else self.param_bits
         return replace(
-            self, bits=bits, key_bits=None, value_bits=None, key_code=key_code, value_code=value_code,
-            param_bits=param_bits,
+            self, bits=bits, value_bits=None, key_code=key_code, value_code=value_code, param_bits=param_bits,
             host_bits=16 if bits == 16 else self.host_bits,  # where nothing on the device is rounded
         )  # fmt: skip
 

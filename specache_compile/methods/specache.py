@@ -4,12 +4,12 @@ step ahead."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specache_compile.errors import OptionError
-from specache_compile.options import choice, inherited, one_of, option, whole
+from specache_compile.options import choice, inherited, whole
 from specache_compile.passes.recipe import Call, Recipe, Selector
 
 from .field import Field, LayerShape
@@ -24,10 +24,6 @@ PAPER = {
     "bits": 2, "rotate": False, "center": "never", "correct": "never", "sink_tokens": 0, "zero_point": "midpoint",
     "key_code": "levels", "value_code": "levels", "param_bits": 16,
 }  # fmt: skip
-
-
-def check_selector(name: str, value: Any) -> None:
-    one_of(name, value, tuple(SELECTORS))
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,6 @@ class SpecacheOptions(LowBitOptions):
     param_bits: int | str = inherited(LowBitOptions, "param_bits", default="auto")
     host_bits: int | str = inherited(LowBitOptions, "host_bits", default="auto")
     top_k: int = whole(64, 0, "k: pairs fetched a layer and KV head; 0 is plain KIVI", metavar="K")
-    selector: str = option(
-        "topk", check_selector,
-        "what is fetched: tokens one by one, or pages of them by their best token, a baseline; without correction",
-        type=str, metavar="NAME",
-    )  # fmt: skip
-    page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
     speculate: bool | str = choice(
         "auto", (True, False, "auto"),
         "run the speculative token beside the output token; off: the output token chooses. auto: where it does not "
@@ -78,14 +68,6 @@ class SpecacheOptions(LowBitOptions):
             raise OptionError(
                 f"option host_tier=False with top_k={self.top_k}: pairs are fetched from host memory; top_k=0"
             )
-        if self.selector != "topk" and self.correct != "never":
-            raise OptionError(
-                f"option selector={self.selector!r} with correct={self.correct!r}: a correction takes tokens one by one"
-            )
-        if self.selector == "pages" and 0 < self.top_k < self.page_size:
-            raise OptionError(
-                f"option selector='pages': a page of {self.page_size} tokens does not fit top_k={self.top_k}"
-            )
         if self.correct != "never" and not self.top_k:
             raise OptionError(
                 f"option correct={self.correct!r} with top_k=0: where no pair is fetched, none is corrected"
@@ -104,7 +86,7 @@ class SpecacheOptions(LowBitOptions):
 
     def check_lookup(self) -> None:
         """The tokens of a widened decode choose their pairs together, and in its course; no other token is guessed."""
-        together = {"speculate": (False,), "selector": ("topk",), "correct": ("always",)}
+        together = {"speculate": (False,), "correct": ("always",)}
         accepted = together if self.top_k else {"speculate": (False,)}
         for name, (value,) in accepted.items():
             if (self.two_lanes if name == "speculate" else getattr(self, name)) != value:
@@ -122,8 +104,7 @@ class SpecacheOptions(LowBitOptions):
     def in_16_bits(self) -> SpecacheOptions:
         """Nothing is fetched, nothing guessed for it, and nothing to verify but what was looked up."""
         return replace(
-            self, bits=16, key_bits=None, value_bits=None, host_bits=16, top_k=0, speculate=False, correct="never",
-            verify=None,
+            self, bits=16, value_bits=None, host_bits=16, top_k=0, speculate=False, correct="never", verify=None,
         )  # fmt: skip
 
 
@@ -148,28 +129,19 @@ def selector_of(options: LowBitOptions) -> Selector | None:
     """None where no pair is fetched."""
     if not (isinstance(options, SpecacheOptions) and options.top_k):
         return None
-    return SELECTORS[options.selector](options)
-
-
-def topk(options: SpecacheOptions) -> Selector:
     return Selector("select_topk", corrects=options.correct == "always")
-
-
-# Which pairs are fetched, by the option `selector`.
-SELECTORS: dict[str, Callable[[SpecacheOptions], Selector]] = {"topk": topk}
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the setting that was given.
 
-    Where no pair is fetched, or whole pages are, none is corrected. Under lookup every token is corrected, and none is
+    Where no pair is fetched, none is corrected. Under lookup every token is corrected, and none is
     guessed.
     """
     found = bits_or_memory(given) | (PAPER if given.get("setting") == "paper" else {})
     if given.get("lookup"):
         found |= {"speculate": False, "correct": "always"}
-    uncorrected = given.get("top_k") == 0 or given.get("selector", "topk") != "topk"
-    return {**found, "correct": "never"} if uncorrected else found
+    return {**found, "correct": "never"} if given.get("top_k") == 0 else found
 
 
 FIELDS = (HOST, *LOW_BIT, RECENT, SLOTS, SLOT_INDEX, WANTED, FETCHED, CORRECTED, TALLY)

@@ -20,7 +20,6 @@ from specache_compile.compile.rewritten import one_lane
 from specache_compile.lowering.kept import NotKeepable, data_of, lowered_from
 from specache_compile.methods import METHODS
 from specache_compile.methods.field import LayerShape
-from specache_compile.methods.specache import SELECTORS
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import Phase
 from specache_compile.passes.reading.sites import LeftAlone
@@ -90,9 +89,8 @@ def recalled(captured: Captured) -> Recalled:
 
 
 def is_own(options: MethodOptions) -> bool:
-    """Whether it is this package that says what a method does, and its selector."""
-    said = [METHODS[options.method].recipe, SELECTORS.get(getattr(options, "selector", ""))]
-    return all(each is None or each.__module__.startswith("specache_compile.") for each in said)
+    """Whether this package declares the method."""
+    return METHODS[options.method].recipe.__module__.startswith("specache_compile.")
 
 
 def is_plain(fake: Tensor) -> bool:

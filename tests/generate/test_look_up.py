@@ -252,7 +252,7 @@ def test_an_interruption_anywhere_loses_nothing(echo: LlamaForCausalLM, twin: Ll
     [
         ({"speculate": True}, "take speculate=False"),
         ({"correct": "never"}, "take correct='always'"),
-        ({"selector": "pages"}, "take selector='topk'"),
+        ({"method": "pages"}, "take correct='always'"),
         ({"disable_passes": ("correct",)}, "take 'correct' out of it"),
         ({"method": "kcache"}, "option lookup: method 'kcache' has none"),
         ({"method": "full"}, "option lookup: method 'full' has none"),

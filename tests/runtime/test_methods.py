@@ -325,9 +325,8 @@ def test_a_new_method_is_its_state_and_the_ops_of_its_phases(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'fp8'"),
+        ({"method": "pyramidkv"}, "method='pyramidkv': accepted are 'full', 'offload', 'kivi', 'specache', 'pages'"),
         ({"method": ["h2o"]}, "method=.*h2o.*: accepted are 'full'"),
-        ({"selector": ["pages"]}, "selector=.*pages.*: accepted are 'topk', 'pages'"),
         ({"method": "h2o", "bits": 1}, "option bits: method 'h2o' has none; it takes method, .*budget, eviction_block"),
         ({"method": "h2o", "seed": 1}, "option seed: method 'h2o' has none"),
         ({"method": "kivi", "top_k": 8}, "option top_k: method 'kivi' has none"),

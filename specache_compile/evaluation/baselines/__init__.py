@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from specache_compile.kernels.op import register
 from specache_compile.methods import METHODS
-from specache_compile.methods.specache import SELECTORS
 
 from . import eviction, expected_attention, fp8, kcache, kvzip, pages, snapkv
 
 ONCE = (snapkv, expected_attention, kvzip)
 for _op in (fp8.KEEP, *kcache.OPS, *(one.ATTENTION for one in ONCE), eviction.ATTENTION, pages.SELECT):
     register(_op)
-METHODS |= {one.name: one for one in (fp8.METHOD, kcache.METHOD, *(one.METHOD for one in ONCE), *eviction.METHODS)}
-SELECTORS["pages"] = pages.selector
+METHODS |= {
+    one.name: one for one in (pages.METHOD, fp8.METHOD, kcache.METHOD, *(one.METHOD for one in ONCE), *eviction.METHODS)
+}

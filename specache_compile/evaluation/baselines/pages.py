@@ -1,5 +1,5 @@
-"""Pages: a baseline selector that chooses runs of neighbouring tokens, as retrieval by page does (Quest, arXiv
-2406.10774; ArkVale), in place of single tokens.
+"""Pages: SpeCache that fetches whole pages of neighbouring tokens, as Quest (arXiv 2406.10774) and ArkVale do, without
+correction.
 
 Quest and ArkVale bound a page's score by a summary of its keys. Here a page has its best token's score over the low-bit
 keys, the most that a choice of whole pages can know.
@@ -7,15 +7,22 @@ keys, the most that a choice of whole pages can know.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specache_compile.errors import OptionError
 from specache_compile.kernels import costs
 from specache_compile.kernels.op import Op, fake_nothing
 from specache_compile.kernels.state.stored_tiers import EMPTY
+from specache_compile.methods import specache
 from specache_compile.methods.specache import SpecacheOptions
-from specache_compile.passes.recipe import Selector
+from specache_compile.options import choice, whole
+from specache_compile.passes.recipe import Recipe, Selector
 
 
 def select_pages(scores: Tensor, wanted: Tensor, page: int) -> None:
@@ -39,5 +46,27 @@ SELECT = Op(
 )  # fmt: skip
 
 
-def selector(options: SpecacheOptions) -> Selector:
-    return Selector("select_pages", settings=(options.page_size,))
+@dataclass(frozen=True)
+class PagesOptions(SpecacheOptions):
+    """Those of `specache`, with k the tokens of all fetched pages."""
+
+    method: str = "pages"
+    page_size: int = whole(16, 1, "tokens of a page", metavar="TOKENS")
+    correct: str = choice("never", ("never",), "pages are not corrected")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.top_k < self.page_size:
+            raise OptionError(f"option page_size={self.page_size}: a page does not fit top_k={self.top_k}")
+
+
+def recipe(options: PagesOptions, site: int) -> Recipe:
+    selector = Selector("select_pages", settings=(options.page_size,)) if options.top_k else None
+    return replace(specache.recipe(options, site), selector=selector)
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {**specache.defaults(given), "correct": "never"}
+
+
+METHOD = replace(specache.METHOD, name="pages", options=PagesOptions, recipe=recipe, defaults=defaults)
