@@ -1,15 +1,122 @@
-"""The format of tool calls of models for which transformers has none."""
+"""Tool-call formats: how a chat template shows one, how an answer is parsed, and how a required call is written."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_parsing import ResponseParser
 
-HERMES = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
+from .structured import SPACED
+
+REASONING = {"<think>": "</think>\n\n", "[THINK]": "[/THINK]"}
+# What a template writes before an answer is no part of the answer, except the marker that opens its reasoning.
+ANCHOR = {"start_anchor_pattern": r"\A(?:(?!<think>|\[THINK\]).)*"}
+TEXT = {"content": "text"}
+CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The format in which a family of models writes tool calls.
+
+    template: a pattern of the chat templates that use it.
+    before, after: the text around a call's arguments. NAME stands for the function's name.
+    fields: the parts of an answer, as in transformers' response templates.
+    """
+
+    template: str
+    before: str
+    after: str
+    fields: dict[str, Any]
+
+
+HARMONY = CallFormat(
+    template=r"<\|channel\|>",
+    before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+    after="",  # <|call|> ends the answer
+    fields={
+        "reasoning_content": {
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis\s*<\|message\|>",
+            "close": "<|end|>",
+            "content": "text",
+        },
+        "tool_calls": {
+            "open_pattern": r"(?:<\|start\|>assistant)?"
+            r"(?:\s*to=functions\.(?P<name>[\w.-]+)\s*<\|channel\|>(?:commentary|analysis)"
+            r"|<\|channel\|>(?:commentary|analysis)\s+to=functions\.(?P<name>[\w.-]+))"
+            r"\s*(?:(?:<\|constrain\|>)?\w+)?\s*<\|message\|>",
+            "close_pattern": r"<\|(?:call|end)\|>",
+            "repeats": True,
+            "content": "json",
+            "transform": CALL,
+        },
+        # Headers of text for the user are dropped, as ends are. Preambles, in the channel commentary, are text too.
+        "content": {
+            "close_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)"
+            r"\s*(?:<\|constrain\|>\w+\s*)?<\|message\|>|<\|(?:end|return)\|>",
+            **TEXT,
+        },
+    },
+)
+MISTRAL = CallFormat(
+    template=r"\[ARGS\]",
+    before="[TOOL_CALLS]NAME[ARGS]",
+    after="",
+    fields={
+        "reasoning_content": {"open": "[THINK]", "close": "[/THINK]", **TEXT},
+        "tool_calls": {
+            "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "repeats": True,
+            "content": "json",
+            "transform": CALL,
+        },
+        "content": TEXT,
+    },
+)
+MISTRAL_LIST = CallFormat(
+    template=r"\[TOOL_CALLS\]",
+    before='[TOOL_CALLS][{"name": "NAME", "arguments": ',
+    after="}]",
+    fields={
+        "tool_calls": {
+            "open_pattern": r"\s*\[TOOL_CALLS\]",
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            "transform_each": True,
+        },
+        "content": TEXT,
+    },
+)
+LLAMA = CallFormat(
+    template=r'"name": function name, "parameters":',
+    before='{"name": "NAME", "parameters": ',
+    after="}",
+    fields={
+        "tool_calls": {
+            # At the answer's beginning, behind the marker of code, or behind another call.
+            "open_pattern": r'(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|(?<=\}\s*;))\s*(?=\{\s*"name"\s*:)',
+            "close_pattern": r';(?=\s*\{\s*"name"\s*:)|<\|e[om][mt]_id\|>',
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+            },
+        },
+        "content": TEXT,
+    },
+)
+HERMES = CallFormat(
+    template=r"\A(?!.*(?:<function=|<arg_key>)).*<tool_call>",  # Qwen 3.5 and GLM write XML there
+    before='<tool_call>\n{"name": "NAME", "arguments": ',
+    after="}\n</tool_call>",
+    fields={
         "tool_calls": {
             "open_pattern": r"\s*<tool_call>",
             "close": "</tool_call>",
@@ -17,14 +124,53 @@ HERMES = {
             "content": "json",
             "transform": {"type": "function", "function": "{content}"},
         },
-        "content": {"content": "text"},
+        "content": TEXT,
     },
-}
+)
+FORMATS = (HARMONY, MISTRAL, MISTRAL_LIST, LLAMA, HERMES)
 
 
-def add_format(tokenizer: Any, model: Any) -> None:
-    """Give a tokenizer whose chat template writes calls as Hermes does that format, where transformers has none."""
+def format_of(tokenizer: Any) -> CallFormat | None:
+    """The format that the tokenizer's chat template shows; None: it shows none of these."""
     template = str(getattr(tokenizer, "chat_template", None))
-    hermes = "<tool_call>" in template and "<function=" not in template  # Qwen 3.5 writes XML there
-    if hermes and get_response_template(tokenizer, model) is None:
-        tokenizer.response_template = HERMES
+    return next((form for form in FORMATS if re.search(form.template, template, re.DOTALL)), None)
+
+
+def parser_of(tokenizer: Any, model: Any, prompt: str, opening: str, tools: Any) -> ResponseParser | None:
+    """The parser of an answer; None where the answer is text.
+
+    Args:
+        prompt: the whole prompt.
+        opening: the end of the prompt that the template writes before an answer.
+        tools: that the model may call; None: it may call none.
+    """
+    known = get_response_template(tokenizer, model)
+    if known is not None:
+        return ResponseParser(known, prefix=prompt, tools=tools)
+    form = format_of(tokenizer)
+    if form is None or (tools is None and "reasoning_content" not in form.fields):
+        return None
+    return ResponseParser({**ANCHOR, "fields": form.fields}, prefix=opening, tools=tools)
+
+
+def grammar_of_call(tokenizer: Any, form: CallFormat, opening: str, functions: list[dict[str, Any]]) -> str:
+    """The grammar of an answer that calls one of these functions, each as in a request.
+
+    opening: the end of the prompt that the template writes before an answer. Reasoning that it opens is closed.
+    """
+    closed = "".join(end for begin, end in REASONING.items() if opening.rstrip().endswith(begin))
+    rules = ["start: " + " | ".join(f"call{index}" for index in range(len(functions)))]
+    for index, function in enumerate(functions):
+        schema = json.dumps({"x-guidance": SPACED, **(function.get("parameters") or {"type": "object"})})
+        before = closed + form.before.replace("NAME", json.dumps(function["name"])[1:-1])
+        around = [" ".join(terminals(tokenizer, text)) for text in (before, form.after)]
+        rules.append(f"call{index}: {around[0]} arguments{index} {around[1]}\narguments{index}: %json {schema}")
+    return "\n".join(rules)
+
+
+def terminals(tokenizer: Any, text: str) -> Iterator[str]:
+    """A text as terminals of a grammar: special tokens by their ids, since no string matches them."""
+    special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for part in re.split(f"({'|'.join(map(re.escape, special)) or '$^'})", text):
+        if part:
+            yield f"<[{special[part]}]>" if part in special else json.dumps(part)

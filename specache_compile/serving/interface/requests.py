@@ -90,6 +90,7 @@ class Body(BaseModel):
     ignore_eos: Flag | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
     skip_special_tokens: Flag | None = None
