@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 
-from .structured import SPACED
+from .structured import COMPACT, SPACED
 
 REASONING = {"<think>": "</think>\n\n", "[THINK]": "[/THINK]"}
 # What a template writes before an answer is no part of the answer, except the marker that opens its reasoning.
@@ -25,20 +24,27 @@ class CallFormat:
     """The format in which a family of models writes tool calls.
 
     template: a pattern of the chat templates that use it.
-    before, after: the text around a call's arguments. NAME stands for the function's name.
+    marker: a token that begins a call; "": none does.
+    before, after: the text around a call's arguments, behind the marker. NAME stands for the function's name.
     fields: the parts of an answer, as in transformers' response templates.
+    others: what else may follow the marker.
     """
 
     template: str
+    marker: str
     before: str
     after: str
     fields: dict[str, Any]
+    others: tuple[str, ...] = ()
 
 
 HARMONY = CallFormat(
     template=r"<\|channel\|>",
-    before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+    marker="<|channel|>",
+    before="commentary to=functions.NAME <|constrain|>json<|message|>",
     after="",  # <|call|> ends the answer
+    # The last one's function is named before the marker, where text is free.
+    others=tuple(f"{header}<|message|>" for header in ("analysis", "final", "commentary", "commentary json")),
     fields={
         "reasoning_content": {
             "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis\s*<\|message\|>",
@@ -65,7 +71,8 @@ HARMONY = CallFormat(
 )
 MISTRAL = CallFormat(
     template=r"\[ARGS\]",
-    before="[TOOL_CALLS]NAME[ARGS]",
+    marker="[TOOL_CALLS]",
+    before="NAME[ARGS]",
     after="",
     fields={
         "reasoning_content": {"open": "[THINK]", "close": "[/THINK]", **TEXT},
@@ -81,7 +88,8 @@ MISTRAL = CallFormat(
 )
 MISTRAL_LIST = CallFormat(
     template=r"\[TOOL_CALLS\]",
-    before='[TOOL_CALLS][{"name": "NAME", "arguments": ',
+    marker="[TOOL_CALLS]",
+    before='[{"name": "NAME", "arguments": ',
     after="}]",
     fields={
         "tool_calls": {
@@ -95,6 +103,7 @@ MISTRAL_LIST = CallFormat(
 )
 LLAMA = CallFormat(
     template=r'"name": function name, "parameters":',
+    marker="",
     before='{"name": "NAME", "parameters": ',
     after="}",
     fields={
@@ -114,7 +123,8 @@ LLAMA = CallFormat(
 )
 HERMES = CallFormat(
     template=r"\A(?!.*(?:<function=|<arg_key>)).*<tool_call>",  # Qwen 3.5 and GLM write XML there
-    before='<tool_call>\n{"name": "NAME", "arguments": ',
+    marker="<tool_call>",
+    before='\n{"name": "NAME", "arguments": ',
     after="}\n</tool_call>",
     fields={
         "tool_calls": {
@@ -153,24 +163,43 @@ def parser_of(tokenizer: Any, model: Any, prompt: str, opening: str, tools: Any)
     return ResponseParser({**ANCHOR, "fields": form.fields}, prefix=opening, tools=tools)
 
 
-def grammar_of_call(tokenizer: Any, form: CallFormat, opening: str, functions: list[dict[str, Any]]) -> str:
+def grammar_of_call(
+    tokenizer: Any, form: CallFormat, opening: str, functions: list[dict[str, Any]], schema: dict[str, Any] | None
+) -> str:
     """The grammar of an answer that calls one of these functions, each as in a request.
 
     opening: the end of the prompt that the template writes before an answer. Reasoning that it opens is closed.
+    schema: of JSON that the answer may be instead of a call; None: it is a call.
     """
     closed = "".join(end for begin, end in REASONING.items() if opening.rstrip().endswith(begin))
-    rules = ["start: " + " | ".join(f"call{index}" for index in range(len(functions)))]
+    start = f"start: {terminals(tokenizer, closed)} ({terminals(tokenizer, form.marker)} call"
+    other = ")\n" if schema is None else f" | answer)\nanswer: %json {json.dumps({'x-guidance': COMPACT, **schema})}\n"
+    return start + other + call_rules(tokenizer, form, functions)
+
+
+def grammar_of_text(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str | None:
+    """The grammar of any answer in which a begun call is one of these functions; None: no token begins calls."""
+    known = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    if form.marker not in known:
+        return None
+    others = "".join(f" | {terminals(tokenizer, text)}" for text in form.others)
+    start = f"start: (text <[{known[form.marker]}]> (call{others}))* text\ntext: <[^{known[form.marker]}]>*\n"
+    return start + call_rules(tokenizer, form, functions)
+
+
+def call_rules(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str:
+    """The rules of `call`, which follows the format's marker."""
+    rules = ["call: " + " | ".join(f"call{index}" for index in range(len(functions)))]
     for index, function in enumerate(functions):
         schema = json.dumps({"x-guidance": SPACED, **(function.get("parameters") or {"type": "object"})})
-        before = closed + form.before.replace("NAME", json.dumps(function["name"])[1:-1])
-        around = [" ".join(terminals(tokenizer, text)) for text in (before, form.after)]
-        rules.append(f"call{index}: {around[0]} arguments{index} {around[1]}\narguments{index}: %json {schema}")
+        before = terminals(tokenizer, form.before.replace("NAME", json.dumps(function["name"])[1:-1]))
+        rules.append(f"call{index}: {before} arguments{index} {terminals(tokenizer, form.after)}")
+        rules.append(f"arguments{index}: %json {schema}")
     return "\n".join(rules)
 
 
-def terminals(tokenizer: Any, text: str) -> Iterator[str]:
-    """A text as terminals of a grammar: special tokens by their ids, since no string matches them."""
-    special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for part in re.split(f"({'|'.join(map(re.escape, special)) or '$^'})", text):
-        if part:
-            yield f"<[{special[part]}]>" if part in special else json.dumps(part)
+def terminals(tokenizer: Any, text: str) -> str:
+    """A text as terminals of a grammar: added tokens by their ids, since no string matches a special token."""
+    known = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    parts = re.split(f"({'|'.join(map(re.escape, known)) or '$^'})", text)
+    return " ".join(f"<[{known[part]}]>" if part in known else json.dumps(part) for part in parts if part)

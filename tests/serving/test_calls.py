@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +37,12 @@ LOOK, GO = ("look", {"city": "Rome", "days": 3}), ("go_to", {"city": 'O"slo', "d
 @dataclass
 class Family:
     """A family's format. template: of chats. specials: its special tokens. answers: texts, and what is in them:
-    reasoning, content and calls."""
+    reasoning, content and calls. added: tokens that are added and not special."""
 
     template: str
     specials: list[str]
     answers: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]]
+    added: tuple[str, ...] = ()
 
 
 def arguments(call: tuple[str, dict[str, Any]]) -> str:
@@ -63,6 +65,7 @@ FAMILIES = {
             ),
             "Hello <b>": ("", "Hello <b>", []),
         },
+        added=("<tool_call>", "</tool_call>"),
     ),
     "llama": Family(
         '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary of argument name and its '
@@ -125,6 +128,7 @@ def served_of(family: Family, template: str | None = None) -> Any:
     """A tokenizer of bytes and of the family's special tokens, and a model that is never run."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": END, "additional_special_tokens": family.specials})
+    tokenizer.add_tokens(list(family.added))
     tokenizer.chat_template = template or family.template
     model = tiny_llama(vocab_size=len(tokenizer))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, max_new_tokens=400)
@@ -135,7 +139,8 @@ def served_of(family: Family, template: str | None = None) -> Any:
 
 
 def question_of(served: Any, **more: Any) -> Any:
-    question = chat(served, ChatBody(messages=[{"role": "user", "content": "Where?"}], tools=TOOLS, **more))
+    messages = [{"role": "user", "content": "Where?"}]
+    question = chat(served, ChatBody(**{"messages": messages, "tools": TOOLS, **more}))
     question.config.max_new_tokens = 400
     return question
 
@@ -164,12 +169,15 @@ def test_an_answer_is_parsed_in_its_familys_format(name: str, text: str) -> None
     assert parsed(served, lambda: question_of(served), tokens) == family.answers[text]
 
 
-def generated(question: Any, end: int, seed: int) -> list[int]:
-    """The tokens of a model that draws each at random."""
+def generated(question: Any, end: int, seed: int, begun: Sequence[int] = ()) -> list[int]:
+    """The tokens of a model that begins so, draws each further token at random, and ends as soon as it may."""
     (constraint,) = processors_of(replace(question, matcher=question.matcher.deep_copy()))
-    ids, draw = question.inputs["input_ids"], torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.cat([question.inputs["input_ids"], torch.tensor([begun], dtype=torch.int64)], 1)
     while ids[0, -1] != end:
-        scores = constraint(ids, torch.zeros(1, end + 64))
+        scores = torch.zeros(1, end + 64)
+        scores[0, end] = 100.0
+        scores = constraint(ids, scores)
         ids = torch.cat([ids, torch.multinomial(scores.softmax(-1), 1, generator=draw)], 1)
     return ids[0, question.tokens :].tolist()
 
@@ -193,6 +201,46 @@ def test_a_required_call_follows_its_schema(name: str) -> None:
     ((called, given),) = parsed(served, lambda: question_of(served, tool_choice=only), tokens)[2]
     jsonschema.validate(given, SCHEMA)
     assert called == "go_to"
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral_list", "mistral", "harmony"])
+def test_a_begun_call_of_a_strict_tool_follows_its_schema(name: str) -> None:
+    """Where the model writes text, it may write any."""
+    family = FAMILIES[name]
+    served = served_of(family)
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    marker = {"hermes": "<tool_call>", "harmony": "<|channel|>commentary to="}.get(name, "[TOOL_CALLS]")
+
+    def ask() -> Any:
+        return question_of(served, tools=strict)
+
+    encoded = served.tokenizer("" if name == "harmony" else "Hm. {", add_special_tokens=False).input_ids
+    begun = encoded + served.tokenizer(marker, add_special_tokens=False).input_ids
+    tokens = generated(ask(), served.tokenizer.eos_token_id, 0, begun)
+    ((_, given),) = parsed(served, ask, tokens)[2]
+    jsonschema.validate(given, SCHEMA)
+    texts = [text for text in family.answers if marker not in text]
+    for text in texts:
+        tokens = served.tokenizer(text + END, add_special_tokens=False).input_ids
+        assert ask().matcher.try_consume_tokens(tokens) == len(tokens)
+    assert texts
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_of_a_schema_beside_tools_is_a_call_or_follows_the_schema(name: str) -> None:
+    served = served_of(FAMILIES[name])
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": {"enum": [7]}}}
+
+    def ask() -> Any:
+        return question_of(served, response_format=form)
+
+    ends = [generated(ask(), served.tokenizer.eos_token_id, seed) for seed in range(12)]
+    answers = [parsed(served, ask, tokens) for tokens in ends]
+    assert {content for _, content, calls in answers if not calls} == {"7"}
+    for _, _, calls in answers:
+        for _, given in calls:
+            jsonschema.validate(given, SCHEMA)
+    assert any(calls for _, _, calls in answers)
 
 
 def test_a_required_call_closes_the_reasoning_that_the_template_opens() -> None:

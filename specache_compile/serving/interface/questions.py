@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from specache_compile.serving.answer import Question
-from specache_compile.serving.calls import format_of, grammar_of_call, parser_of
+from specache_compile.serving.calls import format_of, grammar_of_call, grammar_of_text, parser_of
 from specache_compile.serving.model import ServedModel
 from specache_compile.serving.structured import Constraint, matcher_of, of_schema
 
@@ -76,8 +76,9 @@ def arguments_of(text: str) -> Any:
 def question(
     served: ServedModel, body: Body, inputs: Any, opening: int = 0, parser: Any = None, called: str | None = None
 ) -> Question:
-    """called: the grammar of a tool call that the answer must be; None: it need not be one."""
-    grammar = called or grammar_of(body)
+    """called: the grammar of an answer with tool calls; None: nothing constrains its calls."""
+    schema = schema_of(body)
+    grammar = called if called is not None or schema is None else of_schema(schema)
     if grammar is not None and (body.ignore_eos or body.min_tokens):
         raise HTTPException(400, "ignore_eos, min_tokens: leave them out where the answer follows a schema")
     try:
@@ -99,23 +100,25 @@ def question(
     )
 
 
-def grammar_of(body: Body) -> str | None:
-    schema = None if body.response_format is None else body.response_format.schema_of_answer
-    return None if schema is None else of_schema(schema)
+def schema_of(body: Body) -> dict[str, Any] | None:
+    return None if body.response_format is None else body.response_format.schema_of_answer
 
 
 def called_of(served: ServedModel, body: ChatBody, opening: str) -> str | None:
-    """The grammar of the call that `tool_choice` requires; None: it requires none."""
-    if body.tool_choice in (None, "auto", "none"):
+    """The grammar of an answer with tool calls; None: nothing constrains its calls."""
+    choice, form, schema = body.tool_choice or "auto", format_of(served.tokenizer), schema_of(body)
+    named = choice.function.name if isinstance(choice, ToolChoice) else None
+    offered = [tool.function for tool in body.tools or [] if named in (None, tool.function.name)]
+    functions = [function.model_dump() for function in offered]
+    if choice == "none" or (choice == "auto" and not (form and functions)):
         return None
-    named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
-    functions = [tool.function.model_dump() for tool in body.tools or [] if named in (None, tool.function.name)]
     if not functions:
         raise HTTPException(400, f"tool_choice: tools has no {named or 'function'}")
-    form = format_of(served.tokenizer)
     if form is None:
         raise HTTPException(400, "tool_choice: the chat template's format of calls is not supported; use 'auto'")
-    return grammar_of_call(served.tokenizer, form, opening, functions)
+    if choice != "auto" or schema is not None:
+        return grammar_of_call(served.tokenizer, form, opening, functions, schema if choice == "auto" else None)
+    return grammar_of_text(served.tokenizer, form, functions) if any(one.strict for one in offered) else None
 
 
 def numbered(question: Question, index: int) -> Question:
