@@ -16,7 +16,12 @@ REASONING = {"<think>": "</think>\n\n", "[THINK]": "[/THINK]"}
 # What a template writes before an answer is no part of the answer, except the marker that opens its reasoning.
 ANCHOR = {"start_anchor_pattern": r"\A(?:(?!<think>|\[THINK\]).)*"}
 TEXT = {"content": "text"}
-CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+CALLS: dict[str, Any] = {"content": "json", "repeats": True}
+
+
+def function(name: str = "{name}", arguments: str = "{content}") -> dict[str, Any]:
+    """The field's value, in which {...} stands for a part of the text."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ HARMONY = CallFormat(
         "reasoning_content": {
             "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis\s*<\|message\|>",
             "close": "<|end|>",
-            "content": "text",
+            **TEXT,
         },
         "tool_calls": {
             "open_pattern": r"(?:<\|start\|>assistant)?"
@@ -57,9 +62,8 @@ HARMONY = CallFormat(
             r"|<\|channel\|>(?:commentary|analysis)\s+to=functions\.(?P<name>[\w.-]+))"
             r"\s*(?:(?:<\|constrain\|>)?\w+)?\s*<\|message\|>",
             "close_pattern": r"<\|(?:call|end)\|>",
-            "repeats": True,
-            "content": "json",
-            "transform": CALL,
+            "transform": function(),
+            **CALLS,
         },
         # Headers of text for the user are dropped, as ends are. Preambles, in the channel commentary, are text too.
         "content": {
@@ -79,9 +83,8 @@ MISTRAL = CallFormat(
         "tool_calls": {
             "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
-            "repeats": True,
-            "content": "json",
-            "transform": CALL,
+            "transform": function(),
+            **CALLS,
         },
         "content": TEXT,
     },
@@ -94,9 +97,9 @@ MISTRAL_LIST = CallFormat(
     fields={
         "tool_calls": {
             "open_pattern": r"\s*\[TOOL_CALLS\]",
-            "content": "json",
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            "transform": function(arguments="{arguments}"),
             "transform_each": True,
+            **CALLS,
         },
         "content": TEXT,
     },
@@ -111,12 +114,8 @@ LLAMA = CallFormat(
             # At the answer's beginning, behind the marker of code, or behind another call.
             "open_pattern": r'(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|(?<=\}\s*;))\s*(?=\{\s*"name"\s*:)',
             "close_pattern": r';(?=\s*\{\s*"name"\s*:)|<\|e[om][mt]_id\|>',
-            "repeats": True,
-            "content": "json",
-            "transform": {
-                "type": "function",
-                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-            },
+            "transform": function("{content.name}", "{content.parameters}"),
+            **CALLS,
         },
         "content": TEXT,
     },
@@ -130,9 +129,8 @@ HERMES = CallFormat(
         "tool_calls": {
             "open_pattern": r"\s*<tool_call>",
             "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
+            "transform": function("{content.name}", "{content.arguments}"),
+            **CALLS,
         },
         "content": TEXT,
     },
@@ -190,9 +188,9 @@ def grammar_of_text(tokenizer: Any, form: CallFormat, functions: list[dict[str, 
 def call_rules(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str:
     """The rules of `call`, which follows the format's marker."""
     rules = ["call: " + " | ".join(f"call{index}" for index in range(len(functions)))]
-    for index, function in enumerate(functions):
-        schema = json.dumps({"x-guidance": SPACED, **(function.get("parameters") or {"type": "object"})})
-        before = terminals(tokenizer, form.before.replace("NAME", json.dumps(function["name"])[1:-1]))
+    for index, called in enumerate(functions):
+        schema = json.dumps({"x-guidance": SPACED, **(called.get("parameters") or {"type": "object"})})
+        before = terminals(tokenizer, form.before.replace("NAME", json.dumps(called["name"])[1:-1]))
         rules.append(f"call{index}: {before} arguments{index} {terminals(tokenizer, form.after)}")
         rules.append(f"arguments{index}: %json {schema}")
     return "\n".join(rules)

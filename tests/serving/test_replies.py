@@ -17,8 +17,8 @@ from transformers import GenerationConfig
 from conftest import byte_tokenizer
 from served import qwens_parser
 from served import reply as reply_of
-from specache_compile.serving.answer import Answer, Question, Ticket
-from specache_compile.serving.interface.replies import ChatReply, Reply
+from specache_compile.serving.answer import Answer, Likely, Question, Ticket
+from specache_compile.serving.interface.replies import ChatReply, Reply, by_text
 from specache_compile.serving.interface.requests import StreamOptions, Usage
 from specache_compile.serving.metrics import Metrics
 from specache_compile.serving.stops import Stops
@@ -160,3 +160,26 @@ def test_the_bytes_of_a_part_of_a_character_are_its_own() -> None:
     rust = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate(dict.fromkeys(letters))}, "?"))
     rust.decoder = decoders.ByteLevel()
     assert b"".join(bytes_of(rust, rust.token_to_id(letter), "\ufffd") for letter in letters) == text.encode()
+
+
+def test_the_bytes_of_byte_tokens_joined_are_the_text() -> None:
+    """Tokenizers of SentencePiece write a byte that no other token has as <0xNN>."""
+    pieces = ["▁na", "<0xC3>", "<0xAF>", "ve", "▁", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "▁Here"]
+    rust = Tokenizer(models.BPE(vocab={piece: place for place, piece in enumerate(pieces)}, merges=[]))
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    question = Question({"input_ids": torch.tensor([[9]])}, GenerationConfig(), logprobs=0)
+
+    async def joined() -> bytes:
+        answer, written = Answer(Ticket(), question, SimpleNamespace(_tokenizer=rust), Metrics()), b""
+        answer.put(torch.tensor([[9]]))
+        for token in range(9):
+            written += answer.likely(token, 0.0).bytes
+            answer.put(torch.tensor([[token]]))
+        return written
+
+    assert asyncio.run(joined()) == " naïve 😀".encode()
+
+
+def test_likeliest_tokens_of_one_text_are_all_reported() -> None:
+    likeliest = [Likely(5, "\ufffd", -0.1, b"\xc3"), Likely(7, "\ufffd", -2.0, b"\xc4"), Likely(9, "a", -3.0, b"a")]
+    assert by_text(likeliest) == {"\ufffd": -0.1, "token_id:7": -2.0, "a": -3.0}
