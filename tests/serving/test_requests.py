@@ -315,7 +315,8 @@ def test_a_template_has_all_of_a_message() -> None:
 
 
 def test_the_text_parts_of_a_message_are_its_lines() -> None:
-    parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("See", "this")]
+    parts = [{"type": "text", "text": "See", "cache_control": {"type": "ephemeral"}}]
+    parts += [{"type": "input_text", "text": "this"}]
     assert asked(TEMPLATE, messages=[{"role": "user", "content": parts}]).startswith("<user>See\nthis</user>")
 
 
