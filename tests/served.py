@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -16,12 +17,16 @@ import openai
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM
-from transformers.cli.serving.utils import build_response_parser
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from conftest import LOSSLESS, byte_tokenizer, tiny_llama
 from specache_compile.cli import options_of, parsed
+from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
+from specache_compile.serving.calls import parser_of
 from specache_compile.serving.command import running
+from specache_compile.serving.interface.replies import Reply
+from specache_compile.serving.interface.requests import Usage
+from specache_compile.serving.metrics import Metrics
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
@@ -60,11 +65,35 @@ def write_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def parser_of(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
-    """Of a model's answer to this prompt."""
+def qwens_parser(prompt: str = "<|im_start|>assistant\n<think>\n") -> Any:
+    """The parser of Qwen 3's answer to this prompt."""
     model: Any = tiny_llama()
     model.config.model_type = "qwen3"
-    return build_response_parser(byte_tokenizer(), model, list(prompt.encode()))
+    return parser_of(byte_tokenizer(), model, prompt, "", None)
+
+
+def reply(
+    tokens: list[int], question: Question, tokenizer: Any, kind: type[Reply] = Reply, streamed: bool = False,
+    at_once: int = 1, usage: Usage = "last",
+) -> Any:  # fmt: skip
+    """What a client receives where a model generates these tokens, `at_once` at a time: a response, or its events."""
+
+    async def said() -> Any:
+        answer = Answer(Ticket(), question, tokenizer, Metrics())
+        answer.put(question.inputs["input_ids"])
+        await asyncio.sleep(0)
+        assert answer.queue.empty(), "something was said before the first token"
+        try:
+            for some in torch.tensor(tokens).split(at_once):
+                answer.put(some)
+        except Stopped:
+            pass
+        answer.close()
+        if not streamed:
+            return json.loads((await kind("tiny", [answer]).whole()).body)
+        return [event.removeprefix("data: ").strip() async for event in kind("tiny", [answer]).events(usage)]
+
+    return asyncio.run(said())
 
 
 def prompt_of(messages: list[dict[str, str]]) -> str:

@@ -79,12 +79,14 @@ class Question:
 class Likely:
     """A token of an answer, or one of the likeliest in its place.
 
+    token: its id.
     text: with U+FFFD where the token is a part of a character.
     logprob: the natural logarithm of its probability.
     bytes: its own, of UTF-8.
     likeliest: in its place.
     """
 
+    token: int
     text: str
     logprob: float
     bytes: bytes
@@ -106,9 +108,8 @@ class Answer:
         self.stops = Stops(question.stop)
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.rust, self.parts = tokenizer._tokenizer, Parts(question.parser)
-        self.decoder = DecodeStream(
-            [], skip_special_tokens=self.parts.plain and not question.special
-        )  # a parser goes by them
+        # A parser goes by special tokens.
+        self.decoder = DecodeStream([], skip_special_tokens=self.parts.plain and not question.special)
         ends = question.config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
 
@@ -142,7 +143,7 @@ class Answer:
 
     def likely(self, token: int, logprob: float, likeliest: tuple[Likely, ...] = ()) -> Likely:
         text = self.text_of(token)
-        return Likely(text, logprob, bytes_of(self.rust, token, text), likeliest)
+        return Likely(token, text, logprob, bytes_of(self.rust, token, text), likeliest)
 
     def text_of(self, token: int) -> str:
         """Behind the token before: of a text's first token some decoders drop the space."""

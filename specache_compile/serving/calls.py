@@ -1,30 +1,203 @@
-"""The format of tool calls of models for which transformers has none."""
+"""Tool-call formats: how a chat template shows one, how an answer is parsed, and how a required call is written."""
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_parsing import ResponseParser
 
-HERMES = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
+from .structured import COMPACT, SPACED
+
+REASONING = {"<think>": "</think>\n\n", "[THINK]": "[/THINK]"}
+# What a template writes before an answer is no part of the answer, except the marker that opens its reasoning.
+ANCHOR = {"start_anchor_pattern": r"\A(?:(?!<think>|\[THINK\]).)*"}
+TEXT = {"content": "text"}
+CALLS: dict[str, Any] = {"content": "json", "repeats": True}
+
+
+def function(name: str = "{name}", arguments: str = "{content}") -> dict[str, Any]:
+    """The field's value, in which {...} stands for a part of the text."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The format in which a family of models writes tool calls.
+
+    template: a pattern of the chat templates that use it.
+    marker: a token that begins a call; "": none does.
+    before, after: the text around a call's arguments, behind the marker. NAME stands for the function's name.
+    fields: the parts of an answer, as in transformers' response templates.
+    others: what else may follow the marker.
+    """
+
+    template: str
+    marker: str
+    before: str
+    after: str
+    fields: dict[str, Any]
+    others: tuple[str, ...] = ()
+
+
+HARMONY = CallFormat(
+    template=r"<\|channel\|>",
+    marker="<|channel|>",
+    before="commentary to=functions.NAME <|constrain|>json<|message|>",
+    after="",  # <|call|> ends the answer
+    # The last one's function is named before the marker, where text is free.
+    others=tuple(f"{header}<|message|>" for header in ("analysis", "final", "commentary", "commentary json")),
+    fields={
+        "reasoning_content": {
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis\s*<\|message\|>",
+            "close": "<|end|>",
+            **TEXT,
+        },
+        "tool_calls": {
+            "open_pattern": r"(?:<\|start\|>assistant)?"
+            r"(?:\s*to=functions\.(?P<name>[\w.-]+)\s*<\|channel\|>(?:commentary|analysis)"
+            r"|<\|channel\|>(?:commentary|analysis)\s+to=functions\.(?P<name>[\w.-]+))"
+            r"\s*(?:(?:<\|constrain\|>)?\w+)?\s*<\|message\|>",
+            "close_pattern": r"<\|(?:call|end)\|>",
+            "transform": function(),
+            **CALLS,
+        },
+        # Headers of text for the user are dropped, as ends are. Preambles, in the channel commentary, are text too.
+        "content": {
+            "close_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)"
+            r"\s*(?:<\|constrain\|>\w+\s*)?<\|message\|>|<\|(?:end|return)\|>",
+            **TEXT,
+        },
+    },
+)
+MISTRAL = CallFormat(
+    template=r"\[ARGS\]",
+    marker="[TOOL_CALLS]",
+    before="NAME[ARGS]",
+    after="",
+    fields={
+        "reasoning_content": {"open": "[THINK]", "close": "[/THINK]", **TEXT},
+        "tool_calls": {
+            "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "transform": function(),
+            **CALLS,
+        },
+        "content": TEXT,
+    },
+)
+MISTRAL_LIST = CallFormat(
+    template=r"\[TOOL_CALLS\]",
+    marker="[TOOL_CALLS]",
+    before='[{"name": "NAME", "arguments": ',
+    after="}]",
+    fields={
+        "tool_calls": {
+            "open_pattern": r"\s*\[TOOL_CALLS\]",
+            "transform": function(arguments="{arguments}"),
+            "transform_each": True,
+            **CALLS,
+        },
+        "content": TEXT,
+    },
+)
+LLAMA = CallFormat(
+    template=r'"name": function name, "parameters":',
+    marker="",
+    before='{"name": "NAME", "parameters": ',
+    after="}",
+    fields={
+        "tool_calls": {
+            # At the answer's beginning, behind the marker of code, or behind another call.
+            "open_pattern": r'(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|(?<=\}\s*;))\s*(?=\{\s*"name"\s*:)',
+            "close_pattern": r';(?=\s*\{\s*"name"\s*:)|<\|e[om][mt]_id\|>',
+            "transform": function("{content.name}", "{content.parameters}"),
+            **CALLS,
+        },
+        "content": TEXT,
+    },
+)
+HERMES = CallFormat(
+    template=r"\A(?!.*(?:<function=|<arg_key>)).*<tool_call>",  # Qwen 3.5 and GLM write XML there
+    marker="<tool_call>",
+    before='\n{"name": "NAME", "arguments": ',
+    after="}\n</tool_call>",
+    fields={
         "tool_calls": {
             "open_pattern": r"\s*<tool_call>",
             "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
+            "transform": function("{content.name}", "{content.arguments}"),
+            **CALLS,
         },
-        "content": {"content": "text"},
+        "content": TEXT,
     },
-}
+)
+FORMATS = (HARMONY, MISTRAL, MISTRAL_LIST, LLAMA, HERMES)
 
 
-def add_format(tokenizer: Any, model: Any) -> None:
-    """Give a tokenizer whose chat template writes calls as Hermes does that format, where transformers has none."""
+def format_of(tokenizer: Any) -> CallFormat | None:
+    """The format that the tokenizer's chat template shows; None: it shows none of these."""
     template = str(getattr(tokenizer, "chat_template", None))
-    hermes = "<tool_call>" in template and "<function=" not in template  # Qwen 3.5 writes XML there
-    if hermes and get_response_template(tokenizer, model) is None:
-        tokenizer.response_template = HERMES
+    return next((form for form in FORMATS if re.search(form.template, template, re.DOTALL)), None)
+
+
+def parser_of(tokenizer: Any, model: Any, prompt: str, opening: str, tools: Any) -> ResponseParser | None:
+    """The parser of an answer; None where the answer is text.
+
+    Args:
+        prompt: the whole prompt.
+        opening: the end of the prompt that the template writes before an answer.
+        tools: that the model may call; None: it may call none.
+    """
+    known = get_response_template(tokenizer, model)
+    if known is not None:
+        return ResponseParser(known, prefix=prompt, tools=tools)
+    form = format_of(tokenizer)
+    if form is None or (tools is None and "reasoning_content" not in form.fields):
+        return None
+    return ResponseParser({**ANCHOR, "fields": form.fields}, prefix=opening, tools=tools)
+
+
+def grammar_of_call(
+    tokenizer: Any, form: CallFormat, opening: str, functions: list[dict[str, Any]], schema: dict[str, Any] | None
+) -> str:
+    """The grammar of an answer that calls one of these functions, each as in a request.
+
+    opening: the end of the prompt that the template writes before an answer. Reasoning that it opens is closed.
+    schema: of JSON that the answer may be instead of a call; None: it is a call.
+    """
+    closed = "".join(end for begin, end in REASONING.items() if opening.rstrip().endswith(begin))
+    start = f"start: {terminals(tokenizer, closed)} ({terminals(tokenizer, form.marker)} call"
+    other = ")\n" if schema is None else f" | answer)\nanswer: %json {json.dumps({'x-guidance': COMPACT, **schema})}\n"
+    return start + other + call_rules(tokenizer, form, functions)
+
+
+def grammar_of_text(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str | None:
+    """The grammar of any answer in which a begun call is one of these functions; None: no token begins calls."""
+    known = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    if form.marker not in known:
+        return None
+    others = "".join(f" | {terminals(tokenizer, text)}" for text in form.others)
+    start = f"start: (text <[{known[form.marker]}]> (call{others}))* text\ntext: <[^{known[form.marker]}]>*\n"
+    return start + call_rules(tokenizer, form, functions)
+
+
+def call_rules(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str:
+    """The rules of `call`, which follows the format's marker."""
+    rules = ["call: " + " | ".join(f"call{index}" for index in range(len(functions)))]
+    for index, called in enumerate(functions):
+        schema = json.dumps({"x-guidance": SPACED, **(called.get("parameters") or {"type": "object"})})
+        before = terminals(tokenizer, form.before.replace("NAME", json.dumps(called["name"])[1:-1]))
+        rules.append(f"call{index}: {before} arguments{index} {terminals(tokenizer, form.after)}")
+        rules.append(f"arguments{index}: %json {schema}")
+    return "\n".join(rules)
+
+
+def terminals(tokenizer: Any, text: str) -> str:
+    """A text as terminals of a grammar: added tokens by their ids, since no string matches a special token."""
+    known = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    parts = re.split(f"({'|'.join(map(re.escape, known)) or '$^'})", text)
+    return " ".join(f"<[{known[part]}]>" if part in known else json.dumps(part) for part in parts if part)

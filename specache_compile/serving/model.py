@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 from specache_compile.checkpoints.loaded import placed, tokenizer_of
 from specache_compile.checkpoints.names import resolved
 
-from .calls import add_format
-
 
 class ServedModel:
     """The compiled model and its tokenizer, under the name that was typed."""
@@ -25,7 +23,6 @@ class ServedModel:
         loader: Any = AutoModelForCausalLM
         model = loader.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
         self.model: Any = placed(model, device)
-        add_format(self.tokenizer, self.model)
         self.model.compile(backend="specache", options=dict(options))
 
     @cached_property

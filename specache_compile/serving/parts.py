@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
-from transformers.cli.serving.utils import response_events_to_chunks
+from transformers.cli.serving.utils import ReasoningText, ToolCall
+
+# transformers' names of the field, by version.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Parts:
@@ -22,7 +27,7 @@ class Parts:
 
     def opened(self) -> list[Any]:
         """The parts of the answer that the prompt began."""
-        return [] if self.plain else response_events_to_chunks(self.parser.initial_events)
+        return [] if self.plain else list(pieces_of(self.parser.initial_events))
 
     def feed(self, text: str, last: bool = False) -> list[Any]:
         """The parts that are known after `text`. last: no more text follows."""
@@ -31,7 +36,7 @@ class Parts:
         if not self.plain:
             try:
                 events = self.parser.feed(text) + (self.parser.finalize()[1] if last else [])
-                pieces = response_events_to_chunks(events)
+                pieces = list(pieces_of(events))
             except (ValueError, KeyError, TypeError):  # a model has written the text: it may be anything
                 self.parser = None
             else:
@@ -47,3 +52,21 @@ class Parts:
                 self.unread = self.unread.partition(event["text"])[2]
             elif event["type"] == "region_close" and following != "region_open":  # by its own end
                 self.unread = ""
+
+
+def pieces_of(events: list[dict[str, Any]]) -> Iterator[Any]:
+    """Text, `ReasoningText` and `ToolCall`s of a parser's events. Raises where a call has no name or no arguments."""
+    for event in events:
+        field = event["field"]
+        if event["type"] == "region_close" and field == "tool_calls":
+            calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
+            yield from [called(**call["function"]) for call in calls]
+        elif event["type"] == "region_chunk" and not event["dirty"] and event["text"]:
+            if field == "content":
+                yield event["text"]
+            elif field in REASONING:
+                yield ReasoningText(event["text"])
+
+
+def called(name: str, arguments: Any, **more: Any) -> ToolCall:
+    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))

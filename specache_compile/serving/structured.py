@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -11,30 +10,16 @@ from llguidance.torch import fill_next_token_bitmask
 from torch import Tensor
 from transformers import LogitsProcessor
 
-# JSON without spaces between its tokens: a model could generate spaces for ever.
+# JSON without free spaces: a model could generate spaces for ever.
 COMPACT = {"whitespace_flexible": False}
+# The spaces with which models are trained to write calls: json.dumps's.
+SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}
 
 
 def of_schema(schema: dict[str, Any]) -> str:
     """The grammar of a JSON schema."""
     compact: dict[str, Any] = {"x-guidance": COMPACT, **schema}
     return str(LLMatcher.grammar_from_json_schema(compact))
-
-
-def of_calls(tools: list[dict[str, Any]]) -> str:
-    """The grammar of one call of one of these tools, each as in a request, in Hermes' and Qwen's format."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool["name"]}, "arguments": tool.get("parameters") or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema = json.dumps({"x-guidance": COMPACT, "anyOf": calls})
-    rules = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}'
-    return str(LLMatcher.grammar_from_lark(rules))
 
 
 def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

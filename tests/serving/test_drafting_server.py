@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from transformers import LlamaForCausalLM
 
 from served import answer, figures, grown, prompt_of, say, serving, write_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}},
+    "required": ["kind"],
+    "additionalProperties": False,
+}
 
 
 @pytest.mark.quick_for("verify", slow=("lookup",))
 @pytest.mark.parametrize("flags", [("--verify", "4", "--top-k", "8"), ("--lookup",)], ids=["verify", "lookup"])
 def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Whose tokens come beside each other, and are the uncompiled model's, up to a stop string too; so are those of a
-    conversation's next turn."""
+    conversation's next turn. Answers of a schema follow it."""
     checkpoint = write_checkpoint(tmp_path)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     uncompiled = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     prompt = "Once upon a time. " * 4
     expected = answer(uncompiled, prompt, 24)
@@ -32,6 +42,14 @@ def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tupl
         assert "".join(told.tokens) == expected
         stopped = drafting.client.completions.create(**ask, stop=expected[9:12]).choices[0].text
         assert stopped == expected[: expected.index(expected[9:12])]
+        form: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
+        talk = [{"role": "user", "content": 'Pets: {"kind":"cat"} {"kind":"dog"} ' * 3}]
+        pets = drafting.client.chat.completions.create(
+            model=drafting.name, messages=talk, max_tokens=60, temperature=1, seed=1, n=3, response_format=form
+        )
+        for choice in pets.choices:
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(choice.message.content), SCHEMA)
         talk = [{"role": "user", "content": "Why? " * 9}]
         talk += [{"role": "assistant", "content": say(drafting, talk)}, {"role": "user", "content": "And?"}]
         before = figures(drafting)

@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig
 
 from conftest import byte_tokenizer
-from served import parser_of
-from specache_compile.serving.answer import Answer, Question, Stopped, Ticket
-from specache_compile.serving.interface.replies import ChatReply, Reply
+from served import qwens_parser
+from served import reply as reply_of
+from specache_compile.serving.answer import Answer, Likely, Question, Ticket
+from specache_compile.serving.interface.replies import ChatReply, Reply, by_text
 from specache_compile.serving.interface.requests import StreamOptions, Usage
 from specache_compile.serving.metrics import Metrics
 from specache_compile.serving.stops import Stops
@@ -33,26 +34,10 @@ CALLING = 'Hm.</think>\n\nI look.\n<tool_call>{"name": "look", "arguments": {"x"
 def reply(
     text: str, kind: type[Reply] = Reply, streamed: bool = False, at_once: int = 1, usage: Usage = "last", **asked: Any
 ) -> Any:
-    """What a client gets where a model says this text, so many tokens at once: a response, or a list of events."""
-
-    async def said() -> Any:
-        config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None), eos_token_id=[7, 8])
-        answer = Answer(Ticket(), Question({"input_ids": PROMPT}, config, **asked), TOKENIZER, Metrics())
-        answer.put(PROMPT)
-        await asyncio.sleep(0)
-        assert answer.queue.empty(), "something was said before the first token"
-        tokens = torch.tensor(list(text.encode()))
-        try:
-            for some in tokens.split(at_once):
-                answer.put(some)
-        except Stopped:
-            pass
-        answer.close()
-        if not streamed:
-            return json.loads((await kind("tiny", [answer]).whole()).body)
-        return [event.removeprefix("data: ").strip() async for event in kind("tiny", [answer]).events(usage)]
-
-    return asyncio.run(said())
+    """What a client receives where a model generates this text."""
+    config = GenerationConfig(max_new_tokens=200, min_new_tokens=asked.pop("min_tokens", None), eos_token_id=[7, 8])
+    question = Question({"input_ids": PROMPT}, config, **asked)
+    return reply_of(list(text.encode()), question, TOKENIZER, kind, streamed, at_once, usage)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5])
@@ -127,11 +112,11 @@ def test_an_answer_of_nothing_has_a_role_too() -> None:
 
 
 def test_reasoning_and_calls_of_tools_are_no_text() -> None:
-    choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=parser_of())).choices[0]
+    choice = ChatCompletion.model_validate(reply(CALLING, ChatReply, parser=qwens_parser())).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "I look.")
     assert [call.function.arguments for call in choice.message.tool_calls] == ['{"x": 1}']
-    *events, _, _ = reply(CALLING, ChatReply, streamed=True, parser=parser_of())
+    *events, _, _ = reply(CALLING, ChatReply, streamed=True, parser=qwens_parser())
     deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == "Hm."
     assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
@@ -143,9 +128,9 @@ def test_a_call_that_cannot_be_read_is_text(call: str) -> None:
     """What the model has written, and no error: the client may ask again, or read it another way."""
     end = "" if call.endswith("lo") else "</tool_call> So."
     text = f"I look.\n<tool_call>{call}{end}"
-    choice = reply(text, ChatReply, parser=parser_of("<|im_start|>assistant\n"))["choices"][0]
+    choice = reply(text, ChatReply, parser=qwens_parser("<|im_start|>assistant\n"))["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-    *events, _, _ = reply(text, ChatReply, streamed=True, parser=parser_of("<|im_start|>assistant\n"))
+    *events, _, _ = reply(text, ChatReply, streamed=True, parser=qwens_parser("<|im_start|>assistant\n"))
     deltas = [ChatCompletionChunk.model_validate_json(event).choices[0].delta for event in events]
     assert "".join(delta.content or "" for delta in deltas) == text
 
@@ -175,3 +160,26 @@ def test_the_bytes_of_a_part_of_a_character_are_its_own() -> None:
     rust = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate(dict.fromkeys(letters))}, "?"))
     rust.decoder = decoders.ByteLevel()
     assert b"".join(bytes_of(rust, rust.token_to_id(letter), "\ufffd") for letter in letters) == text.encode()
+
+
+def test_the_bytes_of_byte_tokens_joined_are_the_text() -> None:
+    """Tokenizers of SentencePiece write a byte that no other token has as <0xNN>."""
+    pieces = ["▁na", "<0xC3>", "<0xAF>", "ve", "▁", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "▁Here"]
+    rust = Tokenizer(models.BPE(vocab={piece: place for place, piece in enumerate(pieces)}, merges=[]))
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    question = Question({"input_ids": torch.tensor([[9]])}, GenerationConfig(), logprobs=0)
+
+    async def joined() -> bytes:
+        answer, written = Answer(Ticket(), question, SimpleNamespace(_tokenizer=rust), Metrics()), b""
+        answer.put(torch.tensor([[9]]))
+        for token in range(9):
+            written += answer.likely(token, 0.0).bytes
+            answer.put(torch.tensor([[token]]))
+        return written
+
+    assert asyncio.run(joined()) == " naïve 😀".encode()
+
+
+def test_likeliest_tokens_of_one_text_are_all_reported() -> None:
+    likeliest = [Likely(5, "\ufffd", -0.1, b"\xc3"), Likely(7, "\ufffd", -2.0, b"\xc4"), Likely(9, "a", -3.0, b"a")]
+    assert by_text(likeliest) == {"\ufffd": -0.1, "token_id:7": -2.0, "a": -3.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import openai
 import pytest
 import torch
 from fastapi import HTTPException
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from conftest import byte_tokenizer, tiny_llama
 from served import TEMPLATE, Served, posted, serving, write_checkpoint
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.one_process
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_special_tokens({"additional_special_tokens": ["~"]})
+    tokenizer.save_pretrained(checkpoint)
     with serving(checkpoint) as served:
         yield served
 
@@ -63,7 +68,8 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        ({"functions": [{"name": "look"}]}, "functions"),
+        ({"functions": [{"name": "look"}]}, "functions: not supported"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs: not supported; use tools, or response_format"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )
@@ -146,6 +152,57 @@ def test_fields_that_change_no_answer_are_ignored(served: Served) -> None:
     status, told = posted(served, "v1/chat/completions", {"messages": [HELLO], "max_tokens": 2, **unknown})
     assert status == 200, told
     assert ChatBody(messages=[HELLO], **unknown).ignored == sorted(unknown)
+
+
+def test_ignored_fields_are_named_in_one_line_of_the_log(served: Served) -> None:
+    lines: list[str] = []
+    log, handler = logging.getLogger("specache_compile.serving.server"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        body = {"prompt": "a", "max_tokens": 1, "keep_alive": "5m", "cache_prompt": True}
+        assert posted(served, "v1/completions", body)[0] == 200
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert [line for line in lines if "ignored" in line] == ["ignored: cache_prompt, keep_alive"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"top_k": 1}, {"min_p": 1.0}, {"typical_p": 1e-6}, {"repetition_penalty": 1.5, "temperature": 0}],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_sampling_field_is_that_of_generate(served: Served, given: dict[str, Any]) -> None:
+    """Each value leaves one token that may be drawn, so the uncompiled model generates the same."""
+    reference = LlamaForCausalLM.from_pretrained(served.name).eval()
+    ids, sampled = torch.tensor([list(b"Once. " * 8)]), {"do_sample": True, "top_k": 0}
+    more = {name: value for name, value in given.items() if name != "temperature"}
+    said = reference.generate(ids, max_new_tokens=12, **({} if "temperature" in given else sampled) | more)
+    body = {"prompt": "Once. " * 8, "max_tokens": 12, "skip_special_tokens": False, **given}
+    status, text = posted(served, "v1/completions", body)
+    assert (status, json.loads(text)["choices"][0]["text"]) == (200, bytes(said[0, ids.shape[1] :].tolist()).decode())
+
+
+def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(served: Served) -> None:
+    ask: dict[str, Any] = {"model": served.name, "prompt": "Once. " * 8, "max_tokens": 12, "temperature": 0}
+    whole = served.client.completions.create(**ask).choices[0].text
+    stop = next(letter for letter in whole[3:] if letter not in whole[:3])
+    choice = served.client.completions.create(**ask, extra_body={"stop_token_ids": [ord(stop)]}).choices[0]
+    assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+@pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions"])
+def test_special_tokens_are_text_where_they_are_not_skipped(served: Served, path: str) -> None:
+    body = {"max_tokens": 3, "temperature": 0, "logit_bias": {str(ord("~")): 100}}
+    body |= {"messages": [HELLO]} if "chat" in path else {"prompt": "a"}
+    texts = []
+    for more in ({}, {"skip_special_tokens": True}, {"skip_special_tokens": False}):
+        choice = json.loads(posted(served, path, body | more)[1])["choices"][0]
+        texts.append(choice["message"]["content"] if "chat" in path else choice["text"])
+    assert texts == ["", "", "~~~"]
 
 
 SCHEMA = {
@@ -237,6 +294,8 @@ def test_a_model_is_told_of_the_tools_that_it_may_call() -> None:
         ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"top_p": 0.5}, (True, 0.6, 0.5, 20)),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {}, (True, 0.6, None, 20)),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0}, (False, None, None, None)),
+        ({"do_sample": True, "top_k": 20}, {"top_k": 5}, (True, None, None, 5)),
+        ({"do_sample": True, "top_k": 20}, {"top_k": -1}, (True, None, None, 0)),
     ],
 )
 def test_a_token_is_drawn_from_all_where_neither_checkpoint_nor_request_says_less(
@@ -253,6 +312,12 @@ def test_a_template_has_all_of_a_message() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 7}'}}]
     message = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "See"}], "tool_calls": calls}
     assert asked(template, messages=[message]).startswith("Ada: See 7")
+
+
+def test_the_text_parts_of_a_message_are_its_lines() -> None:
+    parts = [{"type": "text", "text": "See", "cache_control": {"type": "ephemeral"}}]
+    parts += [{"type": "input_text", "text": "this"}]
+    assert asked(TEMPLATE, messages=[{"role": "user", "content": parts}]).startswith("<user>See\nthis</user>")
 
 
 def test_messages_that_a_template_fails_at_are_refused() -> None:

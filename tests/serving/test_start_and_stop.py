@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from served import figures, posted, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
-from specache_compile.serving import server
+from specache_compile.serving import command, server
 from specache_compile.serving.command import bound
 from specache_compile.serving.session_folder import SessionFolder
 
@@ -44,6 +46,22 @@ def test_so_is_one_of_a_server_that_still_loads_its_model(capsys: pytest.Capture
 
 def test_a_key_that_no_header_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--api-key: give printable ASCII" in refused(capsys, "--api-key", "né")
+
+
+@pytest.mark.parametrize("flags", [[], ["--quiet"]])
+def test_a_quiet_server_prints_no_line_for_a_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    package = logging.getLogger("specache_compile.serving")
+    handlers, level = list(package.handlers), package.level
+    answering = SimpleNamespace(run=lambda sockets: server.log.info("POST /v1/completions 200"))
+    monkeypatch.setattr(command, "make_server", lambda *given: answering)
+    try:
+        assert main(["serve", "smollm2-135m", "--port", "0", *flags]) == 0
+    finally:
+        package.handlers[:] = handlers
+        package.setLevel(level)
+    assert ("POST /v1/completions 200" in capsys.readouterr().err) == (not flags)
 
 
 def test_who_asks_without_the_servers_key_is_refused(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from fastapi import HTTPException
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from specache_compile.serving.answer import Question
+from specache_compile.serving.calls import format_of, grammar_of_call, grammar_of_text, parser_of
 from specache_compile.serving.model import ServedModel
-from specache_compile.serving.structured import Constraint, matcher_of, of_calls, of_schema
+from specache_compile.serving.structured import Constraint, matcher_of, of_schema
 
 from .requests import Body, ChatBody, CompletionBody, Message, ToolChoice
 
@@ -48,11 +48,11 @@ def chat(served: ServedModel, body: ChatBody) -> Question:
     whole, asked = text(), text(answer=False)
     if tools is not None and text(tools=None) == whole:
         raise HTTPException(400, f"tools: the chat template of {served.name} leaves them out")
-    opening = tokenizer(whole.removeprefix(asked), add_special_tokens=False).input_ids if whole != asked else []
+    opening = whole.removeprefix(asked) if whole.startswith(asked) else ""
     inputs = tokenizer(whole, add_special_tokens=False, return_tensors="pt")
-    parser = build_response_parser(tokenizer, served.model, inputs["input_ids"], tools=tools)
-    called = called_of(body, get_response_template(tokenizer, served.model))
-    return question(served, body, inputs, len(opening) if whole.startswith(asked) else 0, parser, called)
+    opened = len(tokenizer(opening, add_special_tokens=False).input_ids) if opening else 0
+    parser = parser_of(tokenizer, served.model, whole, opening, tools)
+    return question(served, body, inputs, opened, parser, called_of(served, body, opening))
 
 
 def as_templates_have_it(message: Message) -> dict[str, Any]:
@@ -76,8 +76,9 @@ def arguments_of(text: str) -> Any:
 def question(
     served: ServedModel, body: Body, inputs: Any, opening: int = 0, parser: Any = None, called: str | None = None
 ) -> Question:
-    """called: the grammar of a tool call that the answer must be; None: it need not be one."""
-    grammar = called or grammar_of(body)
+    """called: the grammar of an answer with tool calls; None: nothing constrains its calls."""
+    schema = schema_of(body)
+    grammar = called if called is not None or schema is None else of_schema(schema)
     if grammar is not None and (body.ignore_eos or body.min_tokens):
         raise HTTPException(400, "ignore_eos, min_tokens: leave them out where the answer follows a schema")
     try:
@@ -99,23 +100,25 @@ def question(
     )
 
 
-def grammar_of(body: Body) -> str | None:
-    schema = None if body.response_format is None else body.response_format.schema_of_answer
-    return None if schema is None else of_schema(schema)
+def schema_of(body: Body) -> dict[str, Any] | None:
+    return None if body.response_format is None else body.response_format.schema_of_answer
 
 
-def called_of(body: ChatBody, template: dict[str, Any] | None) -> str | None:
-    """The grammar of the call that `tool_choice` requires; None: it requires none."""
-    if body.tool_choice in (None, "auto", "none"):
+def called_of(served: ServedModel, body: ChatBody, opening: str) -> str | None:
+    """The grammar of an answer with tool calls; None: nothing constrains its calls."""
+    choice, form, schema = body.tool_choice or "auto", format_of(served.tokenizer), schema_of(body)
+    named = choice.function.name if isinstance(choice, ToolChoice) else None
+    offered = [tool.function for tool in body.tools or [] if named in (None, tool.function.name)]
+    functions = [function.model_dump() for function in offered]
+    if choice == "none" or (choice == "auto" and not (form and functions)):
         return None
-    named = body.tool_choice.function.name if isinstance(body.tool_choice, ToolChoice) else None
-    tools = [tool.function.model_dump() for tool in body.tools or [] if named in (None, tool.function.name)]
-    if not tools:
+    if not functions:
         raise HTTPException(400, f"tool_choice: tools has no {named or 'function'}")
-    form = (template or {}).get("fields", {}).get("tool_calls", {})
-    if form.get("content") != "json" or not str(form.get("open_pattern")).endswith("<tool_call>"):
-        raise HTTPException(400, "tool_choice: the format of this model's calls is not known; use 'auto'")
-    return of_calls(tools)
+    if form is None:
+        raise HTTPException(400, "tool_choice: the chat template's format of calls is not supported; use 'auto'")
+    if choice != "auto" or schema is not None:
+        return grammar_of_call(served.tokenizer, form, opening, functions, schema if choice == "auto" else None)
+    return grammar_of_text(served.tokenizer, form, functions) if any(one.strict for one in offered) else None
 
 
 def numbered(question: Question, index: int) -> Question:
@@ -130,12 +133,12 @@ def config_of(served: ServedModel, body: Body) -> GenerationConfig:
     """The checkpoint's settings with the request's in their place."""
     config = copy.deepcopy(served.model.generation_config)
     config.max_new_tokens, config.min_new_tokens = body.longest, body.min_tokens
-    sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")}
     if any(value is not None for value in sampling.values()):
         config.do_sample = body.temperature != 0
         config.top_k = config.top_k or 0  # None would be 50
     if not config.do_sample:
-        config.temperature = config.top_p = config.top_k = config.min_p = None
+        config.temperature = config.top_p = config.top_k = config.min_p = config.typical_p = None
     else:
         config.update(**{name: value for name, value in sampling.items() if value is not None})
         config.top_k = max(0, config.top_k or 0)  # vLLM's -1, like 0, is every token

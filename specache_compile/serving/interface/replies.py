@@ -58,9 +58,16 @@ class Choice:
         return {
             "tokens": [one.text for one in likely],
             "token_logprobs": [one.logprob for one in likely],
-            # Of equal texts the likelier.
-            "top_logprobs": [{o.text: o.logprob for o in reversed(one.likeliest)} for one in likely],
+            "top_logprobs": [by_text(one.likeliest) for one in likely],
         }
+
+
+def by_text(likeliest: Sequence[Likely]) -> dict[str, float]:
+    """Logprobs by the tokens' texts. The less likely of equal texts go by token_id:N, as vLLM writes it."""
+    named = dict[str, float]()
+    for one in likeliest:
+        named[f"token_id:{one.token}" if one.text in named else one.text] = one.logprob
+    return named
 
 
 class ChatChoice(Choice):

@@ -19,6 +19,11 @@ RESERVED = {
 }
 # Below this temperature the likeliest token has all of the probability; far below it logits overflow.
 COLDEST = 1e-5
+# Fields that an answer would have to follow, beside those that are followed. Other fields are ignored.
+REFUSED = (
+    "functions", "function_call", "suffix", "continue_final_message", "bad_words", "allowed_token_ids", "grammar",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
 # Answers to one request.
 MOST_CHOICES = 16
 
@@ -90,6 +95,7 @@ class Body(BaseModel):
     ignore_eos: Flag | None = None
     top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
     stop_token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
     skip_special_tokens: Flag | None = None
@@ -102,7 +108,6 @@ class Body(BaseModel):
     logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]] | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: None = None  # vLLM's form of response_format
 
     @property
     def ignored(self) -> list[str]:
@@ -130,6 +135,9 @@ class Body(BaseModel):
 
     @model_validator(mode="after")
     def agrees_with_itself(self) -> Body:
+        refused = [name for name in REFUSED if self.model_extra and self.model_extra.get(name)]
+        if refused:
+            raise ValueError(f"{', '.join(refused)}: not supported; use tools, or response_format for a schema")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
         if self.min_tokens is not None and self.longest is not None and self.min_tokens > self.longest:
@@ -142,7 +150,6 @@ class CompletionBody(Body):
     best_of: One | None = None
     echo: Literal[False] | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=5)] | None = None
-    suffix: None = None
 
     @property
     def likeliest(self) -> int | None:
@@ -150,7 +157,7 @@ class CompletionBody(Body):
 
 
 class TextPart(BaseModel):
-    type: Literal["text"]
+    type: Literal["text", "input_text"]
     text: str
 
 
@@ -210,8 +217,6 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    functions: None = None  # the older form of tools
-    function_call: None = None
 
     @property
     def longest(self) -> int | None:
