@@ -302,7 +302,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{name: partial(printed, name, name) for name in PRINTED},
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
     "verification": partial(printed, "verify", "verify"),
-    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "restarts_100", "serve")},
+    **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
     **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
     **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},
 }  # fmt: skip
