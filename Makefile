@@ -8,7 +8,7 @@ NEWEST := .venv-newest/bin
 comma := ,
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/build/inductor
 
-.PHONY: demo test test-slow test-all test-ranks test-oldest test-newest test-device test-device-all lint tables bench quality train format clean
+.PHONY: demo test test-all test-ranks test-oldest test-newest test-device lint tables bench quality train format clean
 
 demo: .venv/demo           ## keys found, bytes and times of a real model, in one table and one picture
 	$(BIN)/specache demo --out build/demo
@@ -19,10 +19,7 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: .venv/ready          ## the test suite: a quarter of an hour on two cores; or a part: TESTS=tests/passes
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) $(TESTS)
 
-test-slow: .venv/weights   ## what takes long: more instances, benchmarks, examples, checkpoints, weights; by hand
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'slow and not whole' $(TESTS)
-
-test-all: .venv/weights    ## everything, whole grids too; by hand
+test-all: .venv/weights    ## everything: whole grids, benchmarks, examples, checkpoints, weights; by hand
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m '' $(TESTS)
 
 test-ranks: .venv/ready    ## six families over two and four ranks on the CPU, against one process (ten minutes on two cores)
@@ -41,11 +38,8 @@ DEVICE_TESTS := tests/device tests/kernels/test_gpu.py tests/caches/test_hold.py
 ON_DEVICE = OMP_NUM_THREADS=1 $(OLDEST)/python tests/device/run.py --device $(or $(DEVICE),h100) --devices 2 -- \
 	  python $(PYTEST)
 
-test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part of it: TESTS=tests/device DEVICE=rtx4090
-	$(ON_DEVICE) -m 'gpu and not slow and not whole' $(or $(TESTS),$(DEVICE_TESTS))
-
-test-device-all: .venv-oldest/ready  ## the same with every method, family, shape of heads and random order: by hand
-	$(ON_DEVICE) -m gpu $(or $(TESTS),$(DEVICE_TESTS))
+test-device: .venv-oldest/ready  ## the CUDA side on a simulated GPU, or a part: TESTS=tests/device DEVICE=rtx4090; MARKS=gpu: all of it
+	$(ON_DEVICE) -m '$(or $(MARKS),gpu and not slow)' $(or $(TESTS),$(DEVICE_TESTS))
 
 lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	$(BIN)/ruff check .

@@ -48,7 +48,7 @@ LOSSLESS = {"lowering": "eager", "setting": "paper", "bits": 1, "group_size": 32
 # A trained model of bytes, which finds the needles of a long text.
 NEEDLE_LLAMA = Path(__file__).parent.parent / "examples" / "needle-llama"
 
-# Of the tests' modules those of half a minute and more, the longest first; of `make test-slow` too.
+# Of the tests' modules those of half a minute and more, the longest first.
 LONGEST = (
     "runtime/test_families.py", "caches/test_rows.py", "generate/test_verify.py", "runtime/test_sessions.py",
     "compile/test_backend.py", "weights/test_packed.py", "kernels/test_sanitized.py", "caches/test_saving.py",
@@ -134,12 +134,11 @@ def place_of(path: Path) -> int:
 
 
 def mark_the_rest_slow(cases: list[Any]) -> None:
-    """Of one test's cases those that `pairwise` leaves out are whole, and those of `quick_for`, but for its `slow`."""
+    """Of one test's cases those that `pairwise` or `quick_for` leave out are slow."""
     grid, named = (cases[0].get_closest_marker(name) for name in ("pairwise", "quick_for"))
     if named is not None:
         known = {case.callspec.id for case in cases}
-        told = {*named.args, *named.kwargs.get("slow", ())}
-        assert known >= told, f"{cases[0].nodeid}: quick_for names {told - known}"
+        assert known >= set(named.args), f"{cases[0].nodeid}: quick_for names {set(named.args) - known}"
         kept = {place for place, case in enumerate(cases) if case.callspec.id in named.args}
     elif grid is not None and len(cases) > 1:
         kept = set(pairwise.chosen([case.callspec.params for case in cases], *grid.args))
@@ -147,8 +146,7 @@ def mark_the_rest_slow(cases: list[Any]) -> None:
         return
     for place, case in enumerate(cases):
         if place not in kept:
-            slow = () if named is None else named.kwargs.get("slow", ())
-            case.add_marker("slow" if case.callspec.id in slow else "whole")
+            case.add_marker("slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -40,7 +40,7 @@ def run(script: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
     asked = ("--contexts", "64", "--dtypes", "float32", "--shapes", "MiniCPM3", "--rounds", "1", "--lowering", "eager")
     printed = run("latents", *asked, "--out", str(tmp_path / "out.json"))
@@ -52,7 +52,7 @@ def test_latent_attention_is_timed_beside_plain_compile(tmp_path: Path) -> None:
     assert "MiniCPM3" in printed
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_kernel_benchmark_checks_and_times_every_kernel(tmp_path: Path) -> None:
     run("gpu_kernels", "--smoke", "--bits", "1", "--out", str(tmp_path / "out.json"))
     report = json.loads((tmp_path / "out.json").read_text())
@@ -77,7 +77,7 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
     return printed, json.loads(out.read_text())
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tuple[str, dict[str, Any]]) -> None:
     printed, report = decode
     assert "break-even at batch 1" in printed
@@ -90,7 +90,7 @@ def test_the_decode_benchmark_runs_its_methods_at_three_batch_sizes(decode: tupl
     assert fetching[-1]["batch"] > fetching[0]["batch"] == 1
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_decode_benchmark_runs_the_baselines_it_can_and_says_why_not_the_others(
     decode: tuple[str, dict[str, Any]],
 ) -> None:
@@ -146,7 +146,7 @@ def test_the_server_benchmark_tells_a_second_turns_share(tmp_path: Path) -> None
     assert str(report["share"]) in printed
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -> None:
     run("gpu_prefill", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -155,7 +155,7 @@ def test_the_prefill_benchmark_compares_with_plain_compilation(tmp_path: Path) -
     assert all(cache < row["predicted bytes"] < 20 * cache for row in rows)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_cold_start_benchmark_tells_where_the_time_goes(tmp_path: Path) -> None:
     """Six processes, started from this one."""
     printed = run("cold_start", "--smoke", "--layers", "1", "--out", str(tmp_path / "out.json"))
@@ -215,7 +215,7 @@ def test_computed_steps_are_those_that_are_kept(tmp_path: Path) -> None:
     assert [row["ms"] for row in found["rows"]] == pytest.approx([row["ms"] for row in theirs], rel=1e-6)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_checkpoints_tokens_are_compared_up_to_ties(tmp_path: Path) -> None:
     run("gpu_checkpoint", "--smoke", "--out", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -399,7 +399,7 @@ def test_a_soak_compares_its_calls_and_tells_what_it_did(
     assert all(name in printed.out for name in (*report["calls"], *figures))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "status"), [(False, 0), (True, 1)])
 def test_a_soak_of_the_server_compares_each_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: bool, status: int
@@ -478,7 +478,7 @@ def verified(text: Path, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_windows_that_are_verified_are_kept_for_the_same_text_alone(tmp_path: Path) -> None:
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path, word in zip(texts, ("one two three ", "four five six "), strict=True):

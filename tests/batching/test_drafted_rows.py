@@ -52,7 +52,7 @@ def all_free(batch: sc.Batch) -> bool:
     return batch.memory.pool.held == 0
 
 
-@pytest.mark.quick_for("verify", slow=("lookup",))
+@pytest.mark.quick_for("verify")
 @pytest.mark.parametrize("options", [VERIFY, LOOKUP], ids=["verify", "lookup"])
 def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[str, Any]) -> None:
     reference = tiny_llama(1, initializer_range=0.1) if "lookup" in options else tiny_llama()
@@ -82,7 +82,7 @@ def test_rows_that_come_and_go_say_the_uncompiled_models_tokens(options: dict[st
     assert all_free(batch)
 
 
-@pytest.mark.quick_for(slow=("default", "1 bit"))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("setting", [{"setting": "paper", "bits": 1}, {}], ids=["1 bit", "default"])
 def test_rows_look_up_what_each_looks_up_alone_in_a_lossy_setting(setting: dict[str, Any]) -> None:
     """What a row is filled up with beside longer drafts has no say in which pairs it fetches."""

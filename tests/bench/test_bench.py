@@ -204,7 +204,7 @@ def event(name: str, microseconds: float, *children: Any) -> Any:
     )
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_first_answers_are_of_processes_of_their_own(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     given = ("--contexts", "100", "--rounds", "1", "--lowering", "eager", "--methods", "specache", "--no-first-tokens")
@@ -214,7 +214,7 @@ def test_first_answers_are_of_processes_of_their_own(config: str, tmp_path: Path
     assert 0 < answer["kept_s"] < answer["warm_s"]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_compiled_baselines_and_a_batch(config: str, tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     given = ("--contexts", "100", "--batch-sizes", "2", "--rounds", "1", "--no-first-answers", "--no-first-tokens")

@@ -120,7 +120,7 @@ def test_through_inductor_a_wrapped_model_and_bfloat16(llama: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=pytest.mark.slow)])
 def test_on_a_gpu_it_is_a_prompt_that_was_read(llama: Any, mode: str | None) -> None:
     plain = copy.deepcopy(llama).cuda()
     ids, options = prompt(150).cuda(), SETTINGS["best"]

@@ -23,9 +23,9 @@ BY_NAME = {family.name: family for family in FAMILIES}
 # A layer with attention and a recurrence beside it; a layer of each; convolutions alone; a cache of a class of its own.
 NAMES = [
     "falcon_h1",
-    pytest.param("qwen3_5_text", marks=pytest.mark.whole),
-    pytest.param("lfm2", marks=pytest.mark.whole),
-    pytest.param("minimax", marks=pytest.mark.whole),
+    pytest.param("qwen3_5_text", marks=pytest.mark.slow),
+    pytest.param("lfm2", marks=pytest.mark.slow),
+    pytest.param("minimax", marks=pytest.mark.slow),
 ]
 
 

@@ -49,7 +49,7 @@ LONG, SHORT, MIDDLE = 190, 9, 70
 
 
 MARKS = {
-    **{name: pytest.mark.slow for name in ("paper, one lane", "offload", "full")}, "default, fused": pytest.mark.whole,
+    **{name: pytest.mark.slow for name in ("paper, one lane", "offload", "full")}, "default, fused": pytest.mark.slow,
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-@pytest.mark.quick_for("default", slow=("kivi", "lossless"))
+@pytest.mark.quick_for("default")
 def test_a_random_walk_of_rows_says_what_each_says_alone(model: Any, request: pytest.FixtureRequest) -> None:
     """Joins, leaves, crops and steps of one token or several; beside each row a twin that is alone."""
     paged = request.node.callspec.params["model"] not in IN_ONE_PIECE
@@ -144,7 +144,7 @@ def pool_of(cache: DynamicCache) -> Pool:
     return Pool(session.options, session.layers)
 
 
-@pytest.mark.quick_for(slow=("default",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("model", ["lossless", "default", "kivi"], indirect=True)
 def test_ragged_prompts_of_generate_say_what_each_says_alone(model: Any) -> None:
     prompts = [prompt(length, seed=length) for length in (LONG, SHORT, MIDDLE)]
@@ -268,7 +268,7 @@ def test_two_hundred_joins_and_leaves_compile_nothing_and_leave_nothing(tiniest:
     assert pool.held == 0
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_fused_rows_say_what_each_says_alone() -> None:
     """The kernels of a lowered graph, of two rows in pages and of one."""
     model = compiled("default, fused", **TINIEST)

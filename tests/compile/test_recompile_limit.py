@@ -132,7 +132,7 @@ def some_cases() -> list[tuple[str, Any, Call]]:
     return [(name, model, KINDS[name]) for name in ("a further turn", "three rows", "padded rows", "hidden states")]
 
 
-@pytest.mark.quick_for("session", slow=("forty",))
+@pytest.mark.quick_for("session")
 @pytest.mark.parametrize("made", [some_cases, all_cases], ids=["session", "forty"])
 def test_all_kinds_of_calls_in_one_process_are_compressed(made: Callable[[], list[tuple[str, Any, Call]]]) -> None:
     cases = made()
@@ -197,7 +197,7 @@ def forced(model: Any) -> Any:
         return generate(model, prompt(40))
 
 
-@pytest.mark.quick_for("stance", slow=("disabled",))
+@pytest.mark.quick_for("stance")
 @pytest.mark.parametrize(
     ("call", "reason"),
     [(disabled, "Dynamo is disabled"), (forced, "stance is 'force_eager'")],

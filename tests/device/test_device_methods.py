@@ -89,7 +89,7 @@ def test_a_method_is_on_cuda_what_it_is_on_the_cpu(name: str, rows: int) -> None
     check(model_of(), options, rows)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 1)], ids=["GQA 1", "GQA 4", "GQA 8"])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_heads_of_every_shape(head_dim: int, heads: tuple[int, int]) -> None:
@@ -97,7 +97,7 @@ def test_heads_of_every_shape(head_dim: int, heads: tuple[int, int]) -> None:
     check(model_of(num_hidden_layers=1, initializer_range=0.2, **shape), SETTINGS["specache"], 1, atol=5e-3)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_are_as_far_from_float32_as_on_the_cpu(dtype: torch.dtype) -> None:
     """Rounding decides which pairs are chosen; with all of them fetched it moves logits alone."""
@@ -118,7 +118,7 @@ CONVOLUTIONS = "convolutions have no kernel on the CPU with the arguments that C
 }  # fmt: skip
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 def test_a_family(family: Family) -> None:
     """Sliding and softcapped layers, biases, sinks, half-rotated heads: of one lane in the paper's setting."""

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.one_process]
 
 OPTIONS = {**LOSSLESS, "top_k": 128, "min_context": 0}
 TOKENS = 6
-whole = pytest.mark.whole
+whole = pytest.mark.slow
 
 
 def on_device(model: LlamaForCausalLM, device: str = "cuda", **options: Any) -> Any:

@@ -174,7 +174,7 @@ def test_shared_prefills_are_rows_of_their_own_and_go_cell_by_cell(
     assert tables[0] == tables[1] == ["uncompiled"] * 2 + ["kivi:bits=1"] * 2
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_shared_prefills_find_the_same_keys(tmp_path: Path) -> None:
     scores = []
     for name, more in (("own", ()), ("shared", ("--share-prefills",))):

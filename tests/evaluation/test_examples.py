@@ -51,7 +51,7 @@ def recalled(runner: Any, length: int, count: int) -> float:
     return sum(right) / count
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
     """The paper's claim: within 2 points of the full cache, where plain 1-bit KIVI loses a fifth of the keys."""
 
@@ -64,7 +64,7 @@ def test_specache_brings_back_what_one_bit_alone_loses(model: Any) -> None:
     assert overall(compiled(model, bits=1, top_k=64)) >= full - 0.02
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_speculative_guess_does_as_well_as_the_output_tokens_own_choice(model: Any) -> None:
     one_lane = recalled(compiled(model, bits=1, top_k=64, speculate=False), 1024, 15)
     assert recalled(compiled(model, bits=1, top_k=64), 1024, 15) >= one_lane - 0.07
@@ -95,7 +95,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_training_script_trains_saves_and_resumes(
     run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

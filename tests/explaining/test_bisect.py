@@ -73,7 +73,7 @@ def belongs_to(node: torch.fx.Node, layer: int) -> bool:
     return newest == layer
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_fault_planted_in_a_kernel_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy that fills the slots overflows on large values, which one layer alone has."""
     with torch.no_grad():
@@ -91,14 +91,14 @@ def test_a_fault_planted_in_a_kernel_is_found(model: Any, monkeypatch: pytest.Mo
     assert sc.bisect(model, prompt(150), SETTINGS, new_tokens=2).layer == 1
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_lossy_options_name_the_first_layer_that_loses(model: Any) -> None:
     lossy = {**SETTINGS, "top_k": 0}
     assert sc.bisect(model, prompt(200), lossy, new_tokens=1).layer == 0
     assert sc.bisect(model, prompt(200), lossy, new_tokens=1, tolerance=1e6).layer is None
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_padding_and_a_compiled_model_are_accepted(model: Any) -> None:
     mask = torch.ones(2, 120, dtype=torch.int64)
     mask[1, :20] = 0

@@ -61,7 +61,7 @@ def best() -> sc.Explanation:
     return sc.explain(config, 32_768, 4, {"verify": 16, "speculate": True}, device="H200", reuse=0.0, corrected=0.25)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_round_streams_the_host_tier_once_for_all_its_tokens(best: sc.Explanation) -> None:
     """Bound by PCIe, as a step of `offload` is for each token."""
     told = best.round(accepted=0.9)

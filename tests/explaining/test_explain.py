@@ -108,7 +108,7 @@ def test_a_large_model_explains_from_its_config_without_weights() -> None:
     assert explained.kv_ratio == pytest.approx(bits / 16 + 128 / 32_768, rel=0.15)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_whole_large_model_explains_in_time_linear_in_its_layers_and_four_gigabytes() -> None:
     """Llama-3-70B, in a process of its own, whose peak memory is what is asked about."""
     code = """
@@ -246,7 +246,7 @@ def test_compiled_graphs_are_dumped_with_their_explanation(
     assert (tmp_path / f"{graph.rewrites.name}.decode" / f"{PASS_NAMES.index('overlap') + 1:02d}_overlap.py").exists()
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None:
     """In a process of its own: torch reads TORCH_TRACE when it is imported."""
     code = "from conftest import *\ngreedy(compile_copy(tiny_llama()), prompt(70), 3)"
@@ -258,7 +258,7 @@ def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None
             assert re.search(rf'"artifact": {{"name": "specache_graph\d+_{phase}_{number:02d}_{name}"', logs), name
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_gallery_shows_a_table_and_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,7 @@ def test_every_access_of_two_steps_is_ordered(explained: sc.Explanation) -> None
     assert sum(kind == "wait" for _, _, kind in dag.edges(data="kind")) == 2  # the second step's, one a layer
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"hit_rate": True}, {"speculate": False}, {"bits": 16}, {"top_k": 0}])
 def test_every_access_is_ordered_under_other_options(options: dict) -> None:
     other = sc.explain(tiny_llama(), prompt_length=200, options=options)
@@ -112,7 +112,7 @@ def test_the_predicted_timeline_opens_in_perfetto(explained: sc.Explanation, tmp
         assert all(a + d <= b + 1e-6 for (a, d), (b, _) in itertools.pairwise(lane))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_measured_timeline_stands_beside_the_predicted_one(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     twin = compile_copy(llama)
     with torch.no_grad():

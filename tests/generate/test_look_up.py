@@ -82,7 +82,7 @@ def test_a_cache_still_in_16_bits_is_drafted_for_too(echo: LlamaForCausalLM) -> 
     assert sc.stats(moves).pairs_corrected > 0, "it has moved over"
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_padding_processors_and_turns(echo: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     mask = torch.ones(1, 75, dtype=torch.int64)
     mask[:, :9] = 0

@@ -73,7 +73,7 @@ def test_greedy_tokens_are_the_uncompiled_models(llama: LlamaForCausalLM, option
     assert counters["stats"]["unique_graphs"] == 3, "prefill, decode, extend, whatever the number of drafted tokens"
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @torch.no_grad()
 def test_in_bfloat16_they_part_at_ties_alone(llama: LlamaForCausalLM) -> None:
     """Where the uncompiled model has two tokens within four steps of bfloat16 of each other."""
@@ -103,7 +103,7 @@ def test_kcache_drafts_too(llama: LlamaForCausalLM) -> None:
     assert told.acceptance < 1
 
 
-@pytest.mark.quick_for(slow=("into another",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize(
     ("length", "settings"),
     [(70, {}), (235, {}), (235, {"sliding_window": 4096})],

@@ -225,7 +225,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 COMPILED = ("plain", "keys and values apart, rotated")
 compiled_cases = pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in COMPILED else [pytest.mark.whole]) for case in CASES],
+    [pytest.param(case, id=case.name, marks=[] if case.name in COMPILED else [pytest.mark.slow]) for case in CASES],
 )
 
 

@@ -293,7 +293,7 @@ def untouched(tensor: Tensor) -> bool:
     return bool((tensor.contiguous().view(torch.uint8) == 0x7F).all())
 
 
-@pytest.mark.quick_for(*ON_CPU, slow=("Triton-16 bits", "Triton-rotated"))
+@pytest.mark.quick_for(*ON_CPU)
 @every_option
 def test_tiers_in_pages_hold_and_say_what_they_do_in_one_piece(kind: Implementation, options: SpecacheOptions) -> None:
     """Bit for bit, wherever the pages lie; pages of no row stay as they were."""

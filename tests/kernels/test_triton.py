@@ -869,7 +869,7 @@ def test_attention_compiles_where_a_key_has_the_fewest_bytes() -> None:
     assert "quantize_groups" in told
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_every_kernel_compiles_for_the_gpus_that_are_supported() -> None:
     """The two GPUs in turn: each kernel but the smallest has several shapes."""
     told = compiled()

@@ -39,7 +39,7 @@ def code() -> dict[str, list[str]]:
     return {phase: launches(source) for phase, source in zip(phases, sources, strict=True)}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_compiled_step_launches_in_the_order_that_overlap_chose(code: dict[str, list[str]]) -> None:
     order = names(code["decode"])
     layer = ["work", "offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
@@ -99,7 +99,7 @@ def test_no_state_tensor_is_cloned_or_copied(code: dict[str, list[str]], phase: 
     assert state_left_alone(code[phase]) > 8
 
 
-@pytest.mark.quick_for(slow=("settings0",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("settings", [{"speculate": False, "bits": 4}, {"top_k": 0, "bits": 16}])
 def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings: dict) -> None:
     twin = copy.deepcopy(llama)
@@ -111,7 +111,7 @@ def test_inductor_gives_the_uncompiled_tokens(llama: LlamaForCausalLM, settings:
     assert torch.equal(twin.generate(**inputs, max_new_tokens=40, do_sample=False), expected)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_extends_and_new_buckets_through_inductor(llama: LlamaForCausalLM) -> None:
     """Chunks of several lengths, and a generation that grows past a bucket while it runs."""
     twin = copy.deepcopy(llama)
@@ -152,7 +152,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick_for(slow=("kivi, no host tier",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_nothing_is_asked_of_the_capacity(llama: LlamaForCausalLM, settings: dict[str, Any]) -> None:
     """A graph out of Inductor's caches asks nothing; one that is compiled does, of all sizes but those alone."""
@@ -163,7 +163,7 @@ def test_nothing_is_asked_of_the_capacity(llama: LlamaForCausalLM, settings: dic
     assert not any(asked_of_capacity(graph.rewrites) for graph in find_record(twin).graphs)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_bfloat16_runs_through_inductor(llama: LlamaForCausalLM) -> None:
     half = copy.deepcopy(llama).bfloat16()
     twin = copy.deepcopy(half)

@@ -192,7 +192,7 @@ def test_a_symbolic_batch_is_told_from_a_length_that_grows(read: str, reason: st
     assert told is None if reason is None else str(told).startswith(reason)
 
 
-@pytest.mark.quick_for("1", slow=("3",))
+@pytest.mark.quick_for("1")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_steps_of_a_padded_batch_are_captured(
     llama: LlamaForCausalLM, batch: int, stand_in: list[int], monkeypatch: pytest.MonkeyPatch
@@ -282,7 +282,7 @@ def come_and_go(batch: sc.Batch, plan: list[tuple[int, int, int]] = COME_AND_GO)
     return requests, rows
 
 
-@pytest.mark.quick_for(slow=("two lanes", "one lane"))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("lossy", [{"top_k": 8, "correct": "never"}, {"top_k": 8}], ids=["two lanes", "one lane"])
 def test_rows_that_come_and_go_are_recorded_once_for_each_power_of_two(
     llama: LlamaForCausalLM, lossy: dict[str, Any], stand_in: list[int], monkeypatch: pytest.MonkeyPatch
@@ -417,7 +417,7 @@ def walk(model: LlamaForCausalLM, vectors: Tensor) -> Iterator[Tensor]:
     yield from steps(cache, 50)  # beyond 256
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_is_captured_answers_bit_for_bit_as_what_is_not(
     llama: LlamaForCausalLM, stand_in: list[int], monkeypatch: pytest.MonkeyPatch

@@ -122,7 +122,7 @@ def test_few_layers_are_compiled_whole(layers: int, compiles: list[GraphModule])
     assert len(compiles) == 2
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_batches_padding_and_new_buckets(compiles: list[GraphModule]) -> None:
     """Past a bucket while it runs, for two batch sizes: no bucket compiles its regions anew."""
     plain = tiny_llama(num_hidden_layers=4)
@@ -181,7 +181,7 @@ def code() -> dict[str, list[list[str]]]:
     return {phase: bodies[3 * i : 3 * i + 3] for i, phase in enumerate(phases)}
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_compiled_layer_launches_in_the_order_that_overlap_chose(code: dict[str, list[list[str]]]) -> None:
     before, layer, after = map(names, code["decode"])
     attention = ["offload", "wait", "decode_attention", "select_topk", "prefetch", "append"]
@@ -326,7 +326,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.quick_for("terminal", slow=("log",))
+@pytest.mark.quick_for("terminal")
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "log"])
 def test_compiling_prints_each_phase_and_its_seconds(
     stream: io.StringIO, compiles: list[GraphModule], monkeypatch: pytest.MonkeyPatch

@@ -243,13 +243,13 @@ def distances(bits: int, pad: int) -> tuple[Tensor, Tensor]:
     return ours, (ours - theirs).abs().mean((1, 2))
 
 
-@pytest.mark.quick_for(slow=("2",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("bits", [1, 2])
 def test_padding_by_whole_groups_changes_nothing(bits: int) -> None:
     torch.testing.assert_close(distances(bits, GROUP)[0], distances(bits, 0)[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.quick_for(slow=("2",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("bits", [1, 2])
 def test_padding_by_part_of_a_group_is_no_further_from_the_full_cache(bits: int) -> None:
     """Paired over 64 rows: the 95 % interval of the mean difference reaches down to zero."""

@@ -87,11 +87,7 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
 
 
 @pytest.mark.quick_for(
-    "mistral, sliding", "phi", "gptj", "qwen3_5_text",
-    slow=(
-        "llama, dynamic rope", "llama 2", "qwen2_moe", "cohere2", "glm4", "gemma4_text", "gpt_bigcode", "llama4_text",
-        "deepseek_v3", "kimi_linear", "deepseek_v32", "falcon_h1", "jamba", "minimax",
-    ),
+    "mistral, sliding", "phi", "gptj", "qwen3_5_text"
 )  # fmt: skip
 @pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
 def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
@@ -115,7 +111,7 @@ def test_one_lane_gives_the_same_tokens(name: str) -> None:
         assert_same_generation(model, family.model(), input_ids=prompt(90), max_new_tokens=12)
 
 
-@pytest.mark.quick_for(slow=("gemma2",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("name", ["llama 3", "gemma2"])
 def test_hidden_states_come_out_of_the_widened_graph(name: str) -> None:
     family = BY_NAME[name]
@@ -151,7 +147,7 @@ class Guesses(LogitsProcessor):
         return self.plain(text, use_cache=False, attention_mask=mask, position_ids=places).logits[:, -1]
 
 
-@pytest.mark.quick_for("llama 3", slow=("phi3, longrope", "opt"))
+@pytest.mark.quick_for("llama 3")
 @pytest.mark.asks_for_sizes
 @SOME
 @torch.no_grad()
@@ -181,7 +177,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
     assert_rewritten_as_listed(model, family, "prefill", "decode", "extend")
 
 
-@pytest.mark.quick_for("llama 3", "gemma2", slow=("gpt_neox",))
+@pytest.mark.quick_for("llama 3", "gemma2")
 @pytest.mark.parametrize("family", [BY_NAME[name] for name in PADDED], ids=PADDED)
 def test_left_padded_batches(family: Family) -> None:
     """Long enough that a group leaves the recent tier while padded rows decode, at 96 tokens."""

@@ -74,7 +74,7 @@ def state_of(cache: Any) -> Any:
     return cache.layers[0].keys.handle.session.state
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["kcache", "roco"])  # full's op is one of kcache's
 def test_through_inductor_the_numbers_are_those_of_the_graph_run_op_by_op(llama: LlamaForCausalLM, method: str) -> None:
     ids, results = prompt(60), []

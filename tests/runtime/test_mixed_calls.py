@@ -51,7 +51,7 @@ def padded(ids: Tensor, seed: int) -> Tensor:
 # Batch sizes
 
 
-@pytest.mark.quick_for(slow=("eager",))
+@pytest.mark.quick_for
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_any_batch_size_runs_in_two_graphs_a_phase(llama: LlamaForCausalLM, lowering: str) -> None:
     """One graph for a batch of one, which Dynamo always takes for a constant, and one for all others. Beams and
@@ -174,7 +174,7 @@ def generated(model: Any, backend: str, ids: Tensor, tokens: int, **given: Any) 
     return counters["stats"]["unique_graphs"], tokens_made
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("pad", [False, True], ids=["whole", "padded"])
 def test_gpt_oss_far_below_its_window_makes_no_more_graphs_than_plain_dynamos(pad: bool) -> None:
     """Three layers, sliding, full, sliding; window 128; a prompt of 45 and 20 new tokens: below it all along."""
@@ -211,7 +211,7 @@ def under(model: LlamaForCausalLM, method: str, **more: Any) -> LlamaForCausalLM
     return twin
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @torch.no_grad()
 @torch._dynamo.config.patch(recompile_limit=64)  # Dynamo counts the copies' graphs together
 def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:

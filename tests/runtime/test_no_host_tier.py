@@ -42,7 +42,7 @@ def filled(options: dict[str, Any], llama: Any, tokens: int = 100) -> tuple[Any,
     return model, cache_of(model(prompt(tokens), use_cache=True))
 
 
-@pytest.mark.quick_for("k = 0, rotated", slow=("kivi",))
+@pytest.mark.quick_for("k = 0, rotated")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any) -> None:
     """What only extends and crops read changes no decode step."""
@@ -54,7 +54,7 @@ def test_it_says_what_it_says_with_a_host_tier_bit_for_bit(name: str, llama: Any
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-@pytest.mark.quick_for("kivi, 16 bits first", slow=("k = 0",))
+@pytest.mark.quick_for("kivi, 16 bits first")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_nothing_lies_on_the_host_as_explain_predicted(name: str, llama: Any) -> None:
     options = WITHOUT[name]

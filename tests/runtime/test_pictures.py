@@ -223,7 +223,7 @@ def lanes(compiled: Any, pictures: Pictures) -> set[int]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.quick_for("llava", slow=("qwen3_vl", "gemma4"))
+@pytest.mark.quick_for("llava")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
     """The text's attention is rewritten in two lanes."""
@@ -238,7 +238,7 @@ def test_the_text_behind_an_image_is_the_uncompiled_models(name: str) -> None:
     assert lanes(model, pictures) == {2}
 
 
-@pytest.mark.quick_for(slow=("qwen2_vl",))
+@pytest.mark.quick_for
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "gemma3"])
 def test_a_language_model_that_is_compiled_alone_runs_one_lane(name: str) -> None:

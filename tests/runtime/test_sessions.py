@@ -125,7 +125,7 @@ def test_host_tier_equals_hf_cache_bit_for_bit_where_the_tiers_verify() -> None:
     assert "widened" in rewritten
 
 
-@pytest.mark.quick_for(slow=("4",))
+@pytest.mark.quick_for
 @pytest.mark.usefixtures("many_recompiles")
 @pytest.mark.parametrize("seed", range(4, 6))
 def test_host_tier_of_deeper_layers_equals_hf_cache_after_a_random_walk(llama: LlamaForCausalLM, seed: int) -> None:
@@ -232,7 +232,7 @@ def test_live_device_bytes_equal_the_prediction(llama: LlamaForCausalLM) -> None
         assert sc.stats(twin).device_bytes == live
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_bounded_number_of_compiles_for_a_thousand_tokens() -> None:
     twin = compile_copy(tiny_llama(), top_k=16)
     greedy(twin, prompt(10), 1000)

@@ -78,7 +78,7 @@ def is_held(cache: DynamicCache) -> bool:
 
 
 FORMS = pytest.mark.parametrize(
-    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.whole)]
+    "form", ["torch.compile(model)", pytest.param("model.compile()", marks=pytest.mark.slow)]
 )
 
 
@@ -103,7 +103,7 @@ def test_three_threads_generate_with_three_models(plain: LlamaForCausalLM, form:
         assert is_held(cache)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_thread_generates_as_its_own_compiled_module_asks(plain: LlamaForCausalLM) -> None:
     """One wrapped model, compiled twice, and not at all."""
     twin = copy.deepcopy(plain)

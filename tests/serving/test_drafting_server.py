@@ -20,7 +20,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.quick_for("verify", slow=("lookup",))
+@pytest.mark.quick_for("verify")
 @pytest.mark.parametrize("flags", [("--verify", "4", "--top-k", "8"), ("--lookup",)], ids=["verify", "lookup"])
 def test_a_server_that_drafts_makes_answers_together(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Whose tokens come beside each other, and are the uncompiled model's, up to a stop string too; so are those of a

@@ -86,7 +86,7 @@ class Seen:
         return f"Sun in {city}"
 
 
-@pytest.mark.quick_for("whole", slow=("streamed",))
+@pytest.mark.quick_for("whole")
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_the_agents_sdk_calls_a_tool_and_ends_with_a_text(served: Served, streamed: bool) -> None:
     """The SDK requires the call in its first request alone, and sends `strict: true`."""

@@ -129,7 +129,7 @@ PARTS: dict[str, Parts] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-@pytest.mark.quick_for("code", slow=("what guards look at", "guards that hold"))
+@pytest.mark.quick_for("code")
 def test_each_part_of_a_call_counts(traces: Traces, folder: Path, monkeypatch: Patch, name: str) -> None:
     """Without it, what was kept for a plain model would be taken for another."""
     leave_out, change, model, how = PARTS[name]

@@ -111,7 +111,7 @@ def read_only(*args: Any, **more: Any) -> Any:
     [("replace", no_space, "No space left"), ("mkdir", read_only, "Read-only file system")],
     ids=["full", "read-only"],
 )
-@pytest.mark.quick_for("read-only", slow=("full",))
+@pytest.mark.quick_for("read-only")
 def test_a_folder_that_takes_no_file_is_nothing_but_slower(
     traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, refuse: Any, told: str
 ) -> None:
@@ -164,7 +164,7 @@ def code(killed: int = 0) -> str:
     return ONE_PROCESS.format(paths=[str(TESTS)], killed=killed, options=LOSSLESS)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_writer_is_killed_and_two_write_at_once(folder: Path) -> None:
     """Seven files: a prefill, a decode and its pre-decode, an extend, and the form of each graph."""
     killed = subprocess.run([sys.executable, "-c", code(killed=3)], capture_output=True, check=False)

@@ -24,7 +24,7 @@ from specache_compile.passes.recipe import Recipe
 
 
 @pytest.mark.parametrize("options", [LOSSLESS, {**LOSSLESS, "lowering": "inductor"}], ids=["eager", "inductor"])
-@pytest.mark.quick_for("eager", slow=("inductor",))
+@pytest.mark.quick_for("eager")
 def test_the_next_process_traces_nothing_and_says_the_same(traces: Traces, options: dict[str, Any]) -> None:
     model = llama(num_hidden_layers=5)  # enough for Inductor to compile one of them for all
     assert run(model, traces, ALL, options=options) == 3
@@ -238,7 +238,7 @@ print(counters["stats"]["unique_graphs"], limited)
 """
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_sixty_random_calls_over_two_processes(folder: Path) -> None:
     """The second has what the first left: it traces nothing, and says what the uncompiled model says."""
     code = SIXTY.format(paths=[str(TESTS), str(TESTS / "runtime")], cache=str(folder.parent))

@@ -19,7 +19,7 @@ from conftest import LOSSLESS, greedy, prompt, tiny_llama
 from specache_compile.compat import with_cache
 from specache_compile.runtime.held import HeldTensor
 
-pytestmark = pytest.mark.whole
+pytestmark = pytest.mark.slow
 
 BITS, GROUP = 4, 32
 PER_WORD = 32 // BITS
