@@ -7,18 +7,23 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from transformers import Cache
 from transformers.generation.utils import GenerationMixin
 
 from specache_compile.errors import SpecacheError
 
+
+def release(module: Any) -> tuple[int, ...]:
+    """(5, 18) of version 5.18.2."""
+    return tuple(int(part) for part in module.__version__.split(".")[:2])
+
+
 # From 5.18 on `generate` gives the model no mask where nothing is padded.
-GENERATE_MASKS_ALL = Version(transformers.__version__) < Version("5.18")
+GENERATE_MASKS_ALL = release(transformers) < (5, 18)
 # From 5.18 on a sliding-window layer shows no more than its window while it keeps what several steps may take back.
-WINDOWS_TAKE_DRAFTS = Version(transformers.__version__) >= Version("5.18")
+WINDOWS_TAKE_DRAFTS = release(transformers) >= (5, 18)
 # The C++ that Inductor 2.11 writes checks an index before it has computed it, and does not compile.
-CHECKS_BOUNDS_TOO_EARLY = Version(torch.__version__) < Version("2.12")
+CHECKS_BOUNDS_TOO_EARLY = release(torch) < (2, 12)
 # Forward's cache argument, and the field of its output: `cache` from 5.24 on, where the former name warns. None where
 # transformers has neither.
 CACHE = next(

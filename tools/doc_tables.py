@@ -151,9 +151,7 @@ def options() -> str:
             )
         )  # fmt: skip
     headers = ("option", "default", "accepted", "taken by", "")
-    more = (
-        "Parts of `setting`, for experiments, without flags on the command line (`specache eval` accepts them):"
-    )
+    more = "Parts of `setting`, for experiments, without flags on the command line (`specache eval` accepts them):"
     return f"{markdown(headers, rows)}\n\n{more}\n\n{markdown(headers, experiments)}"
 
 
