@@ -11,12 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from conftest import tiny_llama
 from specache_compile.checkpoints import gguf as conversion
 from specache_compile.checkpoints import names as checkpoints
+from specache_compile.checkpoints.gguf_keys import is_represented
 from specache_compile.cli import main
 from specache_compile.errors import SpecacheError
 from specache_compile.explaining.explain import load_config
@@ -336,6 +345,10 @@ REFUSED: dict[str, Callable[[Any], object]] = {
         writer.add_rope_scaling_attn_factors(2.0),
     ),
 }  # fmt: skip
+
+
+def test_a_number_for_a_list_of_layers_is_not_what_a_configuration_has() -> None:
+    assert not is_represented("attention.sliding_window_pattern", 6, Gemma3TextConfig(num_hidden_layers=6))
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -168,7 +168,7 @@ def is_represented(key: str, value: Any, config: Any) -> bool:
     if isinstance(value, list):
         wanted = expected if isinstance(expected, list) else [expected] * len(value)
         return len(value) == len(wanted) and all(map(is_same, value, wanted))
-    return is_same(value, expected)
+    return not isinstance(expected, list) and is_same(value, expected)
 
 
 def is_same(value: Any, expected: Any) -> bool:

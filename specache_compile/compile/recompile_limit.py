@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import Unsupported
 
@@ -49,6 +50,7 @@ def raised_limits() -> dict[str, int]:
     return {name: max(getattr(torch._dynamo.config, name), LEAST) for name in LIMITS}
 
 
-def was_reached() -> bool:
-    """Whether a function of this process has as many graphs as its backend may have."""
-    return bool(_full)
+def was_reached(model: torch.nn.Module) -> bool:
+    """Whether the forward of a model has as many graphs as its backend may have."""
+    code = type(model).forward.__code__
+    return code in _full and bool(_debug_get_cache_entry_list(code))  # none are left after torch._dynamo.reset()

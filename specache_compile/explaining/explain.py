@@ -116,7 +116,7 @@ def explain(
             raise
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     if not captured:
-        raise SpecacheError(f"explain captured no graph of {type(twin).__name__}: {reason()}")
+        raise SpecacheError(f"explain captured no graph of {type(twin).__name__}: {reason(twin)}")
     captured = [graph for graph in captured if graph.sites or graph.left_alone]
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     layers = next((graph.layers for graph in captured if graph.sites), [])

@@ -45,7 +45,7 @@ def route_checks() -> None:
         before = record.calls
         generated = original(self, *args, **kwargs)
         if record.calls == before:
-            warn_unused(record, reason())
+            warn_unused(record, reason(self))
         return generated
 
     state = torch.nn.Module.__getstate__
@@ -100,14 +100,14 @@ def compiled_outside(model: torch.nn.Module) -> str | None:
     return None
 
 
-def reason() -> str:
+def reason(model: torch.nn.Module) -> str:
     """Why Dynamo ran no graph of a compiled model."""
     stance = eval_frame._stance.stance
     if torch._dynamo.config.disable:
         return "Dynamo is disabled (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable). Enable it"
     if stance != "default":
         return f'the stance is {stance!r}. Call torch.compiler.set_stance("default")'
-    if was_reached():
+    if was_reached(model):
         return f"{RECOMPILE_LIMIT}. torch._dynamo.reset() drops all graphs and starts again"
     return (
         "Dynamo did not compile the model's forward. TORCH_LOGS=dynamo,graph_breaks prints the cause; "

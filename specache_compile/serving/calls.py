@@ -24,6 +24,10 @@ def function(name: str = "{name}", arguments: str = "{content}") -> dict[str, An
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+# A call whose JSON has its name, and its arguments or parameters (`parts.called`).
+WHOLE = {"type": "function", "function": "{content}"}
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """The format in which a family of models writes tool calls.
@@ -104,6 +108,7 @@ MISTRAL_LIST = CallFormat(
         "content": TEXT,
     },
 )
+LLAMA_CALL = r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:'
 LLAMA = CallFormat(
     template=r'"name": function name, "parameters":',
     marker="",
@@ -112,9 +117,9 @@ LLAMA = CallFormat(
     fields={
         "tool_calls": {
             # At the answer's beginning, behind the marker of code, or behind another call.
-            "open_pattern": r'(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|(?<=\}\s*;))\s*(?=\{\s*"name"\s*:)',
-            "close_pattern": r';(?=\s*\{\s*"name"\s*:)|<\|e[om][mt]_id\|>',
-            "transform": function("{content.name}", "{content.parameters}"),
+            "open_pattern": r"(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|(?<=\}\s*;))\s*(?=" + LLAMA_CALL + ")",
+            "close_pattern": r";(?=\s*" + LLAMA_CALL + r")|<\|e[om][mt]_id\|>",
+            "transform": WHOLE,
             **CALLS,
         },
         "content": TEXT,
@@ -129,7 +134,7 @@ HERMES = CallFormat(
         "tool_calls": {
             "open_pattern": r"\s*<tool_call>",
             "close": "</tool_call>",
-            "transform": function("{content.name}", "{content.arguments}"),
+            "transform": WHOLE,
             **CALLS,
         },
         "content": TEXT,

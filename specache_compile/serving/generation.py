@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -22,6 +23,8 @@ from .conversations import Conversations
 from .metrics import Metrics
 from .model import ServedModel
 from .rows import RowsOfAnswers
+
+log = logging.getLogger(__name__)
 
 # The most tokens of an answer where a request does not say.
 ANSWER = 1024
@@ -96,9 +99,12 @@ class Generation:
     def turn(self) -> None:
         try:
             self.rows.turn()
+            self.count_all(self.rows.statistics())
+        except Exception as error:
+            log.exception("a turn failed: all running answers end with its error")
+            self.rows.fail_all(error)
         finally:
             self.metrics.running.set(len(self.rows.running))
-            self.count_all(self.rows.statistics())
             self.under_way = False
             self.go_on_turning()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 from llguidance import LLTokenizer
@@ -24,12 +23,10 @@ class ServedModel:
         model = loader.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
         self.model: Any = placed(model, device)
         self.model.compile(backend="specache", options=dict(options))
-
-    @cached_property
-    def grammar_tokenizer(self) -> LLTokenizer:
-        """For answers that follow a grammar."""
+        # For answers that follow a grammar. It takes a second, so it is made before the first request.
         size = max(self.vocabulary, len(self.tokenizer))
-        return from_tokenizer(self.tokenizer, size, self.model.generation_config.eos_token_id)
+        ends = self.model.generation_config.eos_token_id
+        self.grammar_tokenizer: LLTokenizer = from_tokenizer(self.tokenizer, size, ends)
 
     @property
     def vocabulary(self) -> int:

@@ -31,18 +31,21 @@ class Parts:
 
     def feed(self, text: str, last: bool = False) -> list[Any]:
         """The parts that are known after `text`. last: no more text follows."""
-        self.unread += text
         pieces: list[Any] = []
-        if not self.plain:
+        # Letter by letter, so that `unread` begins where a region ends.
+        for letter in [*text, *[""] * last]:
+            self.unread += letter
+            if self.plain:
+                continue
             try:
-                events = self.parser.feed(text) + (self.parser.finalize()[1] if last else [])
-                pieces = list(pieces_of(events))
+                events = self.parser.feed(letter) if letter else self.parser.finalize()[1]
+                pieces += pieces_of(events)
             except (ValueError, KeyError, TypeError):  # a model has written the text: it may be anything
                 self.parser = None
             else:
                 self.note(events)
         if self.plain and self.unread:
-            pieces, self.unread = [self.unread], ""
+            pieces, self.unread = [*pieces, self.unread], ""
         return pieces
 
     def note(self, events: list[dict[str, Any]]) -> None:
@@ -68,5 +71,8 @@ def pieces_of(events: list[dict[str, Any]]) -> Iterator[Any]:
                 yield ReasoningText(event["text"])
 
 
-def called(name: str, arguments: Any, **more: Any) -> ToolCall:
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+def called(name: str, arguments: Any = None, parameters: Any = None, **more: Any) -> ToolCall:
+    given = parameters if arguments is None else arguments
+    if given is None:
+        raise TypeError("a call without arguments")
+    return ToolCall(name, given if isinstance(given, str) else json.dumps(given))

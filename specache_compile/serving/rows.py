@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from specache_compile.runtime.session import session_of
 from .answer import Answer, ClientLeft, Stopped
 from .conversation import Conversation
 from .interface.questions import processors_of
+
+log = logging.getLogger(__name__)
 
 # An answer's conversation, and the answer.
 Row = tuple[Answer, Conversation]
@@ -87,20 +90,23 @@ class RowsOfAnswers:
         )  # fmt: skip
 
     def stepped(self) -> list[tuple[Request, int]]:
-        """What a step of the batch said. One that fails is taken once more: a copy between host and device may fail for
-        want of memory that is there the next time. Then all rows end with its error."""
+        """The tokens of a step. A step that fails is repeated once: a copy may fail for lack of memory that is free the
+        next time."""
         try:
             return self.batch.step()
         except Exception:
+            log.warning("a step failed, and is repeated", exc_info=True)
+            return self.batch.step()
+
+    def fail_all(self, error: Exception) -> None:
+        """End every running answer with an error."""
+        for request, (answer, _) in list(self.running.items()):
+            answer.fail(error)
+            self.forget(request)
             try:
-                return self.batch.step()
-            except Exception as error:
-                for request, (answer, _) in list(self.running.items()):
-                    if request in self.batch.saying:
-                        self.batch.remove(request)
-                        answer.fail(error)
-                        self.forget(request)
-                return self.batch.step()  # no row is left; what was said before the failure is
+                self.batch.remove(request)
+            except Exception:  # the device may be lost: the answer has ended all the same
+                log.exception("a row is not removed")
 
     def deliver(self, request: Request, token: int) -> None:
         answer, _ = self.running[request]

@@ -183,6 +183,9 @@ def test_a_generation_past_the_limit_warns_with_the_reason(monkeypatch: pytest.M
         sc.stats(second)
     with pytest.raises(sc.SpecacheError, match=r"explain captured no graph.*recompile limit was reached"):
         sc.explain(small("Qwen2"), prompt_length=64)
+    assert recompile_limit.was_reached(second)
+    torch._dynamo.reset()
+    assert not recompile_limit.was_reached(second)
 
 
 def disabled(model: Any) -> Any:

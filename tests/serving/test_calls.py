@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from specache_compile.serving.calls import format_of
 from specache_compile.serving.interface.questions import chat, processors_of
 from specache_compile.serving.interface.replies import ChatReply
 from specache_compile.serving.interface.requests import ChatBody
+from specache_compile.serving.parts import Parts
 
 END = "<|end_of_answer|>"
 SCHEMA: dict[str, Any] = {
@@ -63,6 +65,7 @@ FAMILIES = {
             f'\n<tool_call>\n{{"name": "go_to", "arguments": {arguments(GO)}}}\n</tool_call>': (
                 "", "I look.", [LOOK, GO],
             ),
+            f'<tool_call>{{"name": "look", "parameters": {arguments(LOOK)}}}</tool_call>': ("", "", [LOOK]),
             "Hello <b>": ("", "Hello <b>", []),
         },
         added=("<tool_call>", "</tool_call>"),
@@ -78,6 +81,7 @@ FAMILIES = {
             f'<|python_tag|>{{"name": "look", "parameters": {arguments(LOOK)}}}<|eom_id|>': ("", "", [LOOK]),
             f'{{"name": "look", "parameters": {arguments(LOOK)}}}; '
             f'{{"name": "go_to", "parameters": {arguments(GO)}}}': ("", "", [LOOK, GO]),
+            f'{{"type": "function", "name": "look", "arguments": {arguments(LOOK)}}}': ("", "", [LOOK]),
             'I write {"name": "look"}; {x}': ("", 'I write {"name": "look"}; {x}', []),
             '{"name": "Rome", "age": 3}': ("", '{"name": "Rome", "age": 3}', []),
         },
@@ -167,6 +171,36 @@ def test_an_answer_is_parsed_in_its_familys_format(name: str, text: str) -> None
     served = served_of(family)
     tokens = served.tokenizer(text + END, add_special_tokens=False).input_ids
     assert parsed(served, lambda: question_of(served), tokens) == family.answers[text]
+
+
+@pytest.mark.parametrize("cut", ['{"name": "go_to", "argum', "{broken}</tool_call>"])
+def test_a_call_before_a_broken_one_is_returned_once_when_both_come_at_once(cut: str) -> None:
+    served = served_of(FAMILIES["hermes"])
+    parts = Parts(question_of(served).parser)
+    first = f'{{"name": "look", "arguments": {arguments(LOOK)}}}'
+    call, *text = parts.feed(f"<tool_call>{first}</tool_call>\n<tool_call>{cut}", last=True)
+    assert (call.name, json.loads(call.arguments)) == LOOK
+    assert "".join(text).strip() == f"<tool_call>{cut}"
+
+
+def test_ids_of_calls_have_the_nine_letters_and_digits_that_mistrals_templates_require() -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }},{% endfor %}"
+        "{% if m.tool_call_id %}{{ m.tool_call_id }},{% endif %}{% endfor %}{% if tools %}[TOOL_CALLS]{% endif %}"
+    )
+    call = {"id": "call_" + 32 * "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Where?"}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "Rome"},
+    ]  # fmt: skip
+    served = served_of(FAMILIES["mistral_list"], template)
+    question = question_of(served, messages=messages)
+    ids = served.tokenizer.decode(question.inputs["input_ids"][0]).split(",")[:2]
+    assert ids[0] == ids[1]
+    assert re.fullmatch("[A-Za-z0-9]{9}", ids[0])
+    tokens = served.tokenizer(f'[TOOL_CALLS][{{"name": "look", "arguments": {arguments(LOOK)}}}]{END}').input_ids
+    message = reply(tokens, question, served.tokenizer, ChatReply)["choices"][0]["message"]
+    assert re.fullmatch("[A-Za-z0-9]{9}", message["tool_calls"][0]["id"])
 
 
 def generated(question: Any, end: int, seed: int, begun: Sequence[int] = ()) -> list[int]:

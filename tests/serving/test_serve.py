@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -18,9 +19,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from conftest import NEEDLE_LLAMA
+from conftest import NEEDLE_LLAMA, tiny_llama
 from served import Served, answer, figures, grown, prompt_of, say, serving, wait_for, write_checkpoint
 from specache_compile.cli import main
+from specache_compile.serving.answer import Ticket
+from specache_compile.serving.rows import RowsOfAnswers
 
 pytestmark = pytest.mark.one_process
 
@@ -314,6 +317,29 @@ def test_an_answer_that_fails_says_why_and_the_next_one_does_not(checkpoint: Pat
             )
         assert [one.usage.completion_tokens for one in answers] == [20] * 3
         assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_batch_that_fails_in_every_step_ends_its_answers_and_does_not_turn_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(*_: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+    failed: list[Exception] = []
+    answers: Any = [SimpleNamespace(ticket=Ticket(), fail=failed.append) for _ in range(2)]
+    model = tiny_llama()
+    model.compile(backend="specache", options={"lowering": "eager"})
+    rows = RowsOfAnswers(model, 2, lost, lost, lambda answer: None, {})
+    rows.running = {  # type: ignore[assignment]
+        rows.batch.add(torch.arange(10 + i)[None], max_new_tokens=4): (answers[i], None) for i in range(2)
+    }
+    for name in ("step", "remove"):
+        monkeypatch.setattr(rows.batch, name, lost)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        rows.turn()
+    rows.fail_all(RuntimeError("the device is lost"))
+    assert [str(error) for error in failed] == ["the device is lost"] * 2
+    assert not rows.busy
 
 
 def test_a_checkpoint_of_bytes_completes_and_has_no_chat() -> None:

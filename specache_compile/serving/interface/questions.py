@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from specache_compile.serving.calls import format_of, grammar_of_call, grammar_o
 from specache_compile.serving.model import ServedModel
 from specache_compile.serving.structured import Constraint, matcher_of, of_schema
 
-from .requests import Body, ChatBody, CompletionBody, Message, ToolChoice
+from .requests import CALL_ID, Body, ChatBody, CompletionBody, Message, ToolChoice
 
 
 def completion(served: ServedModel, body: CompletionBody) -> Question:
@@ -60,9 +61,18 @@ def as_templates_have_it(message: Message) -> dict[str, Any]:
     given = message.model_dump(exclude_none=True)
     text = given.get("content", "")
     given["content"] = text if isinstance(text, str) else "\n".join(part["text"] for part in text)
+    if "tool_call_id" in given:
+        given["tool_call_id"] = call_id(given["tool_call_id"])
     for call in given.get("tool_calls", []):
+        if "id" in call:
+            call["id"] = call_id(call["id"])
         call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
     return given
+
+
+def call_id(given: str) -> str:
+    """An id of nine letters and digits, which Mistral's templates require; another one becomes the hash of it."""
+    return given if len(given) == CALL_ID and given.isalnum() else hashlib.sha256(given.encode()).hexdigest()[:CALL_ID]
 
 
 def arguments_of(text: str) -> Any:

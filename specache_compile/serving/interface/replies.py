@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from specache_compile.serving.answer import Answer, Likely
 
-from .requests import Usage
+from .requests import CALL_ID, Usage
 
 
 class Choice:
@@ -100,7 +100,7 @@ class ChatChoice(Choice):
     def call(self, piece: ToolCall) -> dict[str, Any]:
         self.calls += 1
         function = {"name": piece.name, "arguments": piece.arguments}
-        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+        return {"id": uuid.uuid4().hex[:CALL_ID], "type": "function", "function": function}
 
     def logprobs(self, likely: list[Likely]) -> dict[str, Any]:
         def place(one: Likely) -> dict[str, Any]:

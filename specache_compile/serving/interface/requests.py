@@ -166,6 +166,10 @@ class Called(BaseModel):
     arguments: str
 
 
+# Letters and digits of a call's id: Mistral's templates accept no other number.
+CALL_ID = 9
+
+
 class ToolCall(BaseModel):
     model_config = ConfigDict(extra="allow")
 
