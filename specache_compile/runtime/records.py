@@ -106,6 +106,7 @@ class ModelRecord:
     latest: the statistics of its session; None where no rewritten graph has run.
     calls: graphs of this backend that ran, rewritten or not.
     unused: why none did, where `generate` found that out.
+    latents: latent attentions of its graphs without other attentions, whose cache stays Hugging Face's.
     warned: the warnings about this model so far.
     """
 
@@ -113,6 +114,7 @@ class ModelRecord:
     latest: Statistics | None = None
     calls: int = 0
     unused: str | None = None
+    latents: int = 0
     warned: set[str] = field(default_factory=set)
 
     def begin_generation(self) -> None:
