@@ -13,8 +13,8 @@ from .reading.latents import Latents
 from .reading.nodes import value_of
 
 
-def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> int:
-    """Absorb the projection W = [W_k; W_v] where a step has one new token for each row; return how many steps do.
+def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> tuple[Node, ...]:
+    """Absorb the projection W = [W_k; W_v] where each row has one new token; return the new attentions.
 
         both = linear(latents, W)                      query = einsum(q_nope, W_k)
         nope, values = split(both, [nope, v], -1)      scores = query · latentsᵀ + q_rope · ropesᵀ
@@ -27,16 +27,17 @@ def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> int:
     Graphs of several new tokens keep Hugging Face's form. One projection then serves all new tokens, and Dynamo's
     number of tokens is a symbol: whether absorbing costs less is not known when the graph is compiled.
     """
-    found = [each for each in latents if each.is_decode]
-    for each in found:
+    absorbed = []
+    for each in (each for each in latents if each.is_decode):
         with graph_module.graph.inserting_before(each.attention):
             new = attend(each)
         new.meta["example_value"] = value_of(each.attention)
         each.attention.replace_all_uses_with(new)
         erase_unused(each.attention)
-    if found:
+        absorbed.append(new)
+    if absorbed:
         graph_module.recompile()
-    return len(found)
+    return tuple(absorbed)
 
 
 def attend(latents: Latents) -> Node:

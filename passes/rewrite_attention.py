@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from .clean_up import drop_dead
 from .plan import (

@@ -148,7 +148,7 @@ def check_read_as_cached(part: Node) -> None:
         raise NoMatch(WINDOW)
     if part.target is not torch.cat and any(is_update(behind) for behind in behind_writes(part)):
         raise NoMatch(
-            "its keys or values are computed from what the cache keeps, and the form in which "
+            "its keys or values are computed from what the cache keeps (latent attention, say), and the form in which "
             "this model does so is not rewritten yet"
         )
 

@@ -99,4 +99,6 @@ def check(linear: Node, latents: Node, weight: Node, ropes: Node) -> None:
         )
     shapes = [tuple(value_of(node).shape) for node in (latents, ropes)]
     if any(len(shape) != 4 or shape[1] != 1 for shape in shapes):
-        raise NoMatch(f"its latents and their RoPE parts, {shapes[0]} and {shapes[1]}, are not shared by all heads", True)
+        raise NoMatch(
+            f"its latents and their RoPE parts, {shapes[0]} and {shapes[1]}, are not shared by all heads", True
+        )

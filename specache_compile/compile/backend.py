@@ -92,7 +92,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     def left_as_it_is(*arguments: Any) -> Any:
         record = record_of(arguments)
         record.calls += 1
-        record.latents = max(record.latents, len(captured.found.latents))
+        record.absorbed = max(record.absorbed, len(captured.absorbed))
         return lowered(*(arguments if as_they_are else taken(arguments)))
 
     return left_as_it_is

@@ -46,6 +46,7 @@ class Captured:
     pasts: positions of each site's cached keys and values.
     frequencies: position of the argument that each site's keys are `turned_by`; None where there is none.
     rope_switch: of the model's RoPE; None where its frequencies are constant.
+    absorbed: latent attentions that read Hugging Face's cache of latents as it is.
     """
 
     graph_module: GraphModule
@@ -60,6 +61,7 @@ class Captured:
     frequencies: tuple[int | None, ...]
     symbols: SymbolReader
     rope_switch: RopeSwitch | None = None
+    absorbed: tuple[Node, ...] = ()
     # The graph's own sizes, by what they count.
     sizes: dict[str, torch.SymInt] = field(default_factory=dict)
 
@@ -173,9 +175,9 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         names = frozenset(placeholders[i].name for i in held)
         found = find_attention(graph_module, names, frozenset(options.exact_layers))
         found = without(found, functools.partial(misfit, options))
-        absorb(graph_module, found.latents)
+        absorbed = absorb(graph_module, found.latents)
     else:
-        found = Found(left_alone=(LeftAlone("every site", reason),))
+        found, absorbed = Found(left_alone=(LeftAlone("every site", reason),)), ()
     sites = found.sites
     pasts = [node for site in sites for node in (site.past_k, site.past_v) if node is not None]
     if pasts and len(pasts) != 2 * len(sites):
@@ -189,7 +191,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         padding=named.get(found.padding or ""),
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
-        symbols=SymbolReader(fakes), rope_switch=switch_of_traced(),
+        symbols=SymbolReader(fakes), rope_switch=switch_of_traced(), absorbed=absorbed,
     )  # fmt: skip
 
 
@@ -207,7 +209,8 @@ def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
     kept = (site for site, reason in told if reason is None)
     left_alone = (LeftAlone(site.attention.name, reason, by_model=True) for site, reason in told if reason is not None)
     return Found(
-        tuple(replace(site, number=number) for number, site in enumerate(kept)), (*found.left_alone, *left_alone),
+        tuple(replace(site, number=number) for number, site in enumerate(kept)),
+        (*found.left_alone, *left_alone),
         found.latents,
     )
 

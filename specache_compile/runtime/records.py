@@ -106,7 +106,7 @@ class ModelRecord:
     latest: the statistics of its session; None where no rewritten graph has run.
     calls: graphs of this backend that ran, rewritten or not.
     unused: why none did, where `generate` found that out.
-    latents: latent attentions of its graphs without other attentions, whose cache stays Hugging Face's.
+    absorbed: latent attentions that read Hugging Face's own cache, in a graph without held layers.
     warned: the warnings about this model so far.
     """
 
@@ -114,7 +114,7 @@ class ModelRecord:
     latest: Statistics | None = None
     calls: int = 0
     unused: str | None = None
-    latents: int = 0
+    absorbed: int = 0
     warned: set[str] = field(default_factory=set)
 
     def begin_generation(self) -> None:
