@@ -106,7 +106,7 @@ def measured(family: Family) -> dict[str, Any]:
         model, tokens, ours, watched = compiled(family, LOSSLESS)
     lanes, one_lane = lanes_of(model)
     graphs = watched.of_a_step
-    rewritten = sum(len(graph.sites) for graph in graphs)
+    rewritten = sum(len(graph.sites) + len(graph.found.latents) for graph in graphs)
     reasons = [item.reason for graph in graphs for item in graph.left_alone]
     same = len(tokens) == len(expected)
     return {

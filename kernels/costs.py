@@ -111,9 +111,6 @@ def pair_bytes(options: Any, layer: Any) -> Pair:
     if layout is None or not layout.is_quantised:
         return Pair(exact, on_host, exact / 2, exact / 2)
     d, item = layer.head_dim, options.param_dtype(layer.dtype).itemsize
-    if layer.rank:  # one row of keys' codes, which both passes over the tier read
-        row = layer.row * (layout.key_bits / 8 + 2 * item / options.group_size)
-        return Pair(exact, on_host, row, row)
     scales = 1 if options.has_key_trellis else 2 * d / options.group_size
     keys = d * layout.key_bits / 8 + item * scales
     numbers = 1 if options.has_trellis else 2 * d / value_group(d, options.group_size)
@@ -204,17 +201,6 @@ def extend_attention(arguments: Arguments, load: Workload, site: int) -> Cost:
     past = rows(load, site) * load.length * 2 * width
     seen = load.length + size_of(q.shape[2]) / 2
     return Cost(4 * elements(q) * seen, past + 2 * bytes_of(q), to_device=past if arguments["on_host"] else 0)
-
-
-def extend_latents(arguments: Arguments, load: Workload, site: int) -> Cost:
-    """Over the rows: every one, and each head's product with both halves of the weight."""
-    q, weight, row = arguments["q"], arguments["weight"], size_of(arguments["k"].shape[-1])
-    seen = load.length + size_of(q.shape[2]) / 2
-    tokens = elements(q) / size_of(q.shape[-1])  # of all heads
-    past = rows(load, site) * load.length * row * arguments["host"].dtype.itemsize
-    products = elements(weight) / size_of(q.shape[1])
-    flops = tokens * (4 * row * seen + 2 * products)
-    return Cost(flops, past + bytes_of(q) + bytes_of(weight), to_device=past if arguments["on_host"] else 0)
 
 
 def append(arguments: Arguments, load: Workload, site: int) -> Cost:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from . import costs
-from .attention import cpp_decode, flash, latents
+from .attention import cpp_decode, flash
 from .attention import definition as attention
 from .attention.kept_logits import based_logits, whole_logits
 from .attention.measure import measure
@@ -88,11 +88,6 @@ DECLARED = (
         fused=few_rows.few_rows_each_fused, library=few_rows.library_of, is_work=True,
     ),
     Op(
-        "few_rows_by_heads(Tensor x, Tensor weight) -> Tensor",
-        few_rows.few_rows_by_heads, few_rows.fake_few_rows_by_heads,
-        fused=few_rows.few_rows_by_heads_fused, library=few_rows.library_of, is_work=True,
-    ),
-    Op(
         f"decode_attention(Tensor q, Tensor k, Tensor v, {NEW}, {SLOTS}, {READ}) -> (Tensor, Tensor)",
         attention.decode_attention, fake_decode_attention, ".attention.triton_decode:decode_attention",
         fused=cpp_decode.decode_attention_fused, library=cpp_decode.library_of, cost=costs.decode_attention,
@@ -119,14 +114,7 @@ DECLARED = (
         "extend_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
         "float scale, float? softcap) -> Tensor",
         attention.extend_attention, fake_of_query, ".attention.triton_extend:extend_attention",
-        fused=flash.extend_attention_fused, library=flash.library_of, cost=costs.extend_attention, is_work=True,
-        reads_host=True, capturable=False,
-    ),
-    Op(
-        "extend_latents(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sinks, Tensor cursor, Tensor host, "
-        "Tensor weight, float scale, float? softcap) -> Tensor",
-        latents.extend_latents, latents.fake_extend_latents,
-        fused=latents.extend_latents_fused, library=flash.library_of, cost=costs.extend_latents, is_work=True,
+        fused=flash.extend_attention_fused, cost=costs.extend_attention, is_work=True,
         reads_host=True, capturable=False,
     ),
     Op(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,13 +14,11 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specache_compile.kernels.few_rows.definition import DTYPES, MOST_ROWS, library_of
-from specache_compile.passes.reading.lane_rules import heads_times
 from specache_compile.passes.reading.nodes import value_of, weight_layer
 
 AT = torch.ops.aten
 VIEWS = (AT.view.default, AT.alias.default)
 FEW_ROWS, FEW_ROWS_EACH = torch.ops.specache.few_rows.default, torch.ops.specache.few_rows_each.default
-BY_HEADS = torch.ops.specache.few_rows_by_heads_fused.default
 
 
 def few_rows(graph_module: GraphModule) -> int:
@@ -47,40 +45,8 @@ def few_rows(graph_module: GraphModule) -> int:
         if is_few(math.prod(value_of(node).shape[:-1])):
             found.append(as_rows(node, rows_of))
     together(graph_module, found)
-    by_heads = few_rows_by_heads(graph_module)
     graph_module.recompile()
-    return len(found) + by_heads
-
-
-def few_rows_by_heads(graph_module: GraphModule) -> int:
-    """Put `few_rows_by_heads` in place of products of a few rows and a weight for each head; returns how many.
-
-        y = heads_times(x, weight)       y = heads_times(x, weight, few_rows_by_heads)
-        y = bmm(rows, weight)            y = few_rows_by_heads(rows, weight)
-
-    The second form is a widened graph's. In 16 bits torch's product copies a part of a weight first, or reads it three
-    times as slowly; in float32 it is the faster one.
-    """
-    found = 0
-    for node in graph_module.graph.nodes:
-        if node.target is heads_times and is_of_few_rows(node, lambda x: x.shape[0] * x.shape[2]):
-            node.args = (*node.args[:2], BY_HEADS)
-        elif node.target is AT.bmm.default and is_of_few_rows(node, lambda x: x.shape[1]):
-            node.target = BY_HEADS
-        else:
-            continue
-        library_of(*map(value_of, node.args[:2]))
-        found += 1
-    return found
-
-
-def is_of_few_rows(product: Node, rows: Callable[[Tensor], int | torch.SymInt]) -> bool:
-    """Whether the operands of a product by heads are of 16 bits, the rows of x, so counted, few, and the other one a
-    weight: its sizes are numbers, as a cache's are not."""
-    x, weight = map(value_of, cast("tuple[Node, Node]", product.args[:2]))
-    if not all(isinstance(size, int) for size in weight.shape):
-        return False
-    return x.dtype == weight.dtype == torch.bfloat16 and is_plain(x) and is_plain(weight) and is_few(rows(x))
+    return len(found)
 
 
 def as_rows(linear: Node, rows_of: dict[Node, Node]) -> Node:

@@ -1,99 +1,87 @@
-"""Latent attention over the latents themselves: the projection is absorbed into queries and output."""
+"""Decode steps of latent attention read Hugging Face's cached latents: queries and output absorb the projection."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
-from .phase import EXTEND
-from .plan import PassReport, Plan, replace_attention
-from .reading.lane_rules import heads_times
 from .reading.latents import Latents
 from .reading.nodes import value_of
-from .reading.sites import Site
-from .recipe import OVER_LATENTS
 
 
-def absorb(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
-    """A query asks for latents, and not for keys; the output is one of latents until all are summed.
+def absorb(graph_module: GraphModule, latents: tuple[Latents, ...]) -> tuple[Node, ...]:
+    """Absorb the projection W = [W_k; W_v] where each row has one new token; return the new attentions.
 
-        both = linear(cat([past, new]), weight)        query = cat([q_nope · W_k, q_rope], -1)
-        keys, values = split(both, [nope, v], -1)      rows = cat([latents, ropes], -1)
-        keys = cat([keys, ropes], -1)                  out = sdpa(query, rows, rows)
-        out = sdpa(q, keys, values)                    out = out[..., :rank] · W_v
+        both = linear(latents, W)                      query = einsum(q_nope, W_k)
+        nope, values = split(both, [nope, v], -1)      scores = query · latentsᵀ + q_rope · ropesᵀ
+        keys = cat([nope, ropes], -1)                  weights = softmax(scores · scale, mask)
+        out = sdpa(q, keys, values, mask)              out = einsum(weights · latents, W_v)
 
-    q·(W_k·c) = (q·W_k)·c, and Σ p·(W_v·c) = W_v·Σ p·c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): no key and no
-    value of the past is made again. In a prefill, whose keys are all new, the attention stays as it is: there the
-    product with the weight is the cheaper one. In an extend that depends on the number of tokens, and its op is given
-    the weight (`rewrite_attention`). In every phase the new row, of latent and RoPE part, is what is kept.
+    q·(W_k·c) = (q·W_k)·c, and Σ p·(W_v·c) = W_v·Σ p·c (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). So a step
+    computes no key and no value of the cached tokens. Nothing else changes: the cache stays Hugging Face's own.
+
+    Graphs of several new tokens keep Hugging Face's form. One projection then serves all new tokens, and Dynamo's
+    number of tokens is a symbol: whether absorbing costs less is not known when the graph is compiled.
     """
-    absorbed = 0
-    for site in plan.sites:
-        if site.latents is not None:
-            call = plan.recipe(site.number).attend.get(plan.phase.name)
-            takes_weight = plan.phase is EXTEND and call is not None and call.op in OVER_LATENTS
-            with graph_module.graph.inserting_before(site.attention):
-                if plan.phase.has_past and not takes_weight:
-                    attend_rows(graph_module, site, site.latents)
-                    absorbed += 1
-                else:
-                    site.k = site.v = row_of(site.attention, site.k, site.v)
-    return graph_module, PassReport("absorb", {"absorbed": absorbed})
+    absorbed = []
+    for each in (each for each in latents if each.is_decode):
+        with graph_module.graph.inserting_before(each.attention):
+            new = attend(each)
+        new.meta["example_value"] = value_of(each.attention)
+        each.attention.replace_all_uses_with(new)
+        erase_unused(each.attention)
+        absorbed.append(new)
+    if absorbed:
+        graph_module.recompile()
+    return tuple(absorbed)
 
 
-def attend_rows(graph_module: GraphModule, site: Site, latents: Latents) -> None:
-    """The site's attention over rows, behind the key half of the weight and before its value half."""
-    before, rank = site.attention, latents.rank
-    keys, values = (
-        made(before, half, latents.weight, site.query_heads, latents.nope) for half in (key_half, value_half)
-    )
-    nope = made(before, channels, site.q, 0, latents.nope)
-    turned = made(before, channels, site.q, latents.nope, None)
-    query = made(before, torch.cat, [made(before, heads_times, nope, keys), turned], -1)
-    rows = row_of(before, site.cat_k, site.cat_v)
-    site.k = site.v = row_of(before, site.k, site.v)
-    new = made(before, over_rows, query, rows, site.mask, site.scale)
-    shared = made(before, channels, new, 0, rank)
-    site.q = query
-    replace_attention(graph_module, site, made(before, heads_times, shared, values))
-    site.attention = new
+def attend(latents: Latents) -> Node:
+    """The attention [B, Hq, 1, v] over the latents [B, 1, n, rank] and their RoPE parts [B, 1, n, rope]."""
+    before, nope = latents.attention, latents.nope
+    heads, width = (int(value_of(latents.q).shape[dim]) for dim in (1, 3))
+    outputs = int(value_of(latents.attention).shape[3])
+    projection = made(before, torch.unflatten, latents.weight, 0, (heads, nope + outputs))
+    keys = made(before, torch.narrow, projection, 1, 0, nope)
+    values = made(before, torch.narrow, projection, 1, nope, outputs)
+    query = made(before, torch.narrow, latents.q, 3, 0, nope)
+    turned = made(before, torch.narrow, latents.q, 3, nope, width - nope)
+    rows = made(before, torch.squeeze, latents.latents, 1)
+    ropes = made(before, torch.squeeze, latents.ropes, 1)
+    query = made(before, torch.einsum, "bhtn,hnr->bhtr", query, keys)
+    scores = made(before, torch.einsum, "bhtr,bsr->bhts", query, rows)
+    scores = made(before, torch.add, scores, made(before, torch.einsum, "bhtr,bsr->bhts", turned, ropes))
+    weights = made(before, softmax, scores, latents.mask, latents.scale)
+    out = made(before, torch.einsum, "bhts,bsr->bhtr", weights, rows)
+    return made(before, torch.einsum, "bhtr,hvr->bhtv", out, values)
+
+
+def softmax(scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax in float32 of scores [B, Hq, 1, n]; mask [B|1, Hq|1, 1, n], bool (True: seen) or additive."""
+    logits = scores.float() * scale
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    return torch.softmax(logits, -1, torch.float32).to(scores.dtype)
 
 
 def made(before: Node, function: Callable[..., Any], *arguments: Any) -> Node:
-    """A call of a function, with the value that it has."""
-    graph = before.graph
-    node = graph.call_function(function, arguments)
+    """A call of a function in `before`'s graph, with its fake value."""
+    node = before.graph.call_function(function, arguments)
     values = torch.fx.map_arg(arguments, value_of)
-    with torch.no_grad(), detect_fake_mode(values) or contextlib.nullcontext():
+    with torch.no_grad(), value_of(before).fake_mode:
         node.meta["example_value"] = function(*values)
     return node
 
 
-def row_of(before: Node, latents: Node, ropes: Node) -> Node:
-    return made(before, torch.cat, [latents, ropes], -1)
-
-
-def channels(x: Tensor, start: int, stop: int | None) -> Tensor:
-    return x[..., start:stop]
-
-
-def key_half(weight: Tensor, heads: int, nope: int) -> Tensor:
-    """[Hq, nope, rank] of the projection [Hq · (nope + v), rank]."""
-    return weight.view(heads, -1, weight.shape[1])[:, :nope]
-
-
-def value_half(weight: Tensor, heads: int, nope: int) -> Tensor:
-    """[Hq, rank, v] of the projection."""
-    return weight.view(heads, -1, weight.shape[1])[:, nope:].transpose(1, 2)
-
-
-def over_rows(query: Tensor, rows: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of all heads to rows [B, 1, n, rank + rope]; `rewrite_attention` puts the recipe's op in its place."""
-    return F.scaled_dot_product_attention(query, rows, rows, mask, scale=scale, enable_gqa=True)
+def erase_unused(node: Node) -> None:
+    """Erase a node without users, and the inputs that only this node used."""
+    if node.users or node.op == "placeholder":
+        return
+    inputs = node.all_input_nodes
+    node.graph.erase_node(node)
+    for behind in inputs:
+        erase_unused(behind)

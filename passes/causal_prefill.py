@@ -23,9 +23,9 @@ def causal_prefill(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, 
     for site in () if plan.phase.has_past else plan.sites:
         if is_masked_sdpa(site):
             settings = {"dropout_p": 0.0, "is_causal": True, "scale": site.scale, "enable_gqa": True}
-            k, v = (site.k, site.v) if site.latents is None else (site.latents.keys, site.latents.values)
             with graph_module.graph.inserting_before(site.attention):
-                new = graph_module.graph.call_function(F.scaled_dot_product_attention, (site.q, k, v), settings)
+                given = (site.q, site.k, site.v)
+                new = graph_module.graph.call_function(F.scaled_dot_product_attention, given, settings)
             replace_attention(graph_module, site, new)
             changed += 1
     return graph_module, PassReport("causal_prefill", {"without a mask": changed})

@@ -16,7 +16,6 @@ from pathlib import Path
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
-from .absorb import absorb
 from .causal_prefill import causal_prefill
 from .clean_up import clean_up
 from .correct import correct
@@ -32,7 +31,6 @@ from .store import store
 
 PIPELINE: tuple[Pass, ...] = (
     own_cache,
-    absorb,
     rewrite_attention,
     causal_prefill,
     cursor_lengths,
@@ -45,7 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
 )
 PASS_NAMES = tuple(p.__name__ for p in PIPELINE)
 # Without one of these a graph cannot hold its own cache: it is then left as Hugging Face wrote it.
-ESSENTIAL = ("own_cache", "absorb", "rewrite_attention", "store")
+ESSENTIAL = ("own_cache", "rewrite_attention", "store")
 
 log = logging.getLogger(__name__)
 _keep_texts: ContextVar[bool] = ContextVar("_keep_texts", default=False)

@@ -6,10 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Of an extend's attention over pairs, the op for latents, which is given their projection and chooses by the number of
-# tokens how to use it.
-OVER_LATENTS = {"extend_attention": "extend_latents"}
-
 
 @dataclass(frozen=True)
 class Call:

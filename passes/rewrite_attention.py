@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import operator
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from .clean_up import drop_dead
-from .phase import EXTEND
 from .plan import (
     PassReport,
     Plan,
@@ -21,7 +20,7 @@ from .plan import (
     with_tiers,
 )
 from .reading.sites import Site
-from .recipe import OVER_LATENTS, Call
+from .recipe import Call
 
 
 def rewrite_attention(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
@@ -50,15 +49,12 @@ def replace_site(graph_module: GraphModule, plan: Plan, site: Site, call: Call) 
     state = {field: state_input(graph_module, plan, site.number, field) for field in call.state}
     pairs = {"q": site.q, "k": site.k, "v": site.v, "mask": site.mask, "sinks": site.sinks, "cursor": cursor}
     last = {"scale": site.scale, "softcap": site.softcap}
-    op, weights = call.op, list[Node]()
-    if site.latents is not None and plan.phase is EXTEND and call.op in OVER_LATENTS:
-        op, weights = OVER_LATENTS[call.op], [site.latents.weight]
     named = with_tiers(call.op, state, call.settings)
     with graph.inserting_before(site.attention):
         if named is None:
             turned = frequencies_input(graph_module, plan, site, call)
-            given = (*pairs.values(), *state.values(), *weights, *call.settings, *last.values(), *turned)
-            new = call_op(graph_module, site, op, given)
+            given = (*pairs.values(), *state.values(), *call.settings, *last.values(), *turned)
+            new = call_op(graph_module, site, call.op, given)
         else:
             new = call_by_name(graph_module, site, call.op, {**pairs, **named, **last})
         if call.scores:

@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 
 from .plan import PassReport, Plan, call_op, cursor_input, frequencies_input, padding_input, state_input
 from .reading.in_place import take_writes
-from .reading.nodes import output_node, value_of
+from .reading.nodes import output_node
 
 
 def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassReport]:
@@ -30,23 +30,10 @@ def store(graph_module: GraphModule, plan: Plan) -> tuple[GraphModule, PassRepor
         state = [[state_input(graph_module, plan, site.number, field) for field in call.state] for call in calls]
         with graph.inserting_before(output_node(graph_module)):
             k, v = (first_lane(graph_module, node, plan.lanes) for node in (site.k, site.v))
-            if site.latents is not None:
-                k, v = halves(graph_module, k)
             for call, tensors in zip(calls, state, strict=True):
                 turned = frequencies_input(graph_module, plan, site, call)
                 call_op(graph_module, site, call.op, (k, v, padding, cursor, *tensors, *call.settings, *turned))
     return graph_module, PassReport("store", {"stored": len(plan.sites)})
-
-
-def halves(graph_module: GraphModule, row: Node) -> tuple[Node, ...]:
-    """A row [B, 1, T, rank + rope] as the tiers keep it: the two halves of a pair."""
-    value = value_of(row)
-    half = value.shape[3] // 2
-    ends = ((0, half), (half, 2 * half))
-    nodes = tuple(graph_module.graph.call_function(torch.ops.aten.slice.Tensor, (row, 3, *end)) for end in ends)
-    for node, end in zip(nodes, ends, strict=True):
-        node.meta["val"] = value[..., slice(*end)]
-    return nodes
 
 
 def first_lane(graph_module: GraphModule, pair: Node, lanes: int) -> Node:

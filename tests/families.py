@@ -15,7 +15,7 @@ WINDOW = 24  # smaller than every test's prompt, so that sliding layers really s
 @dataclass(frozen=True)
 class Family:
     """A tiny random model of one family. `rewritten` and `exact` count its attentions; `lanes` are those of decode;
-    `reason` is in the warning about the exact ones."""
+    `reason` is in the warning about the exact ones. `absorbed` counts latent attentions over Hugging Face's cache."""
 
     name: str
     config: str
@@ -25,13 +25,15 @@ class Family:
     lanes: int = 2
     note: str = ""
     reason: str = "sliding window"
+    absorbed: int = 0
 
     @property
     def one_layer(self) -> Family:
         """Its first layer alone, where its layers are all alike."""
-        if self.rewritten < 2 or "layer_types" in self.settings:
+        if max(self.rewritten, self.absorbed) < 2 or "layer_types" in self.settings:
             return self
-        return replace(self, settings={**self.settings, "num_hidden_layers": 1}, rewritten=1)
+        rewritten, absorbed = min(1, self.rewritten), min(1, self.absorbed)
+        return replace(self, settings={**self.settings, "num_hidden_layers": 1}, rewritten=rewritten, absorbed=absorbed)
 
     def model(self) -> Any:
         """The model in float32, never stopping early; weights large enough that logits are well apart, biases and
@@ -105,15 +107,20 @@ JAMBA = {
     "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
     "head_dim": LEFT_OUT,
 }  # fmt: skip
-# A cache of latents, which each step of the uncompiled model makes into keys and values anew.
+# Each step of the uncompiled model projects its whole cache of latents to keys and values.
 LATENT = {
     **GROUPED_EXPERTS, "num_key_value_heads": 4, "head_dim": LEFT_OUT, "first_k_dense_replace": 1, "q_lora_rank": 24,
     "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24,
 }  # fmt: skip
 KIMI = {"layer_types": ["linear_attention", "full_attention"]}
 INDEXER = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2}
-LATENTS = "latent attention, absorbed"
-CHOOSES = "latent attention with an indexer: absorbed where no pair is chosen ahead"
+LATENTS = "latent attention: exact, over Hugging Face's own cache"
+
+
+def latent(name: str, config: str, settings: dict[str, Any] = LATENT, absorbed: int = 2, note: str = LATENTS) -> Family:
+    return Family(name, config, settings, rewritten=0, note=note, absorbed=absorbed)
+
+
 HYBRID = "hybrid: one layer of two has attention"
 NO_POSITIONS = HYBRID + ", without positions"
 
@@ -182,23 +189,14 @@ FAMILIES = (
     Family("codegen", "CodeGenConfig", {"rotary_dim": 8}, lanes=1, note="its mask is scaled with its scores"),
     Family("falcon, alibi", "FalconConfig", {"alibi": True, "head_dim": LEFT_OUT}, lanes=1),
     Family("llama4_text", "Llama4TextConfig", LLAMA4, lanes=1),
-    Family("deepseek_v2", "DeepseekV2Config", {**LATENT, "q_lora_rank": None}, note=LATENTS),
-    Family("deepseek_v3", "DeepseekV3Config", LATENT, note=LATENTS),
-    Family("minicpm3", "MiniCPM3Config", LATENT, note=LATENTS),
-    Family("glm4_moe_lite", "Glm4MoeLiteConfig", LATENT, note=LATENTS),
-    Family("youtu", "YoutuConfig", LATENT, note=LATENTS),
-    Family("axk1", "AXK1Config", LATENT, note=LATENTS),
-    Family("kimi_linear", "KimiLinearConfig", {**LATENT, **KIMI}, 1, note=f"hybrid; {LATENTS}"),
-    Family(
-        "deepseek_v32",
-        "DeepseekV32Config",
-        {**LATENT, **INDEXER},
-        0,
-        2,
-        1,
-        CHOOSES,
-        "an indexer",
-    ),
+    latent("deepseek_v2", "DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
+    latent("deepseek_v3", "DeepseekV3Config"),
+    latent("minicpm3", "MiniCPM3Config"),
+    latent("glm4_moe_lite", "Glm4MoeLiteConfig"),
+    latent("youtu", "YoutuConfig"),
+    latent("axk1", "AXK1Config"),
+    latent("kimi_linear", "KimiLinearConfig", {**LATENT, **KIMI}, 1, f"hybrid; {LATENTS}"),
+    latent("deepseek_v32", "DeepseekV32Config", {**LATENT, **INDEXER}, note=f"an indexer; {LATENTS}"),
     Family("qwen3_5_text", "Qwen3_5TextConfig", LINEAR, 1, note=HYBRID),
     Family("qwen3_5_moe_text", "Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),
     Family("qwen3_next", "Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}, 1, note=HYBRID),

@@ -84,7 +84,9 @@ def families() -> str:
     headers = ("family", "attentions rewritten", "lanes", "")
     return markdown(headers, [
         (
-            family.name, f"{family.rewritten} of {family.rewritten + family.exact}",
+            family.name,
+            f"{family.absorbed} of {family.absorbed}, absorbed" if family.absorbed
+            else f"{family.rewritten} of {family.rewritten + family.exact}",
             {2: "two", 1: "one"}[family.lanes] if family.rewritten else "–", family.note,
         )
         for family in FAMILIES

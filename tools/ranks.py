@@ -51,19 +51,16 @@ SETTINGS = {
         "speculate": True,
     },
 }
-# Of latent attention, whose rows have no heads, each rank keeps all: Hugging Face splits the rest of the model.
-LATENT = "deepseek_v3"
-SPLIT = ("llama 3", "qwen2", "qwen3", "gemma2", "mixtral", LATENT)
+SPLIT = ("llama 3", "qwen2", "qwen3", "gemma2", "mixtral")
 # So many that two and four ranks have whole ones.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
-OF_LATENT = {"num_attention_heads": 8, "num_key_value_heads": 8, "first_k_dense_replace": 2}
 PROMPT = torch.randint(0, 128, (1, 70), generator=torch.Generator().manual_seed(1))
 NEW = 16
 
 
 def family(name: str) -> Family:
     found = next(one for one in FAMILIES if one.name == name)
-    return replace(found, settings={**found.settings, **(OF_LATENT if name == LATENT else HEADS)})
+    return replace(found, settings={**found.settings, **HEADS})
 
 
 def split(folder: Path, whole: Any) -> Any:
@@ -101,8 +98,7 @@ def compare(folder: Path, name: str, setting: str) -> tuple[dict[str, Any], Any]
     tokens = tokens_of(model)
     stats = sc.stats(model)
     decode = next(graph for graph in find_record(model).graphs if graph.phase == "decode")
-    heads = 1 if name == LATENT else HEADS["num_key_value_heads"]
-    layers = [replace(layer, heads=heads) for layer in decode.captured.layers]
+    layers = [replace(layer, heads=HEADS["num_key_value_heads"]) for layer in decode.captured.layers]
     one = predicted_bytes(parse_options(options), layers, 1, PROMPT.shape[1] + NEW)
     return {
         "case": f"{name}:{setting}",
@@ -119,7 +115,7 @@ def compare(folder: Path, name: str, setting: str) -> tuple[dict[str, Any], Any]
 def problems(seen: dict[str, Any]) -> list[str]:
     """What is not as it should be."""
     expected = broadcast(seen["expected"])
-    share = 1.0 if seen["case"].startswith(LATENT) else 1 / dist.get_world_size()
+    share = 1 / dist.get_world_size()
     right = {
         "tokens": seen["tokens"] == expected,
         "lanes": seen["lanes"] == 2,

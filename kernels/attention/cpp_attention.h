@@ -86,11 +86,8 @@ struct Attention {
     return x;
   }
 
-  // Latent attention's: a token's row is its key and its value, and lies where others have a pair.
-  bool one_row() const { return !s.value_bits; }
-  int64_t value_bits() const { return one_row() ? s.key_bits : s.value_bits; }
-  int64_t pair_size() const { return one_row() ? s.d : 2 * s.d; }
-  Pair pair_at(const T* at, int64_t token) const { return {at, one_row() ? at : at + s.d, token, 0}; }
+  int64_t pair_size() const { return 2 * s.d; }
+  Pair pair_at(const T* at, int64_t token) const { return {at, at + s.d, token, 0}; }
 
   // Calls what(i, token) for each sink i of a head that is one of the tokens first..stop.
   template <typename Do>
@@ -247,16 +244,6 @@ struct Attention {
     }
   }
 
-  // As `tile_values`, of rows: their scales are those of their group of tokens.
-  template <int bits>
-  void tile_rows(const uint8_t* codes, int64_t width, const float* scales, const float* zeros, float* values) const {
-    for (int i = 0; i < kLanes; ++i) {
-      float* value = values + i * s.d;
-      unpack<bits>(codes + i * s.row_width, width, value);
-      for (int64_t c = 0; c < s.d; ++c) value[c] = value[c] * scales[c] + zeros[c];
-    }
-  }
-
   // Values [16][d] of a tile of tokens, the first of them number `row` of all heads', from codes a token apart.
   template <int bits>
   void tile_values(const uint8_t* codes, int64_t row, int64_t width, uint8_t* levels, float* values) const {
@@ -290,7 +277,7 @@ struct Attention {
     const int64_t d = s.d, count = std::min(low_bit(head), start + kChunk) - start, width = bits < 16 ? d * bits / 8 : d;
     if (count <= 0) return;  // of a shorter row
     const int64_t first_place = place(head, start);
-    std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes), scales(d), zeros(d);
+    std::vector<float> weights(rows * kChunk), values(kLanes * d + kLanes);
     std::vector<uint8_t> hidden(kChunk), copy, levels(kLanes * 2 * width + kLanes);
     const int32_t* index = s.slot_index + head * s.top_k;
     for (int64_t i = 0; i < s.top_k; ++i)
@@ -311,12 +298,7 @@ struct Attention {
       if constexpr (bits < 16) {
         // A token's values lie behind its keys.
         const uint8_t* codes = codes_at(first_place + t, copy) + s.row_width - width;
-        if (one_row()) {
-          if ((start + t) % s.group == 0) key_params(first_place + t).read(d, scales.data(), zeros.data());
-          tile_rows<bits>(codes, width, scales.data(), zeros.data(), values.data());
-        } else {
-          tile_values<bits>(codes, first_place + t, width, levels.data(), values.data());
-        }
+        tile_values<bits>(codes, first_place + t, width, levels.data(), values.data());
       } else {
         for (int i = 0; i < kLanes; ++i) {
           const T* token = static_cast<const T*>(s.codes) + (first_place + t + i + 1) * s.row_width - width;

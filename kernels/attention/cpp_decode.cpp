@@ -88,7 +88,7 @@ void attend(const Attention& a) {
   for (int64_t job = 0; job < a.jobs(); ++job) {
     const int64_t head = job / (a.chunks + 1), chunk = job % (a.chunks + 1);
     if (chunk < a.chunks) {
-      FOR_BITS(a.value_bits(), a.chunk_mix<kBits>(head, chunk * kChunk, parts[job]))
+      FOR_BITS(a.s.value_bits, a.chunk_mix<kBits>(head, chunk * kChunk, parts[job]))
     } else {
       std::vector<Pair> pairs = a.slot_pairs(head);
       const std::vector<Pair> recent = a.recent_pairs(head);

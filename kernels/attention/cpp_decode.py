@@ -23,9 +23,6 @@ from specache_compile.kernels.state.pages import PAGE, shape_of_scores
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .definition import attend_scored, decode_attention, grouped_bias, score_low_bit
-from .flash import DTYPES as FLASH_DTYPES
-from .flash import attend_exact_rows
-from .flash import library_of as latents_library_of
 from .kept_logits import whole_logits
 
 
@@ -39,7 +36,7 @@ def shaped(
     cursor."""
     batch, query_heads, lanes, d = q
     heads, pages = codes[1], columns - CURSOR_SIZE
-    how = Layout(*layout) if recent[-1] == d else Layout(*layout).of_rows
+    how = Layout(*layout)
     return Step(
         batch=batch, heads=heads, group_heads=query_heads // heads, lanes=lanes, d=d,
         capacity=pages * PAGE or codes[2], row_width=codes[3], window=recent[2], pages=pages,
@@ -47,7 +44,7 @@ def shaped(
         channels=d // value_params[-1] if how.is_quantised else 0,
         top_k=top_k, sink_tokens=sink_tokens, key_bits=how.key_bits, value_bits=how.value_bits, param_bits=param_bits,
         key_circle=circle_of(d) if key_params[3] == 1 else 0,
-        circle=circle_of(d) if value_params[3] == 1 and not how.has_rows else 0,
+        circle=circle_of(d) if value_params[3] == 1 else 0,
         rotation=rotation_block(d) if how.is_rotated else 0, scale=scale, softcap=softcap or 0.0,
     )  # fmt: skip
 
@@ -102,14 +99,8 @@ def fits(codes: Tensor, q: Tensor, *pairs: Tensor) -> bool:
     return q.dtype in DTYPES and codes.is_contiguous()
 
 
-def has_exact_rows(q: Tensor, tiers: StoredTiers, layout: Layout) -> bool:
-    """Whether the low-bit tier has 16 bits, of rows that are keys and values at once."""
-    return q.dtype in FLASH_DTYPES and not layout.is_quantised and tiers.recent.shape[-1] != q.shape[-1]
-
-
 def library_of(q: Tensor, k: Tensor, *rest: Any) -> CDLL | None:
     """The library that a call with such arguments needs; None where the definition takes over."""
-    latents_library_of(q, k)  # `attend_exact_rows` needs it
     return decode_library(k.dtype) if k.dtype in DTYPES else None
 
 
@@ -119,9 +110,6 @@ def decode_attention_fused(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention.decode_attention`, as one C++ kernel; the same arguments and results."""
     held = StoredTiers(*tiers)
-    if has_exact_rows(q, held, Layout(*layout)) and not slots.shape[2] and softcap is None:
-        none = q.new_full(shape_of_scores(held.codes, cursor), -1.0, dtype=torch.float32)
-        return attend_exact_rows(q, k, v, mask, sinks, cursor, held, scale), none
     if not fits(held.codes, q, k, v, held.recent, slots):
         return decode_attention(q, k, v, mask, sinks, cursor, slots, slot_index, tiers, layout, scale, softcap)
     shape = shape_of_scores(held.codes, cursor)

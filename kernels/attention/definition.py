@@ -21,7 +21,7 @@ from specache_compile.kernels.state.center import share_of_center
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, NEXT_LOW_BIT, length_of
 from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.segments import tokens_of
-from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
+from specache_compile.kernels.state.stored_pairs import decoded
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
 from .kept_logits import whole_logits
@@ -47,8 +47,6 @@ def low_bit_keys(codes: Tensor, key_params: Tensor, layout: Layout, head_dim: in
 
 def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int, stop: int) -> Tensor:
     """Values, as `low_bit_keys`."""
-    if layout.has_rows:
-        return low_bit_keys(tiers.codes, tiers.key_params, layout, head_dim, start, stop)
     _, values = layout.split(tiers.codes[:, :, start:stop], head_dim)
     if not layout.is_quantised:
         return values.float()
@@ -56,12 +54,6 @@ def low_bit_values(tiers: StoredTiers, layout: Layout, head_dim: int, start: int
     if trellis.is_trellis(value_params):
         return trellis.dequantize(values, read_scale(value_params))
     return dequantize_values(values, value_params, layout.value_bits)
-
-
-def layout_for(q: Tensor, tiers: StoredTiers, layout: Sequence[int]) -> Layout:
-    """How a query finds the low-bit tier: that of rows, where its pairs are the halves of rows (`keys_and_values`)."""
-    how = Layout(*layout)
-    return how if tiers.recent.shape[-1] == q.shape[-1] else how.of_rows
 
 
 def ring_tokens(recent: Tensor, start: int, stop: int) -> Tensor:
@@ -306,7 +298,7 @@ def attend_over(
 ) -> Attended:  # fmt: skip
     """`Attended` from the low-bit tier's logits; hidden: as for `low_bit_mix`."""
     packed = low_bit_mix(logits, hidden, tiers, k.shape[-1], layout)
-    keys, values = keys_and_values(ring_tokens(tiers.recent, at.low_bit, at.length), k.shape[-1])
+    keys, values = ring_tokens(tiers.recent, at.low_bit, at.length).unbind(-2)
     parts = [
         packed,
         picked_attention(at, slots, slot_index),
@@ -320,8 +312,7 @@ def attend_over(
 def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
     """Logits [B, H, G, lanes, n] of the lanes and pairs [B, H, n, 2, d] of the low-bit tier's tokens `index`."""
     fetched, position = in_slots(index, at.low_bit)
-    keys, _ = keys_and_values(pairs, at.query.shape[-1])
-    logits = product(at.query, keys, at.softcap)
+    logits = product(at.query, pairs[..., 0, :], at.softcap)
     if at.low_bit_bias is not None and at.low_bit:
         where = position[:, :, None, None].expand(*at.query.shape[:-1], -1)
         logits = logits + at.low_bit_bias.expand(*at.query.shape[:-1], -1).gather(-1, where)
@@ -331,9 +322,8 @@ def picked_logits(at: Query, pairs: Tensor, index: Tensor) -> Tensor:
 def picked_attention(at: Query, pairs: Tensor, index: Tensor) -> Partial:
     """`Partial` of the pairs in the slots, or of the sinks."""
     # An empty place holds anything, and zero weight does not hide what is not finite.
-    _, values = keys_and_values(pairs, at.query.shape[-1])
     there = in_slots(index, at.low_bit)[0].unsqueeze(-1)
-    return partial_attention(picked_logits(at, pairs, index), values.masked_fill(~there, 0.0))
+    return partial_attention(picked_logits(at, pairs, index), pairs[..., 1, :].masked_fill(~there, 0.0))
 
 
 def hide_sinks(at: Query, scores: Tensor, tiers: StoredTiers) -> None:
@@ -367,7 +357,7 @@ def decode_attention(
     everywhere where there are no slots to select for.
     """
     held = StoredTiers(*tiers)
-    how = layout_for(q, held, layout)
+    how = Layout(*layout)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     logits = low_bit_logits(at, held, how)
     done = attend_over(at, k, v, logits, hidden_by(slot_index, at.low_bit), slots, slot_index, held, how)
@@ -403,8 +393,8 @@ def score_low_bit(
     """
     held = StoredTiers(*tiers)
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
-    packed = low_bit_logits(at, held, layout_for(q, held, layout))
-    keys, _ = keys_and_values(ring_tokens(held.recent, at.low_bit, at.length), q.shape[-1])
+    packed = low_bit_logits(at, held, Layout(*layout))
+    keys = ring_tokens(held.recent, at.low_bit, at.length)[..., 0, :]
     window = at.logits(keys, at.low_bit, at.length)
     sinks_apart = picked_logits(at, held.sink_pairs, sinks_of(held))
     peak, share = softmax_denominator([packed, window, at.new_logits(k), sinks_apart], at.sink)
@@ -444,7 +434,7 @@ def attend_scored(
     at = query_of(q, k, mask, sinks, cursor, scale, softcap)
     packed = logits[..., : at.low_bit].unflatten(1, (k.shape[1], -1))
     hidden, held = hidden_by(chosen, at.low_bit), StoredTiers(*tiers)
-    done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, layout_for(q, held, layout))
+    done = attend_over(at, k, v, packed, hidden, slots, slot_index, held, Layout(*layout))
     return done.output(q.dtype)
 
 
@@ -486,8 +476,8 @@ def extend_attention(
             stop, keys, values = length + tokens, k, v
         else:
             stop = min(start + BLOCK, length)
-            pairs = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, channels_of(host, q.shape[-1]))
-            keys, values = keys_and_values(pairs.float(), q.shape[-1])
+            pairs = decoded(tokens_of(host, start, stop).to(q.device), q.dtype, q.shape[-1])
+            keys, values = pairs.float().unbind(-2)
         logits = product(query, keys, softcap)
         if bias is not None:
             logits = logits + bias[..., start:stop]

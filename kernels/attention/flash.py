@@ -1,5 +1,4 @@
-"""Exact attention by torch's flash kernel for CPUs, part by part: what an extend, and a decode over 16 bits, comes to.
-Latents in bfloat16 have a kernel of their own where a processor has tiles (`cpp_latents.cpp`).
+"""Exact attention of an extend by torch's flash kernel for CPUs, part by part.
 
 Each part of the tokens gives an output and the logarithm of its softmax's sum, by which parts are merged. The kernel
 rounds weights to the model's dtype before they meet the values, as `scaled_dot_product_attention` does.
@@ -9,30 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from ctypes import CDLL
 
 import torch
 from torch import Tensor
 
-from specache_compile.kernels.cpp.library import latents_library
 from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
-from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT, length_of
+from specache_compile.kernels.state.cursor import length_of
 from specache_compile.kernels.state.segments import tokens_of
-from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
-from specache_compile.kernels.state.stored_tiers import StoredTiers
+from specache_compile.kernels.state.stored_pairs import decoded
 
-from .definition import check_covers, extend_attention, ring_tokens
+from .definition import check_covers, extend_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Tokens of a part: so many of a tier that lies in segments, or is rounded, are copied at a time.
 BLOCK = 8192
 # The same under a mask of a row for each new token, which is copied for all heads of a group.
 MASKED_BLOCK = 1024
-# The kernel shares out whole blocks of query rows; with fewer rows than one has, the tokens are shared out here.
-FEW_ROWS = 64
-# The kernel for latents takes whole pairs of tiles: so many channels.
-TILES = 32
 
 # Over some of the tokens: output [B, H, rows, d], and log Σ exp(logit) [B, H, rows]; a row that sees none: -inf.
 Part = tuple[Tensor, Tensor]
@@ -48,50 +40,6 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: f
         q, keys, values, attn_mask=mask, scale=scale
     )
     return out, total if seen is None else total.masked_fill(~seen.any(-1), -math.inf)
-
-
-def library_of(q: Tensor, k: Tensor, *rest: object) -> CDLL | None:
-    """The library that a call with such arguments may need: latents are rows of one head."""
-    return latents_library() if k.dtype == torch.bfloat16 and k.shape[1] == 1 else None
-
-
-def latents_kernel(q: Tensor, keys: Tensor, values: Tensor) -> CDLL | None:
-    """The library of `attend_latents` where it takes them: one and the same rows of one head, and few query rows."""
-    same = keys.data_ptr() == values.data_ptr() and keys.shape == values.shape and keys.stride() == values.stride()
-    width = keys.shape[3]
-    if not same or keys.shape[1] > 1 or q.shape[2] > FEW_ROWS or keys.stride()[2:] != (width, 1):
-        return None
-    fits = q.dtype == keys.dtype == torch.bfloat16 and q.shape[3] == width and width % TILES == 0
-    return latents_library() if fits and keys.numel() else None
-
-
-def attend_latents(library: CDLL, q: Tensor, rows: Tensor, scale: float) -> Part:
-    """`flash(q, rows, rows, None, scale)` by a C++ kernel that reads the rows once; the output is float32."""
-    (batch, _, count, width), q = rows.shape, q.contiguous()
-    out, total = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
-    library.attend_latents(
-        q.data_ptr(), rows.data_ptr(), batch, q.shape[2], count, width, rows.stride(0), scale, out.data_ptr(),
-        total.data_ptr(),
-    )  # fmt: skip
-    return out, total
-
-
-def parts_of(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> list[Part]:
-    """`flash` of as many parts as there are threads without work else, or the kernel for rows that are both halves."""
-    batch, heads, rows, _ = q.shape
-    tokens = keys.shape[2]
-    library = latents_kernel(q, keys, values) if mask is None else None
-    if library is not None:
-        return [attend_latents(library, q, keys, scale)]
-    parts = torch.get_num_threads() // (batch * heads) if mask is None and heads == 1 and rows <= FEW_ROWS else 1
-    if parts < 2 or tokens < 2 * parts:
-        return [flash(q, keys, values, mask, scale)] if tokens else []
-    each = tokens // parts
-    keys_of, values_of = (x[:, 0, : parts * each].unflatten(1, (parts, each)) for x in (keys, values))
-    out, total = flash(q.expand(-1, parts, -1, -1), keys_of, values_of, None, scale)
-    found = [(out[:, i : i + 1], total[:, i : i + 1]) for i in range(parts)]
-    rest = slice(parts * each, None)
-    return found + ([flash(q, keys[:, :, rest], values[:, :, rest], None, scale)] if parts * each < tokens else [])
 
 
 def merged(parts: Sequence[Part], sinks: Tensor | None) -> Tensor:
@@ -170,22 +118,6 @@ def extend_attention_fused(
     block = BLOCK if mask is None or mask.shape[2] == 1 else MASKED_BLOCK
     for start in range(0, length, block):
         stop = min(start + block, length)
-        pairs = decoded(tokens_of(host, start, stop), q.dtype, channels_of(host, width))
-        parts += parts_of(rows.q, *keys_and_values(pairs, width), rows.columns(start, stop), scale)
-    return rows.back(merged(parts, rows.sinks(sinks)), q.dtype)
-
-
-@by_rows(0)
-def attend_exact_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, cursor: Tensor, tiers: StoredTiers,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """A decode's attention over a low-bit tier of 16 bits whose pairs are rows' halves, and which has no slots."""
-    length, low_bit, width = max(0, int(cursor[0, LENGTH])), int(cursor[0, LOW_BIT]), q.shape[-1]
-    rows = Rows(q, k.shape[1], mask, length + 1)
-    kept = tiers.codes[:, :, :low_bit]
-    window = keys_and_values(ring_tokens(tiers.recent, low_bit, length), width)
-    parts = [flash(rows.q, k, v, rows.new_columns(length, 1), scale)]
-    parts += parts_of(rows.q, kept, kept, rows.columns(0, low_bit), scale)
-    parts += parts_of(rows.q, *window, rows.columns(low_bit, length), scale)
+        keys, values = decoded(tokens_of(host, start, stop), q.dtype, width).unbind(-2)
+        parts.append(flash(rows.q, keys, values, rows.columns(start, stop), scale))
     return rows.back(merged(parts, rows.sinks(sinks)), q.dtype)

@@ -9,7 +9,7 @@ from specache_compile.kernels.movement.copy_queue import wait_for_offloads
 from specache_compile.kernels.state.by_rows import by_rows
 from specache_compile.kernels.state.cursor import LENGTH, LOW_BIT
 from specache_compile.kernels.state.segments import tokens_of
-from specache_compile.kernels.state.stored_pairs import channels_of, decoded, keys_and_values
+from specache_compile.kernels.state.stored_pairs import decoded
 
 from .definition import grouped_bias, hidden_by, product, softmax_denominator
 
@@ -37,8 +37,8 @@ def measure(
     wait_for_offloads(cursor)
     heads = k.shape[1]
     query = q[:, :, :1].float().unflatten(1, (heads, -1)) * scale
-    pairs = decoded(tokens_of(host, 0, length), k.dtype, channels_of(host, k.shape[-1]))
-    cached, _ = keys_and_values(pairs, k.shape[-1])
+    pairs = decoded(tokens_of(host, 0, length), k.dtype, k.shape[-1])
+    cached = pairs[..., 0, :]
     logits = product(query, torch.cat([cached.to(k.device), k[:, :, :1]], dim=2), softcap)
     if mask is not None:
         logits = logits + grouped_bias(mask[:, :, :1], heads, length + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, c_bool, c_float, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -103,25 +103,7 @@ def decode_library(dtype: torch.dtype) -> CDLL:
 @functools.cache
 def rows_library(dtype: torch.dtype) -> CDLL:
     """cpp_rows.cpp, for float32 or bfloat16."""
-    return compiled(("few_rows/cpp_rows.cpp",), {
-        "few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3],
-        "few_rows_by_heads": [c_void_p, c_void_p, *[c_int64] * 5, c_bool, c_void_p],
-    }, dtype)  # fmt: skip
-
-
-@functools.cache
-def latents_library() -> CDLL | None:
-    """cpp_latents.cpp, for rows of bfloat16; None where there is no compiler, or the processor has no tiles."""
-    if not has_compiler():
-        return None
-    files = ("cpp/cpp_registers.h", "cpp/cpp_tiles.h", "attention/cpp_latents.cpp")
-    library: Any = compiled(files, {"has_tiles": []})
-    library.has_tiles.restype = c_bool
-    if not library.has_tiles():
-        return None
-    library.attend_latents.argtypes = [c_void_p, c_void_p, *[c_int64] * 5, c_float, c_void_p, c_void_p]
-    library.attend_latents.restype = None
-    return library  # type: ignore[no-any-return]
+    return compiled(("few_rows/cpp_rows.cpp",), {"few_rows": [c_void_p, POINTER(Weight), *[c_int64] * 3]}, dtype)
 
 
 @functools.cache

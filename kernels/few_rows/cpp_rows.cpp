@@ -88,44 +88,6 @@ void products(const T* rows, const Weight* weights, int64_t count, int64_t chann
   }
 }
 
-// y[r][o] = Σ_c x[r][c]·w[c][o], of a matrix that is stored by input channel: read from end to end, into all sums.
-template <int R>
-inline void mixes(const float* x, const T* w, int64_t channels, int64_t outputs, float* sums, T* y) {
-  std::fill_n(sums, R * outputs, 0.0f);
-  for (int64_t c = 0; c < channels; ++c, w += outputs) {
-    int64_t o = 0;
-    for (; o + kLanes <= outputs; o += kLanes) {
-      const Floats weights = load(w + o);
-      for (int r = 0; r < R; ++r) *reinterpret_cast<Floats*>(sums + r * outputs + o) += x[r * channels + c] * weights;
-    }
-    for (; o < outputs; ++o)
-      for (int r = 0; r < R; ++r) sums[r * outputs + o] += x[r * channels + c] * static_cast<float>(w[o]);
-  }
-  for (int64_t i = 0; i < R * outputs; ++i) store(sums[i], y + i);
-}
-
-// Each head's rows times its matrix, which begins `stride` numbers behind the one before.
-template <int R>
-void by_heads(const T* rows, const T* w, int64_t heads, int64_t channels, int64_t outputs, int64_t stride, bool turned,
-              T* y) {
-  const std::vector<float> floats(rows, rows + heads * R * channels);
-#pragma omp parallel for schedule(static) num_threads(threads())
-  for (int64_t head = 0; head < heads; ++head) {
-    const float* x = floats.data() + head * R * channels;
-    const T* of = w + head * stride;
-    T* to = y + head * R * outputs;
-    if (turned) {
-      std::vector<float> sums(R * outputs);
-      mixes<R>(x, of, channels, outputs, sums.data(), to);
-    } else {
-      int64_t o = 0;
-      for (; o + kOutputs <= outputs; o += kOutputs)
-        dots<R, kOutputs>(x, of + o * channels, nullptr, channels, outputs, to + o);
-      for (; o < outputs; ++o) dots<R, 1>(x, of + o * channels, nullptr, channels, outputs, to + o);
-    }
-  }
-}
-
 }  // namespace
 
 // x [rows, channels], rows 1 to 4; of each of `count` products w [outputs, channels], bias [outputs] or null,
@@ -133,12 +95,4 @@ void by_heads(const T* rows, const T* w, int64_t heads, int64_t channels, int64_
 extern "C" void few_rows(const T* x, const Weight* weights, int64_t count, int64_t rows, int64_t channels) {
   auto run = rows == 1 ? products<1> : rows == 2 ? products<2> : rows == 3 ? products<3> : products<4>;
   run(x, weights, count, channels);
-}
-
-// x [heads, rows, channels], rows 1 to 4; w [outputs, channels] of each head, or [channels, outputs] where it is turned;
-// y [heads, rows, outputs].
-extern "C" void few_rows_by_heads(const T* x, const T* w, int64_t heads, int64_t rows, int64_t channels, int64_t outputs,
-                                  int64_t stride, bool turned, T* y) {
-  auto run = rows == 1 ? by_heads<1> : rows == 2 ? by_heads<2> : rows == 3 ? by_heads<3> : by_heads<4>;
-  run(x, w, heads, channels, outputs, stride, turned, y);
 }

@@ -58,33 +58,9 @@ def few_rows_each_fused(x: Tensor, weights: Sequence[Tensor], biases: Sequence[T
     return made
 
 
-def few_rows_by_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """x [H, rows, m] · weight [H, m, n], a matrix for each head, rows at most `MOST_ROWS`; → [H, rows, n]."""
-    return torch.bmm(x, weight)
-
-
-def few_rows_by_heads_fused(x: Tensor, weight: Tensor) -> Tensor:
-    """`few_rows_by_heads` in C++, which reads a part of a weight where it lies; the same arguments and results."""
-    heads, rows, channels = x.shape
-    outputs = weight.shape[2]
-    if x.dtype not in DTYPES or rows > MOST_ROWS:
-        return few_rows_by_heads(x, weight)
-    turned = weight.stride()[1:] != (1, channels)  # in memory it is [m, n]
-    if turned and weight.stride()[1:] != (outputs, 1):
-        weight = weight.contiguous()
-    x, out = x.contiguous(), x.new_empty(heads, rows, outputs)
-    sizes = (heads, rows, channels, outputs, weight.stride(0), turned)
-    rows_library(x.dtype).few_rows_by_heads(x.data_ptr(), weight.data_ptr(), *sizes, out.data_ptr())
-    return out
-
-
 def fake_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def fake_few_rows_each(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
-
-
-def fake_few_rows_by_heads(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:2], weight.shape[2])

@@ -17,7 +17,7 @@ from specache_compile.kernels.state.layout import Layout, rotated
 from specache_compile.kernels.state.pages import Pages, pairs_of
 from specache_compile.kernels.state.segments import picked, put
 from specache_compile.kernels.state.sinks import keep_sinks
-from specache_compile.kernels.state.stored_pairs import decoded, keys_and_values, stored
+from specache_compile.kernels.state.stored_pairs import decoded, stored
 from specache_compile.kernels.state.stored_tiers import EMPTY, StoredTiers
 
 from .copy_queue import queue_of
@@ -49,8 +49,7 @@ def append(
     mean). Mutates recent [B, H, W, 2, d], codes [B, H, C, w] in the `Layout` of key_bits, value_bits, rotate,
     key_params [B, H, C/g, 2, d], value_params [B, H, C, 2, d/gv] (`params.py`; in the trellis code [B, H, C/g, 1, g]
     and [B, H, C, 1, 1]), center [B, H, 4, d] (`center.py`; a stepped one [B, H, 3, d], none [B, H, 0, d]) and
-    sink_pairs [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`). Where k and v are the halves of
-    rows, key_params has 2·d channels, and value_params none.
+    sink_pairs [B, H, S, 2, d], whose tokens sink_index [B, 1, S] names (`sinks.py`).
     """
     layout = Layout(key_bits, value_bits, rotate)
     length, low_bit, next_low_bit = (int(cursor[0, i]) for i in (LENGTH, LOW_BIT, NEXT_LOW_BIT))
@@ -84,9 +83,8 @@ def store_low_bit(
         codes[:, :, start:stop] = pairs.flatten(3)
         return
     group = codes.shape[2] // key_params.shape[2]
-    width = pairs.shape[-1] if is_trellis(key_params) else key_params.shape[-1]
-    layout = layout if width == pairs.shape[-1] else layout.of_rows
-    keys, values = keys_and_values(pairs, width)
+    width = pairs.shape[-1]
+    keys, values = pairs.unbind(-2)
     if center.shape[2]:
         keys = keys.float() - centers(center, group, start // group, stop // group)
     keys, values = ((rotated(x) if layout.is_rotated else x).to(pairs.dtype) for x in (keys, values))
@@ -99,8 +97,6 @@ def store_low_bit(
     else:
         store_keys(keys, sinks, there, key_codes, key_params, layout.key_bits, zero_point)
     value_params = value_params[:, :, start:stop]
-    if layout.has_rows:
-        return
     if is_trellis(value_params):
         store_in_trellis(values, value_codes, value_params)
     else:

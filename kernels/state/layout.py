@@ -15,7 +15,6 @@ class Layout(NamedTuple):
     """Settings of the ops. A token's codes are one row: its keys' bytes, then its values'.
 
     key_bits: 16, then of values too: the pair as it is, never rotated, in the model's dtype.
-    value_bits: 0 for rows that are keys and values at once (latent attention), of which all is keys.
     rotate: 1: keys and values are rotated before they are quantised.
 
     g is no setting: the scales' shapes tell it.
@@ -33,19 +32,10 @@ class Layout(NamedTuple):
     def is_rotated(self) -> bool:
         return bool(self.rotate) and self.is_quantised
 
-    @property
-    def of_rows(self) -> Layout:
-        """The same where keys and values are one row."""
-        return self._replace(value_bits=0)
-
-    @property
-    def has_rows(self) -> bool:
-        return not self.value_bits
-
     def widths(self, head_dim: int) -> tuple[int, int]:
         """Elements of a token's codes that are keys, and values: bytes, or channels where nothing is quantised."""
         if not self.is_quantised:
-            return head_dim, 0 if self.has_rows else head_dim
+            return head_dim, head_dim
         return packed_width(head_dim, self.key_bits), packed_width(head_dim, self.value_bits)
 
     def split(self, codes: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

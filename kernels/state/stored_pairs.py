@@ -43,22 +43,6 @@ def stored(pairs: Tensor, target: Tensor | Pages) -> Tensor:
     return rows
 
 
-def channels_of(pairs: Tensor, width: int) -> int:
-    """d of stored pairs [..., 2, d or w], for a query of `width` channels: width, or half of it where the halves of a
-    pair are one row (`keys_and_values`)."""
-    same = rounded_width(width) if pairs.dtype == ROUNDED else width
-    return width if pairs.shape[-1] == same else width // 2
-
-
-def keys_and_values(pairs: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """What a query of `width` channels meets in pairs [..., 2, d]: keys and values [..., d]; or, where d is half of
-    that, one row [..., 2·d] that is both. Latent attention keeps such rows."""
-    if pairs.shape[-1] == width:
-        return pairs[..., 0, :], pairs[..., 1, :]
-    row = pairs.flatten(-2)
-    return row, row
-
-
 def decoded(pairs: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
     """What stored pairs stand for, [..., head_dim]: in `dtype` where they are codes, else as they are."""
     if pairs.dtype == ROUNDED:

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .attention_forms import Form, NoMatch, argument, is_attention, match_form
 from .in_place import memory_of, unknown_write, written
-from .latents import Latents, match_latents
+from .latents import match_latents
 from .masks import read_mask
 from .nodes import nodes_behind, output_node, value_of
 from .sites import Found, LeftAlone, Site
@@ -52,14 +52,21 @@ def find_attention(
         try:
             if number in exact:
                 raise NoMatch(f"option exact_layers lists attention {number}")
-            site = match_site(attention, found, held, masks)
+            form = match_form(attention)
+            latents = match_latents(attention, form)
+            if latents is not None:
+                found = replace(found, latents=(*found.latents, latents))
+                continue
+            site = match_site(attention, form, found, held, masks)
             if foreign is not None:
                 raise NoMatch(written_twice(foreign))
             found = replace(found, sites=(*found.sites, site))
         except NoMatch as reason:
             left_alone = LeftAlone(attention.name, str(reason), reason.by_model)
             found = replace(found, left_alone=(*found.left_alone, left_alone))
-    return found if found.sites or found.left_alone else Found(left_alone=unread_updates(graph_module))
+    if found.sites or found.left_alone or found.latents:
+        return found
+    return Found(left_alone=unread_updates(graph_module))
 
 
 def written_twice(write: Node) -> str:
@@ -86,31 +93,27 @@ class Update:
     new: Node
 
 
-def match_site(attention: Node, before: Found, held: frozenset[str], masks: ReadMask) -> Site:
+def match_site(attention: Node, form: Form, before: Found, held: frozenset[str], masks: ReadMask) -> Site:
     """The site behind those that were found `before`."""
-    form = match_form(attention)
-    keys, values, latents = as_cached(form)
+    keys, values = as_cached(form)
     if (keys.past is None) != (values.past is None):
         raise NoMatch("its keys and its values have different pasts")
     check_mask(form, (keys.node, values.node))
     for update in (keys, values):
         check_owned(update, attention, held)
-    check_shapes(form, keys, values, latents, value_of(attention))
+    check_shapes(form, keys, values, value_of(attention))
     tokens = value_of(form.q).shape[2]
     if keys.past is not None and form.mask is None and (form.causal or not statically_known_true(tokens == 1)):
         raise NoMatch("its new tokens see each other by no mask that is known (bidirectional attention?)")
     mask, padding = carried_mask(form, before.padding, masks)
     heads, head_dim = value_of(keys.new).shape[1::2]
-    if latents is not None:
-        head_dim = (latents.rank + latents.rope) // 2
-    frequencies = frequencies_of(keys.new, int(head_dim)) if latents is None else None
+    frequencies = frequencies_of(keys.new, int(head_dim))
     return Site(
         len(before.sites), attention, form.q, keys.new, values.new, keys.node, values.node, keys.past, values.past,
         mask, padding, form.sinks, form.scale, form.softcap,
         heads=int(heads), query_heads=int(value_of(form.q).shape[1]), head_dim=int(head_dim),
         frequencies=frequencies,
         biased_keys=frequencies is not None and has_bias(keys.new),
-        latents=latents,
     )  # fmt: skip
 
 
@@ -132,15 +135,11 @@ def carried_mask(form: Form, known: str | None, masks: ReadMask) -> tuple[Node |
     return form.mask, None
 
 
-def as_cached(form: Form) -> tuple[Update, Update, Latents | None]:
-    """The cache updates that an attention's keys and values are, or that its latents and their RoPE parts are."""
-    found = match_latents(form)
-    if found is not None:
-        latents, ropes, how = found
-        return match_update(latents), match_update(ropes), how
+def as_cached(form: Form) -> tuple[Update, Update]:
+    """The cache updates that an attention's keys and values are."""
     for part in (form.keys, form.values):
         check_read_as_cached(part)
-    return match_update(form.keys), match_update(form.values), None
+    return match_update(form.keys), match_update(form.values)
 
 
 def check_read_as_cached(part: Node) -> None:
@@ -256,11 +255,10 @@ def check_mask(form: Form, updates: tuple[Node, Node]) -> None:
         raise NoMatch("its mask is computed from the keys or values that its cache keeps", by_model=True)
 
 
-def check_shapes(form: Form, keys: Update, values: Update, latents: Latents | None, out: torch.Tensor) -> None:
-    """One head size, one dtype, whole query groups, as many new keys as queries. Latents have sizes of their own."""
+def check_shapes(form: Form, keys: Update, values: Update, out: torch.Tensor) -> None:
+    """One head size, one dtype, whole query groups, as many new keys as queries."""
     q, k, v = (value_of(node) for node in (form.q, keys.new, values.new))
-    width = k.shape[3] if latents is None else latents.nope + latents.rope
-    if q.dim() != 4 or (latents is None and k.shape != v.shape) or q.shape[3] != width:
+    if q.dim() != 4 or k.shape != v.shape or q.shape[3] != k.shape[3]:
         raise NoMatch(
             f"queries, keys and values have unlike shapes: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,6 @@ def own_rules(graph_module: GraphModule) -> int:
         elif is_addmm_of_rows(node):
             bias, rows, weight = node.args
             node.target, node.args = rows_times_transposed, (rows, weight, bias)
-        elif node.target is heads_times:
-            node.target = heads_times_lanes
         elif node.target in PRODUCTS and not node.kwargs and all(value_of(x).dim() > 1 for x in node.args):
             node.op, node.target = "call_function", product
         elif (name := collective_name(node)) is not None:
@@ -104,21 +102,6 @@ class Rows(LaneRule):
         # An expert's weights, chosen by what a lane's token is.
         out = matmul(x, lanes_first(weight, in_dims[1], rank).mT)
         return out if bias is None else out + lanes_first(bias, in_dims[2], rank), 0
-
-
-class Heads(LaneRule):
-    """x [B, H, T, n] · a weight [H, n, m] of each head; the lanes of x are so many more tokens."""
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return heads_times(x, weight)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor) -> tuple[Tensor, int | None]:
-        if in_dims[0] is None:
-            return heads_times(x, weight), None
-        rows = x.movedim(in_dims[0], 2)
-        return heads_times(rows.flatten(2, 3), weight).unflatten(2, rows.shape[2:4]), 2
 
 
 class Product(LaneRule):
@@ -234,17 +217,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     flat = (factor.expand(*batch, *factor.shape[-2:]).reshape(-1, *factor.shape[-2:]) for factor in (a, b))
     return torch.bmm(*flat).view(*batch, a.shape[-2], b.shape[-1])
-
-
-def heads_times(x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.bmm) -> Tensor:
-    """x [B, H, T, n] · weight [H, n, m], which is read once for all rows; → [B, H, T, m]."""
-    batch, heads, tokens, channels = x.shape
-    rows = x.transpose(0, 1).reshape(heads, batch * tokens, channels)
-    return product(rows, weight).view(heads, batch, tokens, weight.shape[2]).transpose(0, 1)
-
-
-def heads_times_lanes(x: Tensor, weight: Tensor) -> Tensor:
-    return Heads.apply(x, weight)
 
 
 def rows_times(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

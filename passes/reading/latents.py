@@ -1,4 +1,4 @@
-"""Latent attention (DeepSeek-V2, arXiv 2405.04434): its cache, and how keys and values are made of that."""
+"""Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values that are a projection of cached latents."""
 
 from __future__ import annotations
 
@@ -20,30 +20,42 @@ SPLITS = (torch.functional.split, torch.split, "split")
 
 @dataclass(frozen=True)
 class Latents:
-    """How a site's keys and values are made of what the cache keeps.
+    """An attention whose keys and values are a projection of latents.
 
-    keys, values: what the attention reads, [B, Hq, n, nope + rope] and [B, Hq, n, v].
-    weight: [Hq · (nope + v), rank], which makes a latent into each head's key, without its RoPE part, and value.
+    attention: its node; q [B, Hq, T, nope + rope]; mask and scale as in `Form`.
+    latents: [B, 1, n, rank].
+    ropes: [B, 1, n, rope], the part of the keys that all heads share.
+    weight: [Hq · (nope + v), rank], which projects a latent to each head's key, without its RoPE part, and value.
     nope: channels of a key without RoPE.
-    rank: channels of a latent, which the cache keeps as keys [B, 1, n, rank].
-    rope: channels that all heads' keys share, which the cache keeps as values [B, 1, n, rope].
+    causal: SDPA applies its own causal mask.
     """
 
-    keys: Node
-    values: Node
+    attention: Node
+    q: Node
+    latents: Node
+    ropes: Node
     weight: Node
     nope: int
-    rank: int
-    rope: int
+    mask: Node | None
+    scale: float
+    causal: bool
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has one new token, known when the graph is compiled."""
+        tokens = value_of(self.q).shape[2]
+        return isinstance(tokens, int) and tokens == 1 and not self.causal
 
 
-def match_latents(form: Form) -> tuple[Node, Node, Latents] | None:
-    """The cached latents, the cached RoPE parts, and how keys and values are made of both; None where they are not.
+def match_latents(attention: Node, form: Form) -> Latents | None:
+    """The latents that keys and values are a projection of; None for any other attention.
 
     both = linear(latents, weight).view(B, n, Hq, nope + v).transpose(1, 2)
     nope, values = split(both, [nope, v], -1)
     keys = cat([nope, ropes.expand(-1, Hq, -1, -1)], -1)
     """
+    if form.sinks is not None or form.softcap is not None or form.scaled_mask:
+        return None
     if form.keys.target is not torch.cat or argument(form.keys, 1, "dim") not in (-1, 3):
         return None
     parts = form.keys.args[0]
@@ -63,10 +75,10 @@ def match_latents(form: Form) -> tuple[Node, Node, Latents] | None:
     latents, weight = argument(linear, 0, "input"), argument(linear, 1, "weight")
     check(linear, latents, weight, ropes)
     heads, width = (int(value_of(both).shape[dim]) for dim in (1, 3))
-    sizes = [int(value_of(part).shape[-1]) for part in (nope, form.values, latents, ropes)]
-    if sizes[0] + sizes[1] != width or value_of(weight).shape != (heads * width, sizes[2]):
+    channels, outputs, rank = (int(value_of(part).shape[-1]) for part in (nope, form.values, latents))
+    if channels + outputs != width or value_of(weight).shape != (heads * width, rank):
         return None
-    return latents, ropes, Latents(form.keys, form.values, weight, sizes[0], sizes[2], sizes[3])
+    return Latents(attention, form.q, latents, ropes, weight, channels, form.mask, form.scale, form.causal)
 
 
 def projection_of(both: Node) -> Node | None:
@@ -79,12 +91,14 @@ def projection_of(both: Node) -> Node | None:
 
 
 def check(linear: Node, latents: Node, weight: Node, ropes: Node) -> None:
-    """NoMatch where the projection is no plain matrix, or the cached row is no pair of halves."""
+    """NoMatch where the projection is no plain matrix, or several heads have latents of their own."""
     value = value_of(weight)
     if argument(linear, 2, "bias") is not None or not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         raise NoMatch(
             "the projection of its latents is not one plain matrix (a bias, quantised weights, an adapter)", True
         )
     shapes = [tuple(value_of(node).shape) for node in (latents, ropes)]
-    if any(len(shape) != 4 or shape[1] != 1 for shape in shapes) or (shapes[0][3] + shapes[1][3]) % 2:
-        raise NoMatch(f"its latents and their RoPE parts, {shapes[0]} and {shapes[1]}, are not halves of one row", True)
+    if any(len(shape) != 4 or shape[1] != 1 for shape in shapes):
+        raise NoMatch(
+            f"its latents and their RoPE parts, {shapes[0]} and {shapes[1]}, are not shared by all heads", True
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch.fx import Node
 
@@ -20,8 +20,7 @@ class Site:
     """One attention in a graph, with the nodes that a rewrite needs.
 
     q: [B, Hq, T, d].
-    k, v: [B, H, T, d], the new pairs; of latent attention the new latents and their RoPE parts, and behind the pass
-        `absorb` both the whole row.
+    k, v: [B, H, T, d], the new pairs.
     cat_k, cat_v: the cache update.
     past_k, past_v: the held placeholders, None in a prefill.
     mask: [B|1, Hq|1, T|1, n + T]; None where causality and padding say it all.
@@ -29,8 +28,6 @@ class Site:
     sinks: [Hq], or None.
     frequencies: the name of the input [h] that RoPE turns the keys by; None where none was found.
     biased_keys: a bias was added to the keys before.
-    latents: how keys and values are made of what the cache keeps, which then is a row of rank + rope numbers: one
-        head's pair of halves, of head_dim channels each. None where the cache keeps keys and values.
     """
 
     number: int
@@ -52,7 +49,6 @@ class Site:
     head_dim: int
     frequencies: str | None = None
     biased_keys: bool = False
-    latents: Latents | None = None
 
     @property
     def turned_by(self) -> str | None:
@@ -61,14 +57,8 @@ class Site:
 
     def moved(self, to: Mapping[Node, Node]) -> Site:
         """The same site in a copy of its graph."""
-        latents = None if self.latents is None else replace(self.latents, **moved_nodes(self.latents, to))
-        return replace(self, latents=latents, **moved_nodes(self, to))
-
-
-def moved_nodes(of: Site | Latents, to: Mapping[Node, Node]) -> dict[str, Any]:
-    """The fields of a site, or of latents, that are nodes: those nodes in a copy of their graph."""
-    values = {declared.name: getattr(of, declared.name) for declared in fields(of)}
-    return {name: to[node] for name, node in values.items() if isinstance(node, Node)}
+        values = {declared.name: getattr(self, declared.name) for declared in fields(self)}
+        return replace(self, **{name: to[node] for name, node in values.items() if isinstance(node, Node)})
 
 
 @dataclass(frozen=True)
@@ -87,10 +77,14 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Found:
-    """What `find_attention` reads in a graph."""
+    """What `find_attention` reads in a graph.
+
+    latents: latent attentions, which keep Hugging Face's cache.
+    """
 
     sites: tuple[Site, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
+    latents: tuple[Latents, ...] = ()
 
     @property
     def padding(self) -> str | None:

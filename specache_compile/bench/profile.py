@@ -24,7 +24,7 @@ PYTHON, GAPS, OTHERS, KERNELS = "Python", "gaps", "other ops", "Inductor's kerne
 # The lines of the table, and the ops of each: this package's, without `_fused`, and torch's.
 LINES = {
     "linear layers": (
-        "few_rows", "few_rows_each", "few_rows_by_heads", "linear", "mm", "addmm", "bmm", "_linear_pointwise",
+        "few_rows", "few_rows_each", "linear", "mm", "addmm", "bmm", "_linear_pointwise",
     ),
     "low-bit scores": ("score_low_bit",),
     "choice": ("select_topk",),

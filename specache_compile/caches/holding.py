@@ -31,7 +31,7 @@ Pairs = tuple[Tensor, Tensor]
 # Models' names for a bias of the keys' projection, and for RoPE's frequencies.
 KEY_BIAS = re.compile(r"(k_proj|key|qkv|kv|c_attn)\w*(\.base_layer)?\.bias$")
 FREQUENCIES = re.compile(r"(^|\.)inv_freq$")
-# The projection of latent attention: its cache has latents as keys, and their RoPE parts as values.
+# The projection of latent attention: its cache stays Hugging Face's own.
 LATENTS = re.compile(r"(^|\.)kv_b_proj\.")
 
 
@@ -39,7 +39,8 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     """Convert a plain DynamicCache, keys and values [B, H, n, d] that the same weights have made (by the uncompiled
     model, in another process, or as a prefix that many prompts share), into one that the compiled `model` continues.
 
-    attention_mask [B, n]: where rows are padded. `cache` is not changed.
+    attention_mask [B, n]: where rows are padded. `cache` is not changed. A compiled model with latent attention reads
+    Hugging Face's own cache: its `cache` comes back as a copy.
 
     SpecacheError where the backend has not compiled the model or the model is on several ranks, where the cache is held
     already, where a layer is not a DynamicLayer or differs from the others in length or device, and where the method
@@ -49,6 +50,8 @@ def hold(cache: DynamicCache, model: torch.nn.Module, attention_mask: Tensor | N
     reason = reason_not_to_hold(options)
     if reason is not None:
         raise not_to_be_held(reason)
+    if has_latents(model):
+        return copy.deepcopy(cache)
     frequencies = frequencies_of(model)
     return taken_over(cache, model, options, attention_mask, lambda step, pairs: step.fill(pairs, frequencies))
 
@@ -108,12 +111,10 @@ def reason_of_shapes(
         return "it is empty"
     if not sites:
         return "option exact_layers names all of its layers"
-    (first, _), latent = pairs[0], has_latents(model)
+    first, _ = pairs[0]
     devices = {weight.device for weight in model.parameters()}
     for number, (keys, values) in enumerate(pairs):
-        if latent and (keys.shape[1] != 1 or (keys.shape[3] + values.shape[3]) % 2):
-            return f"the latents of its layer {number} are {tuple(keys.shape)} and {tuple(values.shape)}"
-        if keys.shape[: 3 if latent else 4] != values.shape[: 3 if latent else 4] or keys.dtype != values.dtype:
+        if keys.shape != values.shape or keys.dtype != values.dtype:
             return f"the keys of its layer {number} are {tuple(keys.shape)}, its values {tuple(values.shape)}"
         if (keys.shape[0], keys.shape[2]) != (first.shape[0], first.shape[2]):
             return f"its layer {number} has rows or tokens that its layer 0 has not"
@@ -135,14 +136,10 @@ def session_for(
     biased = frequencies_of(model) is not None and any(
         KEY_BIAS.search(name) for name, _ in decoder_of(model).named_parameters()
     )
-    latent = has_latents(model)
     layers = [
-        LayerShape(
-            keys.shape[1], (keys.shape[3] + values.shape[3]) // 2, keys.dtype, keys.device, site, biased and not latent,
-            rank=keys.shape[3] if latent else 0,
-        )
-        for site, (keys, values) in enumerate(pairs)
-    ]  # fmt: skip
+        LayerShape(keys.shape[1], keys.shape[3], keys.dtype, keys.device, site, biased)
+        for site, (keys, _) in enumerate(pairs)
+    ]
     batch, _, tokens, _ = pairs[0][0].shape
     session = Session(options, layers, batch, tokens)
     is_of(session, model)
@@ -171,6 +168,7 @@ def masks_are_padding(model: torch.nn.Module) -> bool:
 
 
 def has_latents(model: torch.nn.Module) -> bool:
+    """Whether a model has latent attention, by its weights' names."""
     return any(LATENTS.search(name) for name, _ in model.named_parameters())
 
 

@@ -67,7 +67,7 @@ def refusal(error: SpecacheError) -> Callable[..., Any]:
 
 def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
-    if captured.sites or captured.left_alone:
+    if captured.is_recognised:
         free_sizes(captured.placeholders, captured.fakes, example_inputs)
     if captured.left_alone:
         record_of(example_inputs).warn_once(left_alone_text(captured.left_alone, len(captured.sites)))
@@ -90,7 +90,9 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     as_they_are = not captured.held and not any(isinstance(value, DTensor) for value in example_inputs)
 
     def left_as_it_is(*arguments: Any) -> Any:
-        record_of(arguments).calls += 1
+        record = record_of(arguments)
+        record.calls += 1
+        record.absorbed = max(record.absorbed, len(captured.absorbed))
         return lowered(*(arguments if as_they_are else taken(arguments)))
 
     return left_as_it_is

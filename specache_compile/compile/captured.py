@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.cursor import CURSOR_SIZE
 from specache_compile.kernels.state.segments import SEGMENT
-from specache_compile.methods import METHODS
 from specache_compile.methods.field import Field, LayerShape
 from specache_compile.options import MethodOptions
+from specache_compile.passes.absorb import absorb
 from specache_compile.passes.phase import DECODE, EXTEND, PREFILL, Phase
 from specache_compile.passes.pipeline import ESSENTIAL
 from specache_compile.passes.reading.find_attention import find_attention
@@ -46,6 +46,7 @@ class Captured:
     pasts: positions of each site's cached keys and values.
     frequencies: position of the argument that each site's keys are `turned_by`; None where there is none.
     rope_switch: of the model's RoPE; None where its frequencies are constant.
+    absorbed: latent attentions that read Hugging Face's cache of latents as it is.
     """
 
     graph_module: GraphModule
@@ -60,6 +61,7 @@ class Captured:
     frequencies: tuple[int | None, ...]
     symbols: SymbolReader
     rope_switch: RopeSwitch | None = None
+    absorbed: tuple[Node, ...] = ()
     # The graph's own sizes, by what they count.
     sizes: dict[str, torch.SymInt] = field(default_factory=dict)
 
@@ -81,6 +83,11 @@ class Captured:
         return self.found.left_alone
 
     @property
+    def is_recognised(self) -> bool:
+        """Whether an attention was found in it."""
+        return bool(self.sites or self.left_alone or self.found.latents)
+
+    @property
     def fake_mode(self) -> Any:
         return next((fake.fake_mode for fake in self.fakes if isinstance(fake, FakeTensor)), None)
 
@@ -89,12 +96,9 @@ class Captured:
         """The KV heads of each site."""
         keys = [value_of(site.k) for site in self.sites]
         return [
-            LayerShape(
-                site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys,
-                rank=0 if site.latents is None else site.latents.rank,
-            )
+            LayerShape(site.heads, site.head_dim, k.dtype, k.device, site.number, site.biased_keys)
             for site, k in zip(self.sites, keys, strict=True)
-        ]  # fmt: skip
+        ]
 
     @property
     def batch(self) -> Any:
@@ -171,8 +175,9 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         names = frozenset(placeholders[i].name for i in held)
         found = find_attention(graph_module, names, frozenset(options.exact_layers))
         found = without(found, functools.partial(misfit, options))
+        absorbed = absorb(graph_module, found.latents)
     else:
-        found = Found(left_alone=(LeftAlone("every site", reason),))
+        found, absorbed = Found(left_alone=(LeftAlone("every site", reason),)), ()
     sites = found.sites
     pasts = [node for site in sites for node in (site.past_k, site.past_v) if node is not None]
     if pasts and len(pasts) != 2 * len(sites):
@@ -186,7 +191,7 @@ def capture(graph_module: GraphModule, options: MethodOptions, mode: str | None)
         padding=named.get(found.padding or ""),
         pasts=tuple((index[s.past_k], index[s.past_v]) for s in sites if s.past_k is not None and s.past_v is not None),
         frequencies=tuple(named.get(site.turned_by or "") for site in sites),
-        symbols=SymbolReader(fakes), rope_switch=switch_of_traced(),
+        symbols=SymbolReader(fakes), rope_switch=switch_of_traced(), absorbed=absorbed,
     )  # fmt: skip
 
 
@@ -204,16 +209,14 @@ def without(found: Found, misfit: Callable[[Site], str | None]) -> Found:
     kept = (site for site, reason in told if reason is None)
     left_alone = (LeftAlone(site.attention.name, reason, by_model=True) for site, reason in told if reason is not None)
     return Found(
-        tuple(replace(site, number=number) for number, site in enumerate(kept)), (*found.left_alone, *left_alone)
+        tuple(replace(site, number=number) for number, site in enumerate(kept)),
+        (*found.left_alone, *left_alone),
+        found.latents,
     )
 
 
 def misfit(options: MethodOptions, site: Site) -> str | None:
-    """Why a method, or a device, cannot keep what a site needs."""
-    if site.latents is not None and value_of(site.k).is_cuda:
-        return "latent attention is rewritten on a CPU alone: no kernel for a GPU reads its rows yet"
-    if site.latents is not None and not METHODS[options.method].takes_latents:
-        return f"method {options.method!r} tells keys from values, and a latent is both: take specache, kivi or full"
+    """Why a method cannot keep what a site needs."""
     layout = getattr(options, "layout", None)
     ahead = layout is not None and layout.is_quantised and selects(options)
     if ahead and site.mask is not None and follows(site.mask):

@@ -157,7 +157,7 @@ def count_layers(model: Any, given: Mapping[str, Tensor], options: Mapping[str, 
 
     batch, length = given["input_ids"].shape
     explained = explain(plain(model), length, batch, options)
-    if not explained.sites:
+    if not explained.sites and not explained.absorbed:
         reasons = "; ".join(sorted({item.reason for item in explained.left_alone})) or "it has no attention"
         raise SpecacheError(f"nothing of this model is rewritten, so nothing can be at fault: {reasons}")
-    return len(explained.sites) + len(explained.left_alone)
+    return len(explained.sites) + len(explained.absorbed) + len(explained.left_alone)

@@ -117,10 +117,10 @@ def explain(
         weights = sum(parameter.nbytes for parameter in twin.parameters())
     if not captured:
         raise SpecacheError(f"explain captured no graph of {type(twin).__name__}: {reason(twin)}")
-    captured = [graph for graph in captured if graph.sites or graph.left_alone]
+    captured = [graph for graph in captured if graph.is_recognised]
     name = getattr(config, "_name_or_path", "") or type(config).__name__
     layers = next((graph.layers for graph in captured if graph.sites), [])
-    for layer in (layer for layer in layers[:1] if not layer.rank):
+    for layer in layers[:1]:
         check_part(whole, config, layer.head_dim)
     parsed = within_memory(parsed, layers, batch_size, prompt_length)
     check_memory(parsed, layers, batch_size, prompt_length)
@@ -145,6 +145,7 @@ def explanation_of(
         batch_size=batch_size,
         sites=tuple(site_rows(newest)) if newest is not None else (),
         left_alone=tuple(left_alone_rows(newest)) if newest is not None else (),
+        absorbed=tuple(absorbed_layers(newest)) if newest is not None else (),
         traces={trace.phase: trace for made in rewrites for trace in made.traces},
         graphs=modules,
         layers=tuple(graphs[0].layers) if graphs else (),
@@ -158,11 +159,17 @@ def site_rows(graph: Captured) -> list[SiteRow]:
     layers = layers_of(graph.graph_module)
     return [
         SiteRow(
-            s.number, layers[s.attention], s.query_heads, s.heads, shape.row, s.mask is not None, s.softcap,
+            s.number, layers[s.attention], s.query_heads, s.heads, shape.head_dim, s.mask is not None, s.softcap,
             s.sinks is not None,
         )
         for s, shape in zip(graph.sites, graph.layers, strict=True)
     ]  # fmt: skip
+
+
+def absorbed_layers(graph: Captured) -> list[str]:
+    """The layer's number in the model of each latent attention that is absorbed."""
+    layers = layers_of(graph.graph_module)
+    return [layers[node] for node in graph.absorbed]
 
 
 def left_alone_rows(graph: Captured) -> list[LeftAlone]:

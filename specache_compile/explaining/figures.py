@@ -77,6 +77,7 @@ class Figures:
 
     reuse, corrected: see `explain`; None: as `load` assumes.
     longest: the model's max_position_embeddings; None where its config has none.
+    absorbed: the model's layers whose latent attention is absorbed, over Hugging Face's own cache.
     command: the command line that explains the same; "" where Python asked.
     """
 
@@ -100,6 +101,7 @@ class Figures:
     ranks: int = 1
     longest: int | None = None
     command: str = ""
+    absorbed: tuple[str, ...] = ()
 
     @functools.cached_property
     def bytes_by_tier(self) -> dict[str, int]:

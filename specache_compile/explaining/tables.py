@@ -17,6 +17,7 @@ from .times.step_time import ComputedStep, Span, StepRow
 
 COMPUTED = "computed, not measured"
 WIDTH = 100
+ABSORBED = "latent attention, absorbed and exact; Hugging Face's own cache, nothing is compressed"
 
 
 def size(count: float) -> str:
@@ -64,11 +65,14 @@ def title(e: Figures) -> str:
 
 def attentions(e: Figures) -> str:
     """How many of the attentions are rewritten, and the reasons for the rest."""
-    every, lanes = len(e.sites) + len(e.left_alone), f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
-    lines = [f"{len(e.sites)} of {every} attentions rewritten" + (f", {lanes} in decode" if e.sites else "")]
+    rewritten = len(e.sites) + len(e.absorbed)
+    every, lanes = rewritten + len(e.left_alone), f"{e.lanes} lane{'s' if e.lanes > 1 else ''}"
+    lines = [f"{rewritten} of {every} attentions rewritten" + (f", {lanes} in decode" if e.sites else "")]
     shapes = ((site.model_layer, (site.query_heads, site.heads, site.head_dim)) for site in e.sites)
     for layers, heads, kv_heads, width in grouped(shapes):
         lines.append(f"  layers {layers}: {heads} query heads, {kv_heads} KV heads of {width}")
+    if e.absorbed:
+        lines.append(f"  layers {spans(e.absorbed)}: {ABSORBED}")
     reasons: dict[str, list[str]] = {}
     for item in e.left_alone:
         reasons.setdefault(item.reason, []).append(item.node.split(":")[0].removeprefix("layer "))
@@ -239,6 +243,7 @@ def as_dict(e: Figures) -> dict[str, Any]:
         "lanes": e.lanes,
         "sites": [asdict(site) for site in e.sites],
         "left_alone": [asdict(item) for item in e.left_alone],
+        "absorbed": list(e.absorbed),
         "passes": {phase: [asdict(r) for r in trace.reports] for phase, trace in e.traces.items()},
         "hashes": e.hashes,
         "memory": {

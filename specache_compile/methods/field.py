@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specache_compile.passes.reading.sites import Part
-
 # The state tensors of one layer, by their fields' names.
 LayerState = dict[str, Tensor]
 
@@ -23,8 +21,6 @@ class LayerShape:
     head_dim: d, channels of a key, and of a value.
     number: the site's.
     biased_keys: a bias is added to the keys before RoPE.
-    rank: channels of a latent, of latent attention; 0 elsewhere. A token's row of 2·d numbers, latent and RoPE part, is
-        kept as the halves of one head's pair.
     """
 
     heads: int
@@ -33,23 +29,8 @@ class LayerShape:
     device: torch.device
     number: int = 0
     biased_keys: bool = False
-    rank: int = 0
-
-    @property
-    def row(self) -> int:
-        """Channels that keys' codes are of: a key's, or those of a whole row of latent attention."""
-        return 2 * self.head_dim if self.rank else self.head_dim
-
-    def channels(self, part: Part) -> int:
-        """Channels of what Hugging Face's cache has as keys, or as values: of latents, or of their RoPE parts."""
-        if not self.rank:
-            return self.head_dim
-        return self.rank if part == "keys" else self.row - self.rank
 
     def __str__(self) -> str:
-        if self.rank:
-            rope = self.channels("values")
-            return f"latents of {self.rank} + {rope} channels, {self.dtype}, on {self.device}"
         return f"{self.heads} KV heads of {self.head_dim} channels, {self.dtype}, on {self.device}"
 
 

@@ -223,7 +223,7 @@ class LowBitOptions(DraftOptions):
 
     def center_rows(self, layer: LayerShape) -> int:
         """Of the center of a layer's keys (`kernels/state/center.py`); 0: they have none."""
-        if layer.rank or not self.layout.is_quantised:
+        if not self.layout.is_quantised:
             return 0
         asked = self.center == "always" or (self.center == "auto" and layer.biased_keys)
         return center.ROWS if asked else center.STEPPED if self.has_key_trellis else 0
@@ -271,22 +271,16 @@ def check_head_dim(layout: Layout, head_dim: int) -> None:
     """OptionError where heads of this size cannot be stored so."""
     if layout.is_rotated and head_dim % 2:
         raise OptionError(f"option rotate: head_dim {head_dim} is odd, and no block of it can be rotated; rotate=False")
-    fewest = layout.key_bits if layout.has_rows else min(layout.key_bits, layout.value_bits)
+    fewest = min(layout.key_bits, layout.value_bits)
     if layout.is_quantised and head_dim * fewest % 8:
         raise OptionError(
             f"option bits: head_dim {head_dim} fills no whole bytes at {fewest} bit; take more bits, or 16"
         )
 
 
-def layout_at(options: LowBitOptions, layer: LayerShape) -> tuple[Layout, int]:
-    """A layer's layout, and the channels that its codes are of: of latent attention a whole row's."""
-    return options.layout.of_rows if layer.rank else options.layout, layer.row
-
-
 def codes_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
-    layout, width = layout_at(options, layer)
-    check_head_dim(layout, width)
-    return (batch, layer.heads, capacity, sum(layout.widths(width)))
+    check_head_dim(options.layout, layer.head_dim)
+    return (batch, layer.heads, capacity, sum(options.layout.widths(layer.head_dim)))
 
 
 def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
@@ -296,14 +290,14 @@ def codes_dtype(options: LowBitOptions, layer: LayerShape) -> torch.dtype:
 def key_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each channel over a group of tokens; in the trellis code a scale of each key."""
     groups = capacity // options.group_size if options.layout.is_quantised else 0
-    if options.has_key_trellis and not layer.rank:
+    if options.has_key_trellis:
         return (batch, layer.heads, groups, 1, options.group_size)
-    return (batch, layer.heads, groups, 2, layer.row)
+    return (batch, layer.heads, groups, 2, layer.head_dim)
 
 
 def value_params_shape(options: LowBitOptions, layer: LayerShape, batch: int, capacity: int) -> tuple[int, ...]:
     """Scale and zero of each token over a group of channels; in the trellis code a scale."""
-    tokens = capacity if options.layout.is_quantised and not layer.rank else 0
+    tokens = capacity if options.layout.is_quantised else 0
     if options.has_trellis:
         return (batch, layer.heads, tokens, 1, 1)
     return (batch, layer.heads, tokens, 2, layer.head_dim // value_group(layer.head_dim, options.group_size))

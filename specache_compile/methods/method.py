@@ -20,7 +20,6 @@ class Method:
     fields: the state tensors of a layer; where layers differ, `fields_at` tells which of them one has.
     recipe: (options, site's number) → the ops there.
     rows_differ: whether rows of a cache may have tokens of their own number.
-    takes_latents: whether it can keep rows that are keys and values at once, as latent attention has them.
     defaults: (the options that were given) → those that others of them get, in place of their declared defaults.
     """
 
@@ -30,7 +29,6 @@ class Method:
     recipe: Callable[[Any, int], Recipe]
     fields_at: Callable[[Any, LayerShape], tuple[Field, ...]] | None = None
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: {}
-    takes_latents: bool = True
     rows_differ: bool = False
 
     @property

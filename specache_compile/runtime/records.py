@@ -106,6 +106,7 @@ class ModelRecord:
     latest: the statistics of its session; None where no rewritten graph has run.
     calls: graphs of this backend that ran, rewritten or not.
     unused: why none did, where `generate` found that out.
+    absorbed: latent attentions that read Hugging Face's own cache, in a graph without held layers.
     warned: the warnings about this model so far.
     """
 
@@ -113,6 +114,7 @@ class ModelRecord:
     latest: Statistics | None = None
     calls: int = 0
     unused: str | None = None
+    absorbed: int = 0
     warned: set[str] = field(default_factory=set)
 
     def begin_generation(self) -> None:

@@ -382,15 +382,15 @@ class Session:
         shape = self.layers[site]
         held = HeldTensor(
             self.anchors[site],
-            (self.tiers.batch, shape.heads, self.length, shape.channels(part)),
+            (self.tiers.batch, shape.heads, self.length, shape.head_dim),
             Handle(self, self.version, site, part),
         )
         torch._dynamo.maybe_mark_dynamic(held, (0, 2))
         return held
 
     def plain(self, site: int, part: Part) -> Tensor:
-        """A plain copy of one site's keys or values [B, H, n, d], as they are held where all pairs are; a row's are the
-        last, behind zeros."""
+        """A plain copy of one site's keys or values [B, H, n, d], as they are held where all pairs are, zeros in front
+        of shorter rows."""
         self.drain()
         layer = self.layers[site]
         whole = next((field.name for field in fields_of(self.options, layer) if field.has_all_pairs), None)
@@ -399,11 +399,7 @@ class Session:
         if whole is None:
             raise evicted(self.options.method)
         found = decoded(self.columns(self.tiers.pairs(site, whole)), layer.dtype, layer.head_dim)
-        if layer.rank:
-            found = found.flatten(3).split([layer.channels(name) for name in PARTS], -1)[PARTS.index(part)]
-        else:
-            found = found[:, :, :, PARTS.index(part)]
-        return found.to(layer.device, copy=True)
+        return found[:, :, :, PARTS.index(part)].to(layer.device, copy=True)
 
     def columns(self, pairs: Tensor | Pages) -> Tensor:
         """A tier's pairs [B, H, n, 2, d] as Hugging Face counts them."""

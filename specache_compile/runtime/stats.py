@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specache_compile.errors import SpecacheError
 
-from .records import Verified, find_record
+from .records import ModelRecord, Verified, find_record
 from .state import device_total
 
 
@@ -113,13 +113,13 @@ def shown(name: str, value: object) -> str:
 
 
 def stats(model: torch.nn.Module) -> Stats:
-    """Statistics of the model's newest cache; SpecacheError where the backend has rewritten nothing of it yet.
+    """Statistics of the model's newest cache; SpecacheError where the backend has held none.
 
     Where graph breaks leave the steps in parts, each with layers of its own, they are the last part's.
     """
     record = find_record(model)
     if record is None or record.latest is None:
-        raise no_statistics(None if record is None else record.unused)
+        raise no_statistics(record)
     latest = record.latest
     latest.queue.settle()
     tier = latest.bytes_by_tier
@@ -170,9 +170,16 @@ def pairs(counts: Sequence[Tensor], pair_bytes: Sequence[int]) -> int:
     return sum(int(count) // size for count, size in zip(counts, pair_bytes, strict=True))
 
 
-def no_statistics(unused: str | None) -> SpecacheError:
-    if unused is not None:
-        return SpecacheError(f"the newest generation ran no compiled graph, so there are no statistics: {unused}")
+def no_statistics(record: ModelRecord | None) -> SpecacheError:
+    if record is not None and record.unused is not None:
+        return SpecacheError(
+            f"the newest generation ran no compiled graph, so there are no statistics: {record.unused}"
+        )
+    if record is not None and record.absorbed:
+        return SpecacheError(
+            f"{record.absorbed} latent attentions of this model are rewritten (absorbed) and exact. They read Hugging "
+            "Face's own cache: nothing is compressed, so there are no statistics of tiers"
+        )
     return SpecacheError(
         "this model has run no graph that specache rewrote: compile it with backend='specache' and generate first"
     )

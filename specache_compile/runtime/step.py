@@ -294,8 +294,6 @@ class Step:
         with self.filling() as states:
             for site, (keys, values) in enumerate(pairs):
                 state = states[site]
-                if session.layers[site].rank:
-                    keys, values = torch.cat([keys, values], -1).chunk(2, -1)
                 new = (keys.contiguous(), values.contiguous(), padding, session.cursor)
                 for call in METHODS[session.options.method].recipe(session.options, site).stores:
                     turned = [frequencies] if call.turned and state[call.turned].shape[2] else []

@@ -85,7 +85,7 @@ def test_passes_are_dumped_before_and_after(
     assert all(files == expected for files in phases.values())
     decode = next(folder for folder in tmp_path.iterdir() if folder.name.endswith(".decode"))
     assert "scaled_dot_product_attention" in (decode / "00_captured.py").read_text()
-    assert "specache.decode_attention" in (decode / "03_rewrite_attention.py").read_text()
+    assert "specache.decode_attention" in (decode / "02_rewrite_attention.py").read_text()
 
 
 def test_passes_leave_structured_traces_for_tlparse(llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_passes_leave_structured_traces_for_tlparse(llama: LlamaForCausalLM, mon
     monkeypatch.setattr(pipeline, "trace_structured", record)
     greedy(compile_copy(llama), prompt(40), 3)
     names = [name for name, _ in seen]
-    assert any(name.endswith("decode_03_rewrite_attention") for name in names)
+    assert any(name.endswith("decode_02_rewrite_attention") for name in names)
     assert all("def forward" in payload for _, payload in seen)
 
 

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from conftest import prompt, tiny_llama
 from families import FAMILIES, Family
 from specache_compile.compat import cache_of, with_cache
+from specache_compile.compile import captured
 from specache_compile.methods import every_method
+from specache_compile.passes.absorb import absorb
+from specache_compile.passes.reading.latents import Latents
+from specache_compile.passes.reading.nodes import value_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.one_process]
 
@@ -105,6 +110,21 @@ def test_16_bits_are_as_far_from_float32_as_on_the_cpu(dtype: torch.dtype) -> No
     exact = logits(model, options, "cpu", 1)
     ours, theirs = (logits(copy.deepcopy(model).to(dtype), options, device, 1) for device in ("cuda", "cpu"))
     assert (ours - exact).abs().max() < 2 * (theirs - exact).abs().max()
+
+
+def test_latent_attention_is_absorbed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt and steps of a padded batch; each device absorbs the projection in its decode graph."""
+    devices = set()
+
+    def noted(graph_module: GraphModule, latents: tuple[Latents, ...]) -> tuple[Node, ...]:
+        made = absorb(graph_module, latents)
+        devices.update(value_of(node).device.type for node in made)
+        return made
+
+    monkeypatch.setattr(captured, "absorb", noted)
+    family = next(family for family in FAMILIES if family.name == "deepseek_v3").one_layer
+    check(family.model(), SMALL, 3)
+    assert devices == {"cpu", "cuda"}
 
 
 # What the simulated device lacks, and a real one has.

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from specache_compile.kernels.attention.definition import BLOCK
-from specache_compile.kernels.attention.latents import BLOCK as LATENT_BLOCK
-from specache_compile.kernels.attention.latents import makes_keys
 from specache_compile.kernels.op import registered
 from specache_compile.kernels.state.stored_tiers import StoredTiers
 
@@ -37,8 +35,7 @@ def op(request: pytest.FixtureRequest) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes of one decode step: `length` cached tokens, the newest R..R+g-1 of them in the recent tier. rows: keys are
-    values too, as latent attention has them."""
+    """Shapes of one decode step: `length` cached tokens, the newest R..R+g-1 of them in the recent tier."""
 
     length: int = 200
     lanes: int = 2
@@ -48,7 +45,6 @@ class Case:
     head_dim: int = 16
     bits: int = 2
     value_bits: int | None = None
-    rows: bool = False
     rotate: bool = False
     trellis: bool = False
     key_trellis: bool = False
@@ -113,8 +109,6 @@ def make_step(case: Case, seed: int = 0) -> Step:
     low_bit = case.low_bit(n)
     cursor = torch.tensor([[n, low_bit, case.low_bit(n + 1), 0]]).repeat(case.batch, 1)
     truth = normal(*rows, n, 2, d)
-    if case.rows:
-        truth[..., 1, :] = truth[..., 0, :]
     keys, values = truth.double().unbind(3)
 
     capacity = 256 * (n // 256 + 1)
@@ -182,8 +176,6 @@ def make_step(case: Case, seed: int = 0) -> Step:
                 sink_pairs[b, :, place] = truth[b, :, token]
                 stored_keys[b, :, token], stored_values[b, :, token] = keys[b, :, token], values[b, :, token]
 
-    if case.rows:
-        codes, stored_values = codes[..., : codes.shape[-1] // 2].contiguous(), stored_keys.clone()
     unfetched_keys = torch.cat([stored_keys, keys[:, :, low_bit:]], 2)
     slots = torch.full((*rows, case.top_k, 2, d), math.nan, dtype=case.dtype)
     slot_index = torch.full((*rows, case.top_k), -1, dtype=torch.int32)
@@ -197,17 +189,12 @@ def make_step(case: Case, seed: int = 0) -> Step:
             stored_keys[b, h, fetched], stored_values[b, h, fetched] = keys[b, h, fetched], values[b, h, fetched]
     keys[:, :, :low_bit], values[:, :, :low_bit] = stored_keys, stored_values
 
-    if case.rows:
-        recent, slots, sink_pairs = (
-            pairs[..., 0, :].unflatten(-1, (2, -1)).contiguous() for pairs in (recent, slots, sink_pairs)
-        )
-        value_params = value_params[:, :, :0]
     q, k, v = (normal(case.batch, heads, case.lanes, d) for heads in (case.heads * case.ratio, case.heads, case.heads))
     return Step(
         case,
         q=q,
         k=k,
-        v=k if case.rows else v,
+        v=v,
         mask=make_mask(case.mask, case.batch, case.heads * case.ratio, case.lanes, n, 1, generator),
         sinks=normal(case.heads * case.ratio) if case.sinks else None,
         cursor=cursor,
@@ -416,13 +403,6 @@ def test_keys_in_a_trellis_behind_a_stepped_center(
 @pytest.mark.parametrize("center", [False, True])
 def test_keys_in_a_trellis_behind_a_center(op: str, center: bool) -> None:
     check(op, Case(head_dim=64, bits=1, key_trellis=True, center=center, rotate=True, sink_tokens=3))
-
-
-@pytest.mark.parametrize(("bits", "eight"), [(1, True), (2, True), (2, False), (4, True), (8, False), (16, False)])
-@pytest.mark.parametrize("width", [16, 72, 96, 576])
-def test_rows_that_are_keys_and_values_at_once(op: str, width: int, bits: int, eight: bool) -> None:
-    check(op, Case(head_dim=width, bits=bits, rows=True, eight=eight, rotate=bits < 16, heads=1, ratio=3, sink_tokens=5,
-                   mask="padding", length=350))  # fmt: skip
 
 
 @pytest.mark.parametrize("rotate", [False, True])
@@ -713,35 +693,6 @@ def test_extend_rows_that_see_nothing_give_zero() -> None:
     """Left padding makes such rows: padded queries of a chunk see no key."""
     check_extend(100, 4, "nothing is seen")
     check_extend(0, 4, "nothing is seen")
-
-
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-@pytest.mark.parametrize("length", [0, 100, LATENT_BLOCK + 5])
-@pytest.mark.parametrize("mask", ["none", "padding", "padding each lane"])
-def test_extend_over_latents_is_over_the_keys_and_values_that_they_make(mask: str, length: int, tokens: int) -> None:
-    """With 5 new tokens over rows, with 40 over keys and values: the projection has 12 · 24 numbers a head."""
-    heads, nope, rope, outputs, rank, generator = 3, 4, 8, 8, 24, torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    new, past, weight = normal(2, 1, tokens, rank + rope), normal(2, 1, length, rank + rope), normal(36, rank) / 5
-    q, n = normal(2, heads, tokens, nope + rope), length + tokens
-    host = torch.full((2, 1, 256 * (length // 256 + 1), 2, 16), math.nan)
-    host[:, :, :length] = past.unflatten(-1, (2, -1))
-    causal = torch.ones(tokens, n, dtype=torch.bool).tril(length)
-    given = make_mask(mask, 2, heads, tokens, length, tokens, generator)
-    given = given if given is None or given.shape[2] == 1 else given & causal
-    cursor = torch.tensor([[length, 0, 0, 0]]).repeat(2, 1)
-    rows = torch.cat([past, new], 2).double()
-    both = (rows[..., :rank] @ weight.double().T).view(2, n, heads, nope + outputs).transpose(1, 2)
-    keys = torch.cat([both[..., :nope], rows[..., rank:].expand(-1, heads, -1, -1)], -1)
-    expected, _ = reference(q, keys, both[..., nope:], given, causal, None, None)
-    assert makes_keys(q, new, weight) == (tokens == 40)
-    for op in (torch.ops.specache.extend_latents, torch.ops.specache.extend_latents_fused):
-        out = op(q, new, new, given, None, cursor, host, weight, 12**-0.5, None)
-        assert out.is_contiguous(), "as its fake is"
-        torch.testing.assert_close(out.double(), expected, **CLOSE)
 
 
 # Measure: the hit rate against the true attention

@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, symbolic_trace
+from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.two_tensor import TwoTensor
 
 from conftest import greedy, prompt, tiny_llama
 from specache_compile.lowering import lower
-from specache_compile.lowering.few_rows import few_rows, few_rows_by_heads, few_rows_op_by_op, is_linear, is_plain
-from specache_compile.passes.reading.lane_rules import heads_times
+from specache_compile.lowering.few_rows import few_rows, few_rows_op_by_op, is_linear, is_plain
 
 pytestmark = pytest.mark.pairwise
 
@@ -35,24 +34,6 @@ def test_each_row_times_the_weight(dtype: torch.dtype, rows: int, channels: int,
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
     size = x.double().abs() @ weight.double().abs().T + 1.0
     assert out.dtype == dtype
-    assert ((out.double() - exact).abs() <= TOLERANCE[dtype] * exact.abs() + 1e-6 * size).all()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("rows", "channels", "outputs"), [(1, 128, 512), (2, 64, 5), (3, 40, 1), (4, 1, 9)])
-@pytest.mark.parametrize("stored", ["by output", "by input", "by head last"])
-def test_each_heads_rows_times_a_part_of_a_weight(
-    dtype: torch.dtype, rows: int, channels: int, outputs: int, stored: str
-) -> None:
-    torch.manual_seed(rows)
-    if stored == "by output":
-        weight = torch.randn(3, 7 + outputs, channels)[:, 7:].mT.to(dtype)
-    else:
-        weight = torch.randn(3, 7 + channels, outputs)[:, 7:].to(dtype)
-    weight = weight.permute(1, 2, 0).contiguous().permute(2, 0, 1) if stored == "by head last" else weight
-    x = torch.randn(3, rows, channels).to(dtype)
-    out = torch.ops.specache.few_rows_by_heads_fused(x, weight)
-    exact, size = x.double() @ weight.double(), x.double().abs() @ weight.double().abs() + 1.0
     assert ((out.double() - exact).abs() <= TOLERANCE[dtype] * exact.abs() + 1e-6 * size).all()
 
 
@@ -115,24 +96,6 @@ def test_linear_layers_of_a_graph_as_dynamo_captured_it(
     replace = few_rows if compiled else few_rows_op_by_op
     assert replace(graph) == (0 if compiled and shape[0] > 1 else replaced)
     torch.testing.assert_close(graph(*given), run(*given), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "dtype", "replaced"), [(1, torch.bfloat16, 1), (1, torch.float32, 0), (5, torch.bfloat16, 0)]
-)
-@pytest.mark.parametrize("widened", [False, True])
-def test_products_by_heads_in_16_bits(widened: bool, tokens: int, dtype: torch.dtype, replaced: int) -> None:
-    x, weight = torch.randn(1, 3, tokens, 8).to(dtype), torch.randn(3, 8, 4).to(dtype)
-    if widened:
-        module = make_fx(lambda x, weight: heads_times(x, weight))(x, weight)
-    else:
-        graph = Graph()
-        graph.output(graph.call_function(heads_times, (graph.placeholder("x"), graph.placeholder("weight"))))
-        module = GraphModule({}, graph)
-        FakeTensorProp(module).propagate(x, weight)
-    assert few_rows_by_heads(module) == replaced
-    module.recompile()
-    torch.testing.assert_close(module(x, weight), heads_times(x, weight), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("widened", [False, True])

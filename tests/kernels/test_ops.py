@@ -155,20 +155,11 @@ def scored_inputs(i: Inputs) -> tuple[Any, ...]:
     return (i.q, i.k, i.v, i.mask(1), i.sinks, i.cursor, *kept, *tiers_of(i), i.scale, i.case.softcap)
 
 
-def latent_inputs(i: Inputs) -> tuple[Any, ...]:
-    """Rows of 2·d numbers, of which 8 are the RoPE part."""
-    d, heads = i.case.head_dim, i.q.shape[1]
-    row, weight = i.normal(i.case.batch, 1, i.case.lanes, 2 * d), i.normal(heads * (d - 8 + 4), 2 * d - 8)
-    step = (i.q, row, row.clone(), i.mask(i.case.lanes), i.sinks, i.cursor, i.host[:, :1].contiguous(), weight)
-    return (*step, i.scale, i.case.softcap)
-
-
 GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "few_rows": lambda i: (i.q[0, 0], i.new_k[0, 0], None if i.case.mask else i.new_k[0, 0, 0, :1].clone()),
     "few_rows_each": lambda i: (
         i.q[0, 0], [i.new_k[0, 0], i.new_k[-1, -1]], [None if i.case.mask else i.new_k[0, 0, 0, :1].clone(), None]
     ),
-    "few_rows_by_heads": lambda i: (i.q[0, :, :1], i.new_k[0, :1].expand(i.q.shape[1], 1, -1).mT.contiguous()),
     "decode_attention": decode_inputs,
     "score_low_bit": score_inputs,
     "correct": lambda i: (i.lane_scores, i.cursor, i.host, i.slots, i.slot_index, i.corrected),
@@ -176,7 +167,6 @@ GENERATORS: dict[str, Callable[[Inputs], tuple[Any, ...]]] = {
     "extend_attention": lambda i: (
         i.q, i.k, i.v, i.mask(i.case.lanes), i.sinks, i.cursor, i.host, i.scale, i.case.softcap,
     ),
-    "extend_latents": latent_inputs,
     "append": lambda i: (
         i.new_k, i.new_v, i.padding(), i.cursor, i.recent, i.codes, i.key_params, i.value_params, i.center,
         i.sink_pairs, i.sink_index, *i.layout, "midpoint", i.frequencies if i.case.center else None,

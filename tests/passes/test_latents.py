@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from transformers import DynamicCache
 
 import specache_compile as sc
-from conftest import LOSSLESS, greedy, prompt
-from families import FAMILIES
-from graphs import BATCH, PAST, GraphBuilder, found, plan_for, text
+from conftest import greedy, prompt
+from families import FAMILIES, Family
+from graphs import BATCH, PAST, GraphBuilder, found, text
 from specache_compile.compat import with_cache
-from specache_compile.compile.captured import misfit
-from specache_compile.methods import every_method, parse_options
-from specache_compile.passes.absorb import absorb
-from specache_compile.passes.own_cache import own_cache
-from specache_compile.passes.phase import DECODE, EXTEND, PREFILL
+from specache_compile.passes.absorb import absorb, softmax
 from specache_compile.passes.reading.joined_copies import joined_copies
-from specache_compile.passes.reading.lane_rules import heads_times, heads_times_lanes
-from specache_compile.runtime.held import HeldTensor
 from specache_compile.runtime.records import find_record
-from specache_compile.runtime.session import session_of
 
 RANK, ROPE, NOPE, VALUE, QUERY_HEADS = 6, 4, 4, 8, 2
-MODEL = next(family for family in FAMILIES if family.name == "deepseek_v3")
+LATENT = [family for family in FAMILIES if family.absorbed]
+TWO_LAYERS = next(family for family in LATENT if family.name == "deepseek_v3")
+MODEL = TWO_LAYERS.one_layer
 
 
 def latent_graph(past: int) -> tuple[GraphBuilder, GraphModule]:
@@ -68,60 +60,66 @@ def latent_graph(past: int) -> tuple[GraphBuilder, GraphModule]:
 class TestSnapshots(expecttest.TestCase):
     def test_absorb(self) -> None:
         builder, graph_module = latent_graph(PAST)
-        plan = plan_for(builder, DECODE, graph_module)
-        own_cache(graph_module, plan)
-        absorb(graph_module, plan)
-        graph_module.graph.eliminate_dead_code()
+        read = found(builder, graph_module)
+        assert not read.sites
+        assert not read.left_alone
+        assert len(absorb(graph_module, read.latents)) == 1
         self.assertExpectedInline(
             text(graph_module),
             """\
 cat = cat([past_latent, latent])
 cat_1 = cat([past_rope, rope])
-key_half = key_half(weight, 2, 4)
-value_half = value_half(weight, 2, 4)
-channels = channels(q, 0, 4)
-channels_1 = channels(q, 4, None)
-heads_times = heads_times(channels, key_half)
-cat_3 = cat([heads_times, channels_1], -1)
-cat_4 = cat([cat, cat_1], -1)
-over_rows = over_rows(cat_3, cat_4, None, 0.25)
-channels_2 = channels(over_rows, 0, 6)
-heads_times_1 = heads_times(channels_2, value_half)
-return (heads_times_1, None, None)
+unflatten = unflatten(weight, 0, (2, 12))
+narrow = narrow(unflatten, 1, 0, 4)
+narrow_1 = narrow(unflatten, 1, 4, 8)
+narrow_2 = narrow(q, 3, 0, 4)
+narrow_3 = narrow(q, 3, 4, 4)
+squeeze = squeeze(cat, 1)
+squeeze_1 = squeeze(cat_1, 1)
+einsum = einsum(bhtn,hnr->bhtr, narrow_2, narrow)
+einsum_1 = einsum(bhtr,bsr->bhts, einsum, squeeze)
+einsum_2 = einsum(bhtr,bsr->bhts, narrow_3, squeeze_1)
+add = add(einsum_1, einsum_2)
+softmax = softmax(add, None, 0.25)
+einsum_3 = einsum(bhts,bsr->bhtr, softmax, squeeze)
+einsum_4 = einsum(bhtr,hvr->bhtv, einsum_3, narrow_1)
+return (einsum_4, cat, cat_1)
 """,
         )
 
-    def test_a_prefill_keeps_its_keys(self) -> None:
-        builder, graph_module = latent_graph(0)
-        plan = plan_for(builder, PREFILL, graph_module)
-        own_cache(graph_module, plan)
-        absorb(graph_module, plan)
-        (site,) = plan.sites
-        assert site.attention.target is F.scaled_dot_product_attention
-        assert site.k is site.v
-        assert site.k.args == ([node("latent", graph_module), node("rope", graph_module)], -1)
 
-
-def test_a_gpu_keeps_them_as_hugging_face_does_with_that_reason() -> None:
+def test_an_absorbed_step_computes_what_the_attention_computes() -> None:
+    """In double precision, but for the softmax."""
     builder, graph_module = latent_graph(PAST)
-    (site,) = plan_for(builder, DECODE, graph_module).sites
-    with FakeTensorMode():
-        site.k.meta["example_value"] = torch.empty(BATCH, 1, 1, RANK, device="cuda")
-    assert "rewritten on a CPU alone" in str(misfit(parse_options({}), site))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(node.meta["example_value"].shape, generator=generator, dtype=torch.float64)
+        for node in graph_module.graph.find_nodes(op="placeholder")
+    ]
+    graph_module.recompile()
+    expected = graph_module(*inputs)
+    absorb(graph_module, found(builder, graph_module).latents)
+    for ours, theirs in zip(graph_module(*inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_an_extend_hands_the_projection_to_its_op() -> None:
+def test_several_new_tokens_keep_hugging_faces_form() -> None:
     builder, graph_module = latent_graph(PAST)
-    plan = plan_for(builder, EXTEND, graph_module)
-    own_cache(graph_module, plan)
-    absorb(graph_module, plan)
-    (site,) = plan.sites
-    assert site.k is site.v
-    assert site.attention.target is F.scaled_dot_product_attention, "until `rewrite_attention`"
+    (latents,) = found(builder, graph_module).latents
+    latents.q.meta["example_value"] = builder.value(BATCH, QUERY_HEADS, 2, NOPE + ROPE)
+    before = text(graph_module)
+    assert absorb(graph_module, (latents,)) == ()
+    assert text(graph_module) == before
 
 
-def node(name: str, graph_module: GraphModule) -> Node:
-    return next(node for node in graph_module.graph.nodes if node.name == name)
+def test_a_softmax_hides_by_truth_values_and_by_numbers() -> None:
+    scores, mask = torch.randn(2, 3, 1, 5), torch.tensor([True, False, True, True, False]).expand(2, 1, 1, 5)
+    expected = torch.softmax((2 * scores)[..., mask[0, 0, 0]], -1)
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    for given in (mask, added):
+        weights = softmax(scores, given, 2.0)
+        torch.testing.assert_close(weights[..., mask[0, 0, 0]], expected)
+        assert not weights[..., ~mask[0, 0, 0]].any()
 
 
 def filled_by_copies(scaled_meanwhile: bool) -> GraphModule:
@@ -168,133 +166,90 @@ def test_keys_of_two_parts_that_are_no_latents_are_told_and_no_crash() -> None:
     assert len(found(builder, builder.finish(out)).left_alone) == 1
 
 
-@pytest.mark.parametrize("x_dim", [0, 1, 3])
-def test_a_product_by_heads_under_vmap(x_dim: int) -> None:
-    """Each lane's is the product alone."""
-    x, weight = torch.randn(3, 2, 4, 1, 5), torch.randn(4, 5, 6)
-    expected = torch.stack([torch.einsum("bhtn,hnm->bhtm", lane, weight) for lane in x])
-    out = torch.vmap(heads_times_lanes, (x_dim, None))(x.movedim(0, x_dim), weight)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(heads_times(x[0], weight), expected[0])
-
-
-def compiled(**options: Any) -> Any:
-    model = MODEL.model()
-    model.compile(backend="specache", options={"lowering": "eager", **(options or LOSSLESS)})
+def compiled(family: Family = MODEL, **options: Any) -> Any:
+    model = family.model()
+    model.compile(backend="specache", options={"lowering": "eager", **options})
     return model
 
 
-def test_the_cache_has_hugging_faces_bytes_and_comes_back_bit_for_bit() -> None:
+@pytest.mark.quick_for("deepseek_v2", "deepseek_v32")
+@pytest.mark.parametrize("family", LATENT, ids=[family.name for family in LATENT])
+@torch.no_grad()
+def test_turns_of_a_padded_batch_give_the_uncompiled_models_logits(family: Family) -> None:
+    """A prompt, steps, a second turn, and steps again; the second row has padding in front."""
+    family = family.one_layer
+    model, plain = compiled(family), family.model()
+    caches = [DynamicCache(config=plain.config) for _ in range(2)]
+    mask, token = torch.ones(2, 0, dtype=torch.int64), prompt(40, 2)
+    for new in (token, None, None, prompt(5, 2, seed=3), None, None):
+        token = token if new is None else new
+        mask = torch.cat([mask, mask.new_ones(token.shape)], 1)
+        mask[1, :13] = 0
+        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -token.shape[1] :]
+        ours, theirs = (
+            one(token, attention_mask=mask, position_ids=places, **with_cache(cache), use_cache=True).logits[:, -1]
+            for one, cache in zip((model, plain), caches, strict=True)
+        )
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+        token = theirs.argmax(-1, keepdim=True)
+    assert find_record(model).absorbed == family.absorbed
+
+
+def test_the_cache_is_hugging_faces_own() -> None:
     ids, plain, cache = prompt(90), DynamicCache(), DynamicCache()
-    model = compiled(method="full")
+    model = compiled()
     with torch.no_grad():
-        MODEL.model()(ids, **with_cache(plain), use_cache=True)
-        model(ids, **with_cache(cache), use_cache=True)
-    whole = sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in plain.layers)  # 16 bits
-    session = session_of(cache)
-    assert session is not None
-    assert isinstance(cache.layers[0].keys, HeldTensor)
-    assert session.statistics.full_cache_bytes == whole
-    for ours, theirs in zip(sc.materialize(cache).layers, plain.layers, strict=True):
+        for one, kept in ((MODEL.model(), plain), (model, cache)):
+            one(ids, **with_cache(kept), use_cache=True)
+            one(ids[:, :1], **with_cache(kept), use_cache=True)
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        assert type(ours.keys) is torch.Tensor
         torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
 
 
-def test_a_plain_cache_is_taken_over_and_saved(tmp_path: Path) -> None:
-    """A second turn behind a cache that the uncompiled model filled, saved and loaded, says what that model does."""
+def test_hold_copies_a_cache_of_latents() -> None:
     ids, plain = prompt(90), DynamicCache()
     with torch.no_grad():
         MODEL.model()(ids[:, :-1], **with_cache(plain), use_cache=True)
     model = compiled()
-    greedy(model, ids, 2)
-    sc.save(sc.hold(plain, model), tmp_path)
-    out = model.generate(ids, **with_cache(sc.load(tmp_path, model)), max_new_tokens=12, do_sample=False)
-    assert torch.equal(out, greedy(MODEL.model(), ids, 12))
+    held = sc.hold(plain, model)
+    out = model.generate(ids, **with_cache(held), max_new_tokens=6, do_sample=False)
+    assert torch.equal(out, greedy(MODEL.model(), ids, 6))
+    assert plain.get_seq_length() == 89
+    assert held.get_seq_length() == 95
 
 
-def test_crops_and_forks_go_on_as_the_uncompiled_model_does() -> None:
-    ids, model = prompt(120), compiled()
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(ids, **with_cache(cache), use_cache=True)
-    fork = copy.deepcopy(cache)
-    cache.crop(70 - 120)
-    for held, before in ((cache, 70), (fork, 120)):
-        again = torch.cat([ids[:, :before], prompt(9)], 1)
-        out = model.generate(again, **with_cache(held), max_new_tokens=6, do_sample=False)
-        assert torch.equal(out, greedy(MODEL.model(), again, 6))
+def test_what_is_compressed_is_reported_as_nothing() -> None:
+    model = compiled()
+    greedy(model, prompt(40), 3)
+    with pytest.raises(sc.SpecacheError, match=r"rewritten \(absorbed\) and exact.*nothing is compressed"):
+        sc.stats(model)
+    explained = sc.explain(MODEL.model(), 300)
+    assert explained.absorbed == ("0",)
+    assert "1 of 1 attentions rewritten" in str(explained)
+    assert "absorbed and exact; Hugging Face's own cache, nothing is compressed" in str(explained)
 
 
-def test_an_indexers_mask_is_followed_where_each_token_chooses_its_own_pairs() -> None:
-    family = next(family for family in FAMILIES if family.name == "deepseek_v32")
-    model, ids = family.model(), prompt(120)
-    options = {"bits": 1, "top_k": 1024, "host_bits": 16, "group_size": 32, "residual_length": 32, "lowering": "eager"}
-    model.compile(backend="specache", options=options)
-    assert torch.equal(greedy(model, ids, 12), greedy(family.model(), ids, 12))
-    (graph, *_) = find_record(model).graphs
-    assert len(graph.captured.sites) == 2
+def test_a_projection_with_an_adapter_stays_as_it_is_with_that_reason() -> None:
+    """A bias on the projection stands for whatever is no plain matrix."""
+    builder, graph_module = latent_graph(PAST)
+    (linear,) = graph_module.graph.find_nodes(op="call_function", target=F.linear)
+    with graph_module.graph.inserting_before(linear):
+        linear.args = (*linear.args, builder.input("bias", QUERY_HEADS * (NOPE + VALUE)))
+    (left,) = found(builder, graph_module).left_alone
+    assert "not one plain matrix" in left.reason
 
 
-@pytest.mark.quick_for("kcache")
-@pytest.mark.parametrize("method", [name for name, method in every_method().items() if not method.takes_latents])
-def test_what_tells_keys_from_values_stays_exact_with_that_reason(method: str) -> None:
-    model = compiled(method=method)
-    with pytest.warns(sc.SpecacheWarning, match="a latent is both"):
-        out = greedy(model, prompt(40), 4)
-    assert torch.equal(out, greedy(MODEL.model(), prompt(40), 4))
+@pytest.mark.parametrize("options", [{"method": "full"}, {"verify": "auto"}], ids=str)
+def test_options_of_tiers_change_no_token(options: dict[str, Any]) -> None:
+    """With latents of an odd number of channels."""
+    family = replace(MODEL, settings={**MODEL.settings, "kv_lora_rank": 31})
+    model = compiled(family, **options)
+    assert torch.equal(greedy(model, prompt(40), 4), greedy(family.model(), prompt(40), 4))
 
 
-def test_fp8_keeps_rows_too() -> None:
-    """A step's logits are off by no more than e4m3's three bits of mantissa make of them, and not by nothing."""
-    ids, cache, model = prompt(120), DynamicCache(), compiled(method="fp8")
-    with torch.no_grad():
-        expected = MODEL.model()(ids).logits[:, -1]
-        model(ids[:, :-9], **with_cache(cache), use_cache=True)
-        model(ids[:, -9:-1], **with_cache(cache), use_cache=True)
-        logits = model(ids[:, -1:], **with_cache(cache), use_cache=True).logits[:, -1]
-    assert isinstance(cache.layers[0].keys, HeldTensor)
-    assert 1e-3 < float((logits - expected).norm() / expected.norm()) < 0.3
-
-
-def of_width(rank: int, rope: int, **options: Any) -> tuple[Any, Any]:
-    """A model whose rows have rank + rope channels, rotated and with every pair fetched; and the uncompiled one."""
-    family = replace(MODEL, settings={**MODEL.settings, "kv_lora_rank": rank, "qk_rope_head_dim": rope})
-    model = family.model()
-    given = {"rotate": True, "top_k": 256, "host_bits": 16, "group_size": 32, "residual_length": 32, **options}
-    model.compile(backend="specache", options={"lowering": "eager", **given})
-    return model, family.model()
-
-
-def test_rows_of_34_channels_are_rotated_in_blocks_of_two() -> None:
-    ids, (model, plain) = prompt(90), of_width(30, 4, bits=4)
-    assert torch.equal(greedy(model, ids, 6), greedy(plain, ids, 6))
-    assert find_record(model).graphs
-
-
-def test_rows_that_fill_no_whole_bytes_are_refused() -> None:
-    model, _ = of_width(30, 4, bits=1)
-    with pytest.raises(sc.SpecacheError, match="34 fills no whole bytes at 1 bit"):
-        greedy(model, prompt(90), 2)
-
-
-def test_rows_that_have_no_halves_stay_exact_with_that_reason() -> None:
-    ids, (model, plain) = prompt(90), of_width(31, 4)
-    with pytest.warns(sc.SpecacheWarning, match="are not halves of one row"):
-        assert torch.equal(greedy(model, ids, 4), greedy(plain, ids, 4))
-
-
-@pytest.mark.slow
-def test_more_bits_of_a_row_are_nearer_and_with_every_pair_fetched_nothing_is_lost() -> None:
-    ids = prompt(200)
-    with torch.no_grad():
-        expected = MODEL.model()(ids).logits[:, -1]
-
-    def distance(bits: float, top_k: int) -> float:
-        model, cache = compiled(bits=bits, top_k=top_k, host_bits=16, group_size=32, residual_length=32), DynamicCache()
-        with torch.no_grad():
-            model(ids[:, :-1], **with_cache(cache), use_cache=True)
-            logits = model(ids[:, -1:], **with_cache(cache), use_cache=True).logits[:, -1]
-        return float((logits - expected).norm())
-
-    distances = [distance(bits, 8) for bits in (1, 8)]
-    assert distances == sorted(distances, reverse=True)
-    assert distance(1, 256) < 1e-3 < distances[-1]
+def test_an_exact_layer_keeps_hugging_faces_form() -> None:
+    model = compiled(TWO_LAYERS, exact_layers=(0,))
+    with pytest.warns(sc.SpecacheWarning, match="left 1 exact.*exact_layers lists attention 0"):
+        assert torch.equal(greedy(model, prompt(40), 4), greedy(TWO_LAYERS.model(), prompt(40), 4))
+    assert find_record(model).absorbed == 1

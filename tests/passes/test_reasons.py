@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specache_compile as sc
@@ -14,6 +15,8 @@ from conftest import LOSSLESS, greedy, prompt
 from families import COMMON, FAMILIES, Family
 from graphs import BATCH, DIM, HEADS, PAST, GraphBuilder, attention, found
 from specache_compile.compat import cache_of, with_cache
+from specache_compile.compile.captured import misfit
+from specache_compile.methods import parse_options
 from specache_compile.passes import speculate
 from specache_compile.passes.reading.attention_forms import NoMatch, match_form
 from specache_compile.runtime.records import find_record
@@ -154,3 +157,16 @@ def test_one_lane_is_told_once_with_its_reason() -> None:
     assert "one token at a time" in message
     assert "no token ids come in" in message
     assert find_record(model) is not None
+
+
+def test_a_mask_that_chooses_pairs_by_what_the_token_is_needs_pairs_of_the_token_itself() -> None:
+    """An indexer adds its choice to the mask: pairs that the token before chose would be others."""
+    builder = GraphBuilder()
+    out, keys, values = attention(builder, 0, 1, PAST)
+    hidden, weight = builder.input("hidden", BATCH, 1, 1, DIM), builder.input("weight", PAST + 1, DIM)
+    with builder.graph.inserting_before(out):
+        mask = builder.call(F.linear, (BATCH, 1, 1, PAST + 1), hidden, weight)
+    out.kwargs = {**out.kwargs, "attn_mask": mask}
+    (site,) = found(builder, builder.finish(out, keys, values)).sites
+    assert "(an indexer)" in str(misfit(parse_options({"bits": 1, "correct": "never"}), site))
+    assert misfit(parse_options({"bits": 16}), site) is None

@@ -73,6 +73,7 @@ def assert_same_generation(model: Any, plain: Any, ours: dict[str, Any] | None =
 def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None:
     record = find_record(model)
     graphs = record.graphs if record else []
+    assert (record.absorbed if record else 0) == family.absorbed
     for graph in graphs:
         assert (len(graph.captured.sites), len(graph.captured.left_alone)) == (family.rewritten, family.exact)
     assert {graph.phase for graph in graphs} == (set(phases) if family.rewritten else set())

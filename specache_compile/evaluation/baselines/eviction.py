@@ -263,7 +263,7 @@ def eviction(policy: str) -> Method:
         return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
     options = RandomOptions if policy == "random" else EvictionOptions
-    return Method(policy, options, FIELDS, recipe, takes_latents=False)
+    return Method(policy, options, FIELDS, recipe)
 
 
 METHODS = tuple(eviction(policy) for policy in POLICIES)

@@ -101,4 +101,4 @@ def recipe(options: ExpectedAttentionOptions, site: int) -> Recipe:
     return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
 
-METHOD = Method("expected_attention", ExpectedAttentionOptions, FIELDS, recipe, takes_latents=False)
+METHOD = Method("expected_attention", ExpectedAttentionOptions, FIELDS, recipe)

@@ -137,4 +137,4 @@ def recipe(options: KCacheOptions, site: int) -> Recipe:
     )
 
 
-METHOD = Method("kcache", KCacheOptions, (HOST, DEVICE_KEYS, full.FULL_CACHE), recipe, fields_at, takes_latents=False)
+METHOD = Method("kcache", KCacheOptions, (HOST, DEVICE_KEYS, full.FULL_CACHE), recipe, fields_at)

@@ -207,4 +207,4 @@ def recipe(options: KVzipOptions, site: int) -> Recipe:
     return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
 
-METHOD = Method("kvzip", KVzipOptions, FIELDS, recipe, takes_latents=False)
+METHOD = Method("kvzip", KVzipOptions, FIELDS, recipe)

@@ -89,4 +89,4 @@ def recipe(options: SnapKVOptions, site: int) -> Recipe:
     return Recipe(dict.fromkeys(("prefill", "extend", "decode"), attend), ())
 
 
-METHOD = Method("snapkv", SnapKVOptions, FIELDS, recipe, takes_latents=False)
+METHOD = Method("snapkv", SnapKVOptions, FIELDS, recipe)

@@ -124,7 +124,7 @@ def instructions(call: Call, part: str) -> float:
         return 0.0
     options, layer = call.load.options, call.load.layers[call.site]
     each = (2 if part == "whole" else 1) * INSTRUCTIONS[part][min(call.lanes, 2) - 1]
-    if part != "values" and options.has_key_trellis and not layer.rank:
+    if part != "values" and options.has_key_trellis:
         each += OF_KEY_TRELLIS
     elif part != "values" and options.param_dtype(layer.dtype) != layer.dtype:
         each += OF_SMALL_PARAMS
