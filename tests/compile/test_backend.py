@@ -58,7 +58,7 @@ def test_a_bad_option_reaches_the_person_through_torch_compile(
         greedy(compile_copy(llama, **options), prompt(5), 2)
 
 
-@pytest.mark.quick_for("speculate", "prefetch", "overlap")
+@pytest.mark.quick_for("prefetch")
 @pytest.mark.parametrize("name", PASS_NAMES)
 def test_every_pass_can_be_switched_off(llama: LlamaForCausalLM, name: str) -> None:
     """Without an essential pass nothing is rewritten; without another the tokens are still right at 16 bits."""
@@ -147,6 +147,7 @@ def test_a_held_cache_under_gradients_is_refused(llama: LlamaForCausalLM) -> Non
         twin(prompt(1), **with_cache(cache))
 
 
+@pytest.mark.quick_for("sdpa")
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str) -> None:
     """Not inside Dynamo's BackendCompilerFailed; afterwards the cache goes on as if it had not been asked."""
@@ -165,6 +166,7 @@ def test_a_refusal_comes_as_it_is_in_every_call_and_costs_nothing(attention: str
         torch.testing.assert_close(twin(prompt(1), **with_cache(cache)).logits, expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.quick_for("inference_mode")
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_no_grad_and_inference_mode(llama: LlamaForCausalLM, context: Any) -> None:
     twin = compile_copy(llama)

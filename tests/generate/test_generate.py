@@ -32,7 +32,7 @@ def uncompiled(length: int, tokens: int) -> torch.Tensor:
     return greedy(tiny_llama(), prompt(length), tokens)
 
 
-@pytest.mark.quick_for("settings0", "settings3")
+@pytest.mark.quick_for("settings0")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"bits": 2, "group_size": 64}, {"bits": 16, "top_k": 0}, {"bits": 16, "top_k": 8}, {"speculate": False}],
@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_for_200_tokens(llama: LlamaForCausalLM, settings: d
     assert torch.equal(greedy(twin, prompt(75), 200), uncompiled(75, 200))
 
 
-@pytest.mark.quick_for("1", "32", "63", "257")
+@pytest.mark.quick_for("1", "63", "257")
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 96, 257, 300])
 def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, length: int) -> None:
     """And on until tokens have left the recent tier (64)."""
@@ -51,12 +51,14 @@ def test_prompts_of_any_length(llama: LlamaForCausalLM, compiled: LlamaForCausal
     assert torch.equal(greedy(compiled, ids, new), greedy(llama, ids, new))
 
 
+@pytest.mark.quick_for("7-128")
 @pytest.mark.parametrize(("residual", "group"), [(1, 64), (7, 128), (128, 32)])
 def test_windows_of_any_size(llama: LlamaForCausalLM, residual: int, group: int) -> None:
     twin = compile_copy(llama, residual_length=residual, group_size=group)
     assert torch.equal(greedy(twin, prompt(150), 70), uncompiled(150, 70))
 
 
+@pytest.mark.quick_for("3")
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_batches(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, batch: int) -> None:
     ids = prompt(50, batch)
@@ -71,6 +73,7 @@ def test_sampling_with_a_seed(llama: LlamaForCausalLM, compiled: LlamaForCausalL
     assert torch.equal(sample(compiled), sample(llama))
 
 
+@pytest.mark.quick_for("beam sampling")
 @pytest.mark.parametrize("do_sample", [False, True], ids=["beam search", "beam sampling"])
 def test_beams(llama: LlamaForCausalLM, compiled: LlamaForCausalLM, do_sample: bool) -> None:
     def beams(model: LlamaForCausalLM) -> torch.Tensor:
@@ -107,6 +110,7 @@ def test_a_left_padded_batch_after_batches_of_other_sizes(llama: LlamaForCausalL
     assert torch.equal(compiled.generate(**inputs, max_new_tokens=20, do_sample=False), expected)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_neighbours(compiled: LlamaForCausalLM) -> None:
     alone = greedy(compiled, prompt(60, 1, seed=11), 40)
     together = greedy(compiled, torch.cat([prompt(60, 2, seed=12), prompt(60, 1, seed=11)]), 40)
@@ -187,7 +191,7 @@ def test_bfloat16_logits_stay_within_rounding(llama: LlamaForCausalLM) -> None:
     assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean()
 
 
-@pytest.mark.quick_for("torch.compile", "model.compile", "forward", "fullgraph")
+@pytest.mark.quick_for("torch.compile", "model.compile")
 @pytest.mark.parametrize("way", ["torch.compile", "model.compile", "forward", "fullgraph", "dynamic", "mode"])
 def test_ways_to_switch_it_on(llama: LlamaForCausalLM, way: str) -> None:
     twin = copy.deepcopy(llama)

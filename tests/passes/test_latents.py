@@ -172,7 +172,7 @@ def compiled(family: Family = MODEL, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.quick_for("deepseek_v2", "deepseek_v32")
+@pytest.mark.quick_for("deepseek_v2")
 @pytest.mark.parametrize("family", LATENT, ids=[family.name for family in LATENT])
 @torch.no_grad()
 def test_turns_of_a_padded_batch_give_the_uncompiled_models_logits(family: Family) -> None:
@@ -248,6 +248,7 @@ def test_options_of_tiers_change_no_token(options: dict[str, Any]) -> None:
     assert torch.equal(greedy(model, prompt(40), 4), greedy(family.model(), prompt(40), 4))
 
 
+@pytest.mark.slow
 def test_an_exact_layer_keeps_hugging_faces_form() -> None:
     model = compiled(TWO_LAYERS, exact_layers=(0,))
     with pytest.warns(sc.SpecacheWarning, match="left 1 exact.*exact_layers lists attention 0"):

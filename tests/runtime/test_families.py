@@ -88,7 +88,7 @@ def assert_rewritten_as_listed(model: Any, family: Family, *phases: str) -> None
 
 
 @pytest.mark.quick_for(
-    "mistral, sliding", "phi", "gptj", "qwen3_5_text"
+    "mistral, sliding", "gptj", "qwen3_5_text"
 )  # fmt: skip
 @pytest.mark.parametrize("family", OTHERS, ids=[family.name for family in OTHERS])
 def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
@@ -102,7 +102,7 @@ def test_tokens_equal_the_uncompiled_models(family: Family) -> None:
     assert_rewritten_as_listed(model, family, "prefill", "decode")
 
 
-@pytest.mark.quick_for("llama 3", "gpt_oss")
+@pytest.mark.quick_for("gpt_oss")
 @pytest.mark.parametrize("name", ["llama 3", "llama, eager attention", "gemma2", "gpt_oss"])
 def test_one_lane_gives_the_same_tokens(name: str) -> None:
     """Not widened: only what an attention computes tells families apart."""
@@ -178,7 +178,7 @@ def test_tokens_equal_over_several_turns(family: Family) -> None:
     assert_rewritten_as_listed(model, family, "prefill", "decode", "extend")
 
 
-@pytest.mark.quick_for("llama 3", "gemma2")
+@pytest.mark.quick_for("llama 3")
 @pytest.mark.parametrize("family", [BY_NAME[name] for name in PADDED], ids=PADDED)
 def test_left_padded_batches(family: Family) -> None:
     """Long enough that a group leaves the recent tier while padded rows decode, at 96 tokens."""
@@ -207,6 +207,7 @@ def test_returned_attention_weights_leave_the_model_exact() -> None:
     assert record is None or record.latest is None
 
 
+@pytest.mark.slow
 def test_a_sliding_mask_over_a_whole_cache_is_rewritten() -> None:
     """A DynamicCache made without a config keeps every token: the window is then a mask, and masks are carried over."""
     family = BY_NAME["mistral, sliding"]
