@@ -98,7 +98,7 @@ def in_new_process(name: str, cache: str, args: argparse.Namespace) -> dict[str,
     """`run_case` in a process of its own, over this folder of caches; of the way KEPT one of traces too."""
     way = "specache" if name == KEPT else name
     command = [sys.executable, __file__, "--case", way, "--layers", str(args.layers), *(["--smoke"] * args.smoke)]
-    traces = f"{cache}/traces" if name == KEPT else "off"
+    traces = f"{cache}/traces" if name == KEPT else ""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "SPECACHE_CACHE": traces}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

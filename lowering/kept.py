@@ -1,56 +1,48 @@
-"""A lowered graph as plain data, and from data again in another process, without a pass and without Inductor.
+"""A lowered graph as data, and a callable from the data in another process, without passes and without Inductor.
 
-    InOrder(regions)       ("in order", the regions' data, each once, and which of them each step calls)
-    a compiled region      ("inductor", AOTAutograd's entry, with the code that Inductor wrote)
-    a graph run by node    ("graph", its nodes, without what was known of their values)
-
-Inductor's data name what it has compiled by a hash, which it finds in its own cache folder, or compiles again.
+A region that Inductor compiled is AOTAutograd's entry, which has Inductor's code and a hash of its machine code.
+Inductor loads the machine code from its cache folder, or compiles it. Other graphs are the source that torch.fx prints.
 """
 
 from __future__ import annotations
 
 import functools
-import io
+import os
 import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from types import BuiltinFunctionType, FunctionType
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import _get_qualified_name, map_aggregate
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from .fold_layers import InOrder, Lowered, Step
 
-# Whether what Inductor compiles from here on is to be kept: it must hold on to what it would forget.
-_to_be_kept = False
+# Types of a node's arguments that torch.fx prints as source which evaluates to the same value.
+PRINTED = (
+    Node, bool, int, float, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
 
 
 class NotKeepable(Exception):
     """Why a lowered graph cannot be data."""
 
 
-def keep_from_here_on(wanted: bool) -> None:
-    global _to_be_kept
-    _to_be_kept = wanted
-
-
-def kept_by_inductor() -> AbstractContextManager[Any]:
-    """Within it, what Inductor compiles can become data, if that was asked for."""
-    return as_data() if _to_be_kept else nullcontext()
-
-
 @contextmanager
-def as_data() -> Iterator[None]:
-    """A graph that calls functions of ours has no key among AOTAutograd's own files, and takes a random number for one.
+def kept_by_inductor() -> Iterator[None]:
+    """A context in which a graph that Inductor compiles can become data, where $SPECACHE_CACHE is set.
 
-    Dynamo gives `random` back the state that a trace found: without a seed of its own, the next graph would draw the
-    same number, and be taken for this one.
+    AOTAutograd cannot hash graphs with custom callables and uses `random()` as the cache key. Dynamo restores the state
+    of `random`, so this reseeds it to avoid equal keys.
     """
+    if not os.environ.get("SPECACHE_CACHE"):
+        yield
+        return
     state = random.getstate()
     random.seed()
     try:
@@ -68,7 +60,7 @@ def data_of(lowered: Lowered) -> tuple[Any, ...]:
         steps = tuple((numbers[step.region], step.inputs, step.outputs, step.dead) for step in lowered.steps)
         return "in order", [data_of(region) for region in regions], steps, lowered.made, lowered.results
     if isinstance(lowered, GraphModule):
-        return "graph", nodes_of(lowered)
+        return "graph", *source_of(lowered)
     entry = getattr(lowered, "serialize", None)
     if entry is None:
         raise NotKeepable(f"{type(lowered).__name__} is neither a graph nor Inductor's")
@@ -76,94 +68,37 @@ def data_of(lowered: Lowered) -> tuple[Any, ...]:
 
 
 def lowered_from(data: Sequence[Any]) -> Lowered:
-    """The callable whose data these are."""
+    """The callable with these data."""
     kind, *rest = data
-    return FROM[kind](*rest)
-
-
-def in_order_from(regions: Sequence[Any], steps: Sequence[Any], made: int, results: Any) -> Lowered:
-    callables = [lowered_from(region) for region in regions]
-    return InOrder(tuple(Step(callables[number], *places) for number, *places in steps), made, results)
-
-
-def nodes_of(graph_module: GraphModule) -> bytes:
-    """A graph's nodes in their order, without what is known of their values."""
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        raise NotKeepable(f"the graph has a constant of its own, {node.target}")
-    nodes = list(graph_module.graph.nodes)
-    data = io.BytesIO()
-    pickler = NodesPickler(data)
-    pickler.numbers = {node: number for number, node in enumerate(nodes)}
-    pickler.dump([(node.op, node.name, node.target, node.args, node.kwargs) for node in nodes])
-    return data.getvalue()
-
-
-def graph_from(nodes: bytes) -> Lowered:
-    graph = Graph()
-    made: list[Node] = []
-    unpickler = NodesUnpickler(io.BytesIO(nodes))
-    for op, name, target, args, kwargs in unpickler.load():
-        given = map_aggregate((args, kwargs), lambda value: made[value.number] if isinstance(value, Place) else value)
-        made.append(graph.create_node(op, target, *given, name=name))
-    return GraphModule(torch.nn.Module(), graph)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A node, by its number among its graph's."""
-
-    number: int
-
-
-class NodesPickler(pickle.Pickler):
-    """Pickles nodes by their numbers, and functions by where they are found."""
-
-    numbers: dict[Node, int]
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Node):
-            return "node", self.numbers[value]
-        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-            return "op", str(value)
-        if isinstance(value, (FunctionType, BuiltinFunctionType)):
-            name = _get_qualified_name(value)
-            if function_named(name) is not value:
-                raise NotKeepable(f"no import leads to {name}")
-            return "function", name
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Tensor)):
-            raise NotKeepable(f"the graph holds a {type(value).__name__}")
-        return None
-
-
-class NodesUnpickler(pickle.Unpickler):
-    def persistent_load(self, found: tuple[str, Any]) -> Any:
-        kind, what = found
-        return Place(what) if kind == "node" else op_named(what) if kind == "op" else function_named(what)
-
-
-def op_named(name: str) -> Any:
-    """aten.add.Tensor → the overload."""
-    value: Any = torch.ops
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def function_named(name: str) -> Any:
-    """torch.nn.functional.linear → the function; None where no import leads to it."""
-    parts = name.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            return functools.reduce(getattr, parts[cut:], import_module(".".join(parts[:cut])))
-        except (ImportError, AttributeError):
-            continue
-    return None
-
-
-def region_from(entry: bytes) -> Lowered:
+    if kind == "in order":
+        regions, steps, made, results = rest
+        callables = [lowered_from(region) for region in regions]
+        return InOrder(tuple(Step(callables[number], *places) for number, *places in steps), made, results)
+    if kind == "graph":
+        return function_from(*rest)
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
-    return deserialize_bundled_cache_entry(pickle.loads(entry))
+    return deserialize_bundled_cache_entry(pickle.loads(rest[0]))
 
 
-FROM: dict[str, Callable[..., Lowered]] = {"in order": in_order_from, "graph": graph_from, "inductor": region_from}
+def source_of(graph_module: GraphModule) -> tuple[str, dict[str, str], bytes]:
+    """The source of a graph's function, the modules among its globals by import path, and the other globals."""
+    for node in graph_module.graph.nodes:
+        map_aggregate((node.args, node.kwargs), check_printed)
+        if node.op in ("get_attr", "call_module"):
+            raise NotKeepable(f"the graph has a constant or module, {node.target}")
+    code = graph_module.graph.python_code("self")
+    modules = {name: value.__name__ for name, value in code.globals.items() if isinstance(value, ModuleType)}
+    others = {name: value for name, value in code.globals.items() if name not in modules}
+    return code.src, modules, pickle.dumps(others)
+
+
+def check_printed(argument: Any) -> None:
+    if type(argument) not in PRINTED:
+        raise NotKeepable(f"the graph holds a {type(argument).__name__}")
+
+
+def function_from(source: str, modules: dict[str, str], others: bytes) -> Lowered:
+    scope = {**{name: import_module(path) for name, path in modules.items()}, **pickle.loads(others)}
+    exec(source, scope)
+    return functools.partial(scope["forward"], None)

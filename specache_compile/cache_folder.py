@@ -1,26 +1,19 @@
-"""$SPECACHE_CACHE: where converted checkpoints and kept traces stand between processes."""
+"""$SPECACHE_CACHE: the folder of converted checkpoints and stored traces."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from platformdirs import user_cache_path
+from huggingface_hub.constants import HF_HOME
 
 VARIABLE = "SPECACHE_CACHE"
-OFF = "off"
 
 
 def cache_folder() -> Path:
-    """$SPECACHE_CACHE, or the platform's folder for caches."""
+    """$SPECACHE_CACHE, or a folder within Hugging Face's own ($HF_HOME)."""
     given = os.environ.get(VARIABLE, "")
-    asked = given and not is_off()
-    found = Path(given).expanduser() if asked else user_cache_path("specache-compile", appauthor=False)
-    if not asked and not found.is_absolute():
-        raise RuntimeError(f"this user has no home folder: say in ${VARIABLE} where files are kept")
+    found = Path(given).expanduser() if given else Path(HF_HOME) / "specache-compile"
+    if not given and not found.is_absolute():
+        raise RuntimeError(f"this user has no home folder: set ${VARIABLE} to a folder")
     return found.absolute()
-
-
-def is_off() -> bool:
-    """Whether no trace is to be kept or taken."""
-    return os.environ.get(VARIABLE, "").lower() == OFF

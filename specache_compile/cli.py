@@ -100,15 +100,6 @@ COMMANDS = {
         "tasks × methods: a table, CSV, JSON and pictures; goes on where it was",
         "command_line.evaluate:add_eval", "evaluation.command:run_eval", recorded=True,
     ),
-    "compile": Command(
-        "trace a checkpoint now, so that later processes need not",
-        "warm.command:add_compile", "warm.command:run_compile", options=True, checkpoint=True,
-        shown=("--prompt-length", "--device", "--bits", "--method", "--verify", "--memory", "--min-context"),
-    ),
-    "cache": Command(
-        "what compiled models have left for later processes: list, clear",
-        "warm.command:add_cache", "warm.command:run_cache",
-    ),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import os
 
 import torch
 
+from .cache_folder import VARIABLE
 from .compile.backend import specache as specache
 from .compile.recompile_limit import raise_limit
 from .compile.rewritten import Rewrites, observers
@@ -26,13 +27,15 @@ def dump_where_asked(rewrites: Rewrites, variant: Variant) -> None:
 
 
 def keep_traces() -> None:
-    """Let traces be kept for later processes, where this torch has the names, private ones, that it takes."""
+    """Store traces for later processes, where $SPECACHE_CACHE is a folder and torch has the private names for it."""
+    if not os.environ.get(VARIABLE):
+        return
     try:
         from .warm.route import route_traces
 
         route_traces()
     except (ImportError, AttributeError) as missing:
-        log.info("no trace is kept with torch %s: %s", torch.__version__, missing)
+        log.warning("SPECACHE_CACHE: torch %s stores no traces: %s", torch.__version__, missing)
 
 
 raise_limit()

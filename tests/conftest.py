@@ -17,8 +17,8 @@ import pytest
 os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
     r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\], L\['args'\]\[0\]"
 )
-# Nothing is taken of what processes before have traced, but by tests with a folder of their own.
-os.environ["SPECACHE_CACHE"] = "off"
+# Only tests with a folder of their own store and load traces.
+os.environ.pop("SPECACHE_CACHE", None)
 # A cache of fake tensors' results costs more than it saves, where sizes are symbols.
 os.environ["TORCH_FAKE_TENSOR_DISPATCH_CACHE"] = "0"
 # Dynamo looks for garbage behind each of its thousands of compilations: a twenty-fifth of their time.

@@ -42,8 +42,8 @@ class Traces:
 
     def next_process(self) -> None:
         torch._dynamo.reset()
-        route._in_force.clear()
-        store._told.clear()
+        route._loaded.clear()
+        store._warned.clear()
         gc.collect()  # what Dynamo has put into modules goes with the code that it is for
         self.count = 0
 
@@ -57,6 +57,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Traces]:
         traces.count += 1
         return compile_frame(*args, **kwargs)
 
+    route.route_traces()  # what importing the backend does where $SPECACHE_CACHE is set
     patch.setattr(convert_frame, "_compile", counting)
     traces.next_process()
     yield traces

@@ -163,7 +163,7 @@ def test_commands_stand_in_the_order_in_which_a_person_needs_them(capsys: pytest
     assert "{demo,generate,chat,bench,explain,serve,eval,compile,cache}" in help_of(capsys)
 
 
-@pytest.mark.parametrize("command", ["explain", "bench", "demo", "generate", "chat", "serve", "compile"])
+@pytest.mark.parametrize("command", ["explain", "bench", "demo", "generate", "chat", "serve"])
 def test_a_help_shows_a_dozen_options_and_where_the_rest_stands(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_help_shows_a_dozen_options_and_where_the_rest_stands(
     if command == "explain":
         assert "specache generate --help" in told
         assert "--corrected" in told.split("examples:")[1], "what is not listed is named, with its page"
-    if command in ("generate", "chat", "serve", "compile"):
+    if command in ("generate", "chat", "serve"):
         assert "--help-all" in told
 
 
@@ -213,11 +213,9 @@ USAGE_ERRORS = {
     "chat": "specache chat: the following arguments are required: MODEL; see specache chat --help",
     "explain m --nodez": "specache explain: unknown option --nodez (did you mean --nodes?)",
     "serve m --por 3": "specache serve: unknown option --por (did you mean --port?)",
-    "compile m --prompt-len 3": "specache compile: unknown option --prompt-len (did you mean --prompt-length?)",
     "demo --quik": "specache demo: unknown option --quik (did you mean --quick?)",
     "bench m --round 3": "specache bench: unknown option --round (did you mean --rounds?)",
     "eval m --tasks chess": "specache eval: argument --tasks: invalid choice: 'chess' (choose from ",
-    "cache --clean": "specache cache: unknown option --clean (did you mean --clear?)",
     "generate smollm2 --prompt hi": "specache: no checkpoint 'smollm2' is known, nor is it a folder: did you mean "
     "smollm2-135m?",
     "explain /no/such/model": "specache: no checkpoint at /no/such/model",

@@ -44,7 +44,7 @@ def first_answers(method: str, asked: dict[str, Any], traces: bool) -> Iterator[
     """
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold_s", "warm_s"):
-            yield name, in_new_process({**asked, "method": method}, folder, "off")
+            yield name, in_new_process({**asked, "method": method}, folder, "")
         if traces:
             in_new_process({**asked, "method": method}, folder, f"{folder}/traces")
             yield "kept_s", in_new_process({**asked, "method": method}, folder, f"{folder}/traces")

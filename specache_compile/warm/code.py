@@ -1,26 +1,29 @@
-"""What Python code says, as a hash: whether the code that would be traced is the code that was.
+"""Hashes of code, and descriptions of values, that are equal in two processes if a trace treats the values alike.
 
-A module's hash is taken of its file and of its functions as they are in the process, so that an edited file and a
-function that was put in another's place (`LlamaAttention.forward = mine`) both show.
+A module's hash changes when its file is edited and when a function is replaced (`LlamaAttention.forward = other`).
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
-import importlib
 import inspect
 import sys
 import sysconfig
+import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+PRINTED = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# Code of torch and Python, whose versions are in the environment.
+VERSIONED = ("<frozen ", str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
 
 
 def hash_of(value: Any, digits: int = 16) -> str:
@@ -28,138 +31,129 @@ def hash_of(value: Any, digits: int = 16) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:digits]
 
 
-# Of code objects that are alive: a module's are asked for again with each form that its functions were traced for.
-_hashes: WeakKeyDictionary[CodeType, str] = WeakKeyDictionary()
-
-
+@functools.cache
 def code_hash(code: CodeType) -> str:
-    """64 hex digits of what a code object does, and of those within it; not of where it stands."""
-    if code not in _hashes:
-        _hashes[code] = hash_of_code(code)
-    return _hashes[code]
-
-
-def hash_of_code(code: CodeType) -> str:
-    constants = [code_hash(value) if isinstance(value, CodeType) else constant(value) for value in code.co_consts]
-    told = (
+    """A hash of what a code object and those inside it do, without the file and line."""
+    ordered = [sorted(map(repr, each)) if isinstance(each, frozenset) else each for each in code.co_consts]
+    constants = [code_hash(each) if isinstance(each, CodeType) else repr(each) for each in ordered]
+    parts = (
         code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags,
         code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_exceptiontable,
     )  # fmt: skip
-    return hash_of(told, 64)
+    return hash_of(parts, 64)
 
 
-def constant(value: Any) -> str:
-    """A code object's constant as text. A set's order differs between processes."""
-    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
-
-
-def functions_of(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
-    """A module's functions, its classes' methods, and what their decorators hold, each by its place."""
+def members_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """A module's values and the attributes of its classes, with their names."""
     for name, value in list(vars(module).items()):
         if name.startswith("__") and not name.endswith("__"):
-            continue  # Dynamo's own, in the module whose function it has compiled
-        yield from behind(name, value)
+            continue  # Dynamo adds these to the module whose function it has compiled
+        yield name, value
         if inspect.isclass(value) and value.__module__ == module.__name__:
-            for member, attribute in list(vars(value).items()):
-                yield from behind(f"{name}.{member}", attribute)
+            yield from ((f"{name}.{member}", attribute) for member, attribute in list(vars(value).items()))
 
 
-def behind(place: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, FunctionType]]:
-    """The functions behind a function, a property, a static or class method, or a cached one."""
-    if id(value) in seen:
-        return
-    seen = seen | {id(value)}
+def functions_in(place: str, value: Any, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, FunctionType]]:
+    """The functions inside a function, a property, a static, class or cached method, and inside their decorators."""
+    inner: tuple[Any, ...] = ()
     if isinstance(value, property):
-        for part in (value.fget, value.fset):
-            yield from behind(place, part, seen)
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield from behind(place, value.__func__, seen)
-    elif isinstance(value, functools._lru_cache_wrapper):
-        yield from behind(place, value.__wrapped__, seen)
+        inner = (value.fget, value.fset)
+    elif isinstance(value, (staticmethod, classmethod, functools._lru_cache_wrapper)):
+        inner = (value.__wrapped__,)
     elif isinstance(value, FunctionType):
         yield place, value
-        for cell in value.__closure__ or ():
-            try:
-                yield from behind(f"{place}<", cell.cell_contents, seen)
-            except ValueError:  # an empty cell
-                continue
+        inner = cells_of(value)
+    for each in inner:
+        if id(each) not in seen:
+            yield from functions_in(f"{place}<", each, seen | {id(value), id(each)})
+
+
+def cells_of(function: FunctionType) -> tuple[Any, ...]:
+    """The values that a function closes over."""
+    return tuple(cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType())
+
+
+def functions_hash(members: Iterable[tuple[str, Any]]) -> str:
+    """A hash of the functions in named values."""
+    functions = [pair for name, value in members for pair in functions_in(name, value)]
+    return hash_of(sorted((place, function_hash(function)) for place, function in functions), 64)
 
 
 def function_hash(function: FunctionType) -> str:
-    """A function's code, its defaults, and the plain values that its code closes over."""
-    cells: list[str] = []
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            value = None
-        cells.append(repr(value) if isinstance(value, PLAIN) else type(value).__qualname__)
-    defaults = [plain_text(value) for value in (function.__defaults__ or (), *(function.__kwdefaults__ or {}).items())]
-    return hash_of((code_hash(function.__code__), cells, defaults), 64)
+    """A hash of a function's code, its defaults and the values that it closes over."""
+    defaults = (function.__defaults__, *(function.__kwdefaults__ or {}).items())
+    return hash_of((code_hash(function.__code__), plain_text(cells_of(function)), plain_text(defaults)), 64)
 
 
 def plain_text(value: Any) -> str:
-    """A default's text where that says what the value is, and its type where not."""
+    """A plain value's text; the type of any other value."""
     if isinstance(value, tuple):
         return f"({', '.join(map(plain_text, value))})"
     return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
 
 
 def module_hash(module: ModuleType) -> str:
-    """Of a module's file, of its functions, and of the plain values that its classes have."""
-    found = sorted((place, function_hash(function)) for place, function in functions_of(module))
-    file = getattr(module, "__file__", None)
-    source = Path(file).read_bytes() if file is not None and Path(file).is_file() else b""
-    return hashlib.sha256(repr((found, plain_members(module))).encode() + source).hexdigest()
-
-
-def plain_members(module: ModuleType) -> list[tuple[str, str, str]]:
-    """What a class of a module says without code, which the file need not say any more."""
-    return sorted(
-        (name, member, repr(attribute))
-        for name, value in list(vars(module).items())
-        if inspect.isclass(value) and value.__module__ == module.__name__
-        for member, attribute in list(vars(value).items())
-        if isinstance(attribute, PLAIN) and not member.startswith("__")
-    )
+    """A hash of a module's file, its functions and its classes' plain constants."""
+    members = list(members_of(module))
+    inside = [(place, value) for place, value in members if "." in place and ".__" not in place]
+    constants = sorted((place, repr(value)) for place, value in inside if isinstance(value, PLAIN))
+    file = Path(getattr(module, "__file__", None) or "")
+    return hash_of((functions_hash(members), constants, file.read_bytes() if file.is_file() else b""), 64)
 
 
 def modules_of(codes: Iterable[CodeType], classes: Iterable[type]) -> dict[str, str] | None:
-    """The modules that hold these code objects and define these classes, each with its hash.
+    """The modules that contain these code objects and define these classes, with their hashes.
 
-    None where a code object is in no module's functions; one within a function, a lambda's say, is that function's.
-    Of torch and of Python, whose versions are in every key, some code is in no module by the time it runs.
+    None where no module contains a code object.
     """
     wanted = set(codes)
     files = {file: name for name, module in list(sys.modules.items()) if (file := getattr(module, "__file__", None))}
     names = {name for code in wanted if (name := files.get(code.co_filename))}
     names |= {base.__module__ for each in classes for base in each.__mro__}
-    hashes = {name: module_hash(sys.modules[name]) for name in sorted(names)}
-    for name in hashes:
-        wanted -= codes_of(sys.modules[name])
-    for name in sorted(sys.modules) if any(map(is_elsewhere, wanted)) else ():  # what a dataclass made of a string
+    wanted -= {code for name in names for code in codes_of(sys.modules[name])}
+    wanted = {code for code in wanted if not code.co_filename.startswith(VERSIONED)}
+    for name in sorted(sys.modules) if wanted else ():  # a dataclass generates methods, which have no file
         if name.startswith("transformers.") and (here := codes_of(sys.modules[name])) & wanted:
-            hashes[name] = module_hash(sys.modules[name])
+            names.add(name)
             wanted -= here
-    return None if any(map(is_elsewhere, wanted)) else hashes
+    return None if wanted else {name: module_hash(sys.modules[name]) for name in sorted(names)}
 
 
 def codes_of(module: ModuleType) -> set[CodeType]:
-    return {code for _, function in functions_of(module) for code in codes_within(function.__code__)}
+    """The code objects of a module's functions, and those inside them."""
+    found: set[CodeType] = set()
+    new = {function.__code__ for place, value in members_of(module) for _, function in functions_in(place, value)}
+    while new:
+        found |= new
+        new = {value for code in new for value in code.co_consts if isinstance(value, CodeType)}
+    return found
 
 
-def is_elsewhere(code: CodeType) -> bool:
-    """Whether code is neither torch's nor Python's own."""
-    return not code.co_filename.startswith(("<frozen ", str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")))
+def described(value: Any) -> str | None:
+    """A text that identifies a value in every process; None where no text does."""
+    if isinstance(value, enum.Enum):
+        return f"{named(type(value))}.{value.name}"
+    if type(value) in PLAIN or isinstance(value, PRINTED):
+        return repr(value)
+    if type(value) in (tuple, list, set, frozenset):
+        parts = [described(each) for each in value]
+        ordered = parts if isinstance(value, (tuple, list)) else sorted(map(str, parts))
+        return None if None in parts else f"{type(value).__name__} {ordered}"
+    if isinstance(value, FunctionType):
+        return f"function {named(value)} {function_hash(value)}"
+    if isinstance(value, types.MethodType):
+        function = described(value.__func__)
+        return None if function is None else f"method of {named(type(value.__self__))}: {function}"
+    if inspect.isclass(value):
+        return f"class {named(value)} {functions_hash(vars(value).items())}"
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"op {value}"
+    if isinstance(value, CodeType):
+        return f"code {code_hash(value)}"
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    return f"builtin {named(value)}" if isinstance(value, NAMED) else None
 
 
-def codes_within(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from codes_within(value)
-
-
-def changed(hashes: dict[str, str]) -> str | None:
-    """A module whose functions are not what they were; None where there is none."""
-    return next((name for name, was in hashes.items() if module_hash(importlib.import_module(name)) != was), None)
+def named(value: Any) -> str:
+    return f"{getattr(value, '__module__', None)}.{value.__qualname__}"

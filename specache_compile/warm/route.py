@@ -1,22 +1,19 @@
-"""Where Dynamo would trace a frame for this backend, a kept form is looked for first; what it traces is kept behind it.
+"""Load a stored trace where Dynamo would trace a frame for this backend, and store the traces that Dynamo makes.
 
-    Dynamo: no graph of this process lets the call pass
-      └ convert: a kept form does → its code and guards become one of Dynamo's entries for this frame and backend
-      └          none does        → Dynamo traces, and the form is kept for the next process
-
-Both are entries of Dynamo's as any other, which it asks by their guards and by the backend's options in every call.
+A stored trace becomes one of Dynamo's entries: Dynamo checks its guards and the backend's options in every call.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import pickle
+import os
+import shutil
 import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._dynamo import convert_frame
@@ -25,42 +22,33 @@ from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from specache_compile.compile.compiled_options import own_compiler
-from specache_compile.compile.rewritten import Rewrites, observers
-from specache_compile.lowering.kept import NotKeepable, keep_from_here_on
-from specache_compile.runtime.variant import Variant
+from specache_compile.compile.rewritten import observers
+from specache_compile.lowering.kept import NotKeepable
 
 from . import store
-from .call import call_key, has_hooks
-from .collecting import no_collecting
-from .environment import environment
-from .form import call_name, form_of, in_force
-from .graph import is_wanted, keep_form
+from .form import Standing, form_of, installed, keep_rewritten
 from .guards import Unlike
-from .standing import Standing
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-# The folder of the call that this thread's Dynamo traces now.
+# The folder of the call that this thread's Dynamo traces.
 _tracing = threading.local()
-# The forms that this process has in force, by their folders.
-_in_force: dict[Path, Standing] = {}
+# The stored traces that this process has loaded, by folder.
+_loaded: dict[Path, Standing] = {}
 
 
 def route_traces() -> None:
     """Extend `ConvertFrameAssert.__call__` and `DynamoOutput.build_guards`, once for the process."""
     convert = convert_frame.ConvertFrameAssert.__call__
     build_guards = convert_frame.DynamoOutput.build_guards
-    # Named here, so that a torch which lacks one is told of before anything is in force.
-    _ = torch._functorch.config.bundled_autograd_cache, torch._functorch.config.bypass_autograd_cache_key
-    _ = convert_frame.get_compile_id
-    if getattr(convert, "asks_the_store", False):
+    # A torch without one of these names raises here, before anything is patched.
+    functorch = torch._functorch.config
+    _ = functorch.bundled_autograd_cache, functorch.bypass_autograd_cache_key, convert_frame.get_compile_id
+    if getattr(convert, "loads_traces", False):
         return
 
     @functools.wraps(convert)
     def convert_or_recall(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, **rest: Any) -> Any:
         call = or_none(call_of, self, frame)
-        keep_from_here_on(call is not None)
         if call is not None and (recalled := or_none(recall, call, frame, frame_state)) is not None:
             return wrap_guarded_code(recalled)
         before, _tracing.call = getattr(_tracing, "call", None), call
@@ -73,106 +61,74 @@ def route_traces() -> None:
     def build_and_keep(self: Any, code: Any, *args: Any, **kwargs: Any) -> Any:
         made = build_guards(self, code, *args, **kwargs)
         if getattr(_tracing, "call", None) is not None:
-            keep(_tracing.call, code, self)
+            or_none(keep, _tracing.call, code, self)
         return made
 
-    convert_or_recall.asks_the_store = True  # type: ignore[attr-defined]
+    convert_or_recall.loads_traces = True  # type: ignore[attr-defined]
     convert_frame.ConvertFrameAssert.__call__ = convert_or_recall  # type: ignore[method-assign]
     convert_frame.DynamoOutput.build_guards = build_and_keep  # type: ignore[method-assign]
-    observers.append(keep_late)
+    # Later, a generation needs further graphs of a stored trace.
+    observers.append(lambda graphs, key: graphs.kept and or_none(keep_rewritten, graphs.kept, graphs.made[key]))
 
 
-def or_none(ask: Callable[..., T | None], *given: Any) -> T | None:
-    """What `ask` says; None where it fails, since a frame can always be traced: an argument may raise whatever it likes
-    when it is looked at, and a folder may be in any state."""
+def or_none(function: Callable[..., Any], *given: Any) -> Any:
+    """The function's result; None where it raises: arguments, pickle and the folder can raise any error, and a
+    frame can always be traced."""
     try:
-        return ask(*given)
+        return function(*given)
     except Exception as error:
-        log.info("not kept, and not taken: %s: %s", type(error).__name__, error, exc_info=True)
+        log.info("neither stored nor loaded: %r", error, exc_info=not isinstance(error, NotKeepable))
         return None
 
 
 def call_of(converter: Any, frame: Any) -> Path | None:
-    """The folder of a frame's call; None where no form may be taken for it, or none be kept."""
-    root = store.folder()
-    asked = own_compiler(converter)
-    if root is None or asked is None or not is_wanted() or frame.f_code in convert_frame.output_codes:
+    """The folder of a frame's call; None where its traces are neither loaded nor stored."""
+    root, compiler, model = store.folder(), own_compiler(converter), frame.f_locals.get("self")
+    if root is None or compiler is None or frame.f_code in convert_frame.output_codes:
         return None
-    model = frame.f_locals.get("self")
-    modes = torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack()
-    if not isinstance(model, torch.nn.Module) or modes or has_hooks(model) or is_split():
+    if not isinstance(model, torch.nn.Module) or has_hooks(model) or os.environ.get("SPECACHE_DUMP"):
         return None
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    inductor = torch._inductor.config
+    if inductor.force_disable_caches or any(v for k, v in inductor.get_config_copy().items() if "custom_p" in k):
+        return None  # no text identifies the user's passes
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None  # all ranks would have to load the same trace
+    if torch._C._len_torch_function_stack() or _get_current_dispatch_mode_stack():
         return None
-    return root / environment() / call_key(frame.f_code, frame.f_locals, how(converter, asked))
+    arguments = sorted(getattr(compiler, "kwargs", {}).items(), key=str), converter._one_graph  # of torch.compile
+    return root / store.environment() / store.call_key(frame.f_code, frame.f_locals, arguments)
 
 
-def how(converter: Any, asked: Any) -> dict[str, str]:
-    """What torch.compile was told, but for what it sets while it runs (`dynamic`), which is in the environment."""
-    return {
-        "options": repr(sorted(getattr(asked, "kwargs", {}).items(), key=str)),
-        "fullgraph": repr(converter._one_graph),
-    }
-
-
-def is_split() -> bool:
-    """Whether a model may be split over ranks, which would have to take the same form, or none."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def root_of(call: Path) -> Path:
-    return call.parent.parent
+def has_hooks(model: torch.nn.Module) -> bool:
+    """Whether modules have hooks, which Dynamo's guards do not check."""
+    places = [vars(torch.nn.modules.module), *map(vars, model.modules())]
+    found = (name for place in places for name, value in place.items() if name.endswith("_hooks") and value)
+    return any("state_dict" not in name for name in found)
 
 
 def recall(call: Path, frame: Any, frame_state: Any) -> GuardedCode | None:
-    """The newest kept form that lets a call pass."""
+    """The newest stored trace that accepts a call."""
     for folder in store.forms_of(call):
-        if folder in _in_force and not _in_force[folder].alive:
-            continue
-        data = store.read(folder / store.FORM, root_of(call))
-        if data is None:
+        form = store.load(folder / store.FORM)
+        if form is None or (folder in _loaded and not _loaded[folder].alive):
             continue
         compile_id = convert_frame.get_compile_id(frame_state)
         try:
-            with compile_context(CompileContext(compile_id)), no_collecting():
-                code, manager, _in_force[folder] = in_force(
-                    data, folder, root_of(call), frame.f_code, frame.f_locals, frame.f_globals
-                )
-        except Unlike as reason:
-            log.info("not taken: %s", reason)
-        except Exception as error:  # whatever a damaged file raises when it is unpickled
-            store.tell_once(f"{folder} is of no use ({type(error).__name__}: {error}): the model is traced")
-            log.debug("unusable form", exc_info=True)
-        else:
-            store.used(folder)
+            with compile_context(CompileContext(compile_id)):
+                code, manager, _loaded[folder] = installed(form, folder, frame)
             return GuardedCode(code, manager, compile_id, f"Torch-Compiled Region: {compile_id}")
+        except Unlike as reason:
+            log.info("not loaded: %s", reason)
     return None
 
 
 def keep(call: Path, code: Any, dynamo_output: Any) -> None:
-    """Keep what Dynamo has traced, if that can be."""
-    try:
-        form, graph = form_of(call_name(call), code, dynamo_output)
-        folder = call / uuid.uuid4().hex
-        for made in graph.rewrites.made.values():
-            keep_form(folder, made)
-        if store.write(folder / store.FORM, pickle.dumps(form)):
-            graph.rewrites.kept = folder
-            store.trim(root_of(call), store.MOST_BYTES)
-            for old in store.forms_of(call)[store.MOST_FORMS :]:
-                store.drop(old)
-    except NotKeepable as reason:
-        log.info("not kept: %s", reason)
-    except Exception as error:  # what cannot be pickled says so in many ways
-        log.info("not kept: %s: %s", type(error).__name__, error, exc_info=True)
-
-
-def keep_late(rewrites: Rewrites, variant: Variant) -> None:
-    """Keep a form that a running generation has needed, beside those of its graph."""
-    folder = rewrites.kept
-    if folder is None:
-        return
-    try:
-        keep_form(folder, rewrites.made[variant])
-    except Exception as error:
-        log.info("not kept: %s: %s", type(error).__name__, error, exc_info=True)
+    """Store a trace, and the rewritten graphs that it has so far."""
+    form, graph = form_of(code, dynamo_output)
+    folder = call / uuid.uuid4().hex
+    for made in graph.rewrites.made.values():
+        keep_rewritten(folder, made)
+    if store.save(folder / store.FORM, form):
+        graph.rewrites.kept = folder
+        for old in store.forms_of(call)[store.MOST_FORMS :]:
+            shutil.rmtree(old, ignore_errors=True)

@@ -1,150 +1,174 @@
-"""The store: a folder of files that this user alone may write, each written whole or not at all.
+"""The folder of stored traces. Each file is written whole or not at all.
 
-    traces/<environment>/<call>/<form>/form              what stands in place of one trace of Dynamo's
-    traces/<environment>/<call>/<form>/<variant>         a rewritten graph of the form's
+    traces/<environment>/<call>/<trace>/form         what replaces one trace of Dynamo
+    traces/<environment>/<call>/<trace>/<variant>    one rewritten graph of the trace
 
-A file is unpickled by who reads it, which runs whatever it says. So nothing is read that another user could have
-written: the file that was opened belongs to this user, and nobody else may write to it.
+Compiled code depends on the environment. Calls of different folders need different graphs; Dynamo's guards check the
+rest. Unpickling a file runs code: only trusted users may write to the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
+import pickle
+import platform
 import re
-import shutil
-import stat
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
-from specache_compile.cache_folder import VARIABLE, cache_folder, is_off
+import torch
+from torch import Tensor
+
+from specache_compile.cache_folder import VARIABLE, cache_folder
 from specache_compile.errors import warn
 
-# Below $SPECACHE_CACHE.
-TRACES = "traces"
-# Of all files together; the forms that were used longest ago go first.
-MOST_BYTES = 4 << 30
-# Forms of one call: more than one where a process needed a phase that the form at hand had not been rewritten for.
-MOST_FORMS = 8
-FORM = "form"
-# A form's folder, below that of its environment and its call.
-NAMES = re.compile("[0-9a-f]{16}/[0-9a-f]{24}/[0-9a-f]{32}")
-# What a writer that was killed leaves behind begins with it.
-PART = ".part-"
+from .code import PLAIN, code_hash, hash_of
 
-_told: set[str] = set()
+TRACES, FORM = "traces", "form"
+# Traces of one call. A call has several where one process needed a phase that the stored trace lacks.
+MOST_FORMS = 8
+PACKAGES = ("transformers", "triton", "peft", "accelerate")
+CONFIGS = (
+    "torch._dynamo.config", "torch._inductor.config", "torch._functorch.config", "torch.compiler.config",
+    "torch.fx.experimental._config",
+)  # fmt: skip
+# Settings on which no graph depends: transformers sets the first two when it generates.
+IGNORED = ("recompile_limit", "accumulated_recompile_limit", "debug_dir_root")
+_warned: set[str] = set()
+OWN = ("specache_compile", "specache_compile.passes", "specache_compile.lowering", "specache_compile.kernels")
 
 
 def folder() -> Path | None:
-    """Where forms are kept; None: nowhere."""
-    return None if is_off() else cache_folder() / TRACES
+    """The folder of stored traces; None where $SPECACHE_CACHE is unset."""
+    return cache_folder() / TRACES if os.environ.get(VARIABLE) else None
 
 
 def forms_of(call: Path) -> list[Path]:
-    """The folders of a call's forms, the newest first."""
-    with contextlib.suppress(OSError):
-        found = [(path.stat().st_mtime, path) for path in call.iterdir() if (path / FORM).is_file()]
-        return [path for _, path in sorted(found, reverse=True)]
-    return []
-
-
-def read(path: Path, root: Path) -> bytes | None:
-    """The bytes of a file below `root`; None where there is none, or where another user could have put it there."""
+    """The folders of a call's traces, the newest first."""
     try:
-        with path.open("rb") as file:
-            levels = path.relative_to(root).parents
-            places = [os.fstat(file.fileno()), *(os.stat(root / level) for level in levels)]
-            above = {*root.absolute().parents, *root.resolve().parents}
-            if not all(map(is_ours, places)) or not all(is_safe_above(os.stat(each)) for each in above):
-                tell_once(
-                    f"{root}: other users may write there, or have: nothing is taken from it, and models are traced"
-                )
-                return None
-            return file.read()
-    except OSError:
-        return None
+        files = sorted(call.glob(f"*/{FORM}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    except OSError:  # another process removes one
+        return []
+    return [file.parent for file in files]
 
 
-def is_ours(found: os.stat_result) -> bool:
-    """Whether only this user, or root, can have written to a file or folder."""
-    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def is_safe_above(found: os.stat_result) -> bool:
-    """Whether strangers cannot put another folder in the place of one in this one; in /tmp they cannot."""
-    return not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX)
-
-
-def write(path: Path, data: bytes) -> bool:
-    """Put a file in its place, whole; False, and one warning, where the folder takes none."""
+def load(path: Path) -> Any:
+    """A file's value; None where there is no file, or, with one warning, a damaged one."""
     try:
-        make_folder(path.parent)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=PART)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        return pickle.loads(path.read_bytes())
+    except Exception as error:  # unpickling a damaged file can raise any error
+        if not isinstance(error, OSError):
+            warn_once(f"{path.parent} is unusable ({type(error).__name__}: {error}): the model is traced")
+    return None
+
+
+def save(path: Path, value: Any) -> bool:
+    """Write a value's file whole; False, with one warning, where the folder cannot be written."""
+    data = pickle.dumps(value)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as part:
+            (Path(part) / path.name).write_bytes(data)
+            os.replace(Path(part) / path.name, path)
     except OSError as error:
-        tell_once(f"{VARIABLE}: nothing is kept for the next process: {error}")
+        warn_once(f"{VARIABLE}: no trace is stored for later processes: {error}")
         return False
     return True
 
 
-def make_folder(path: Path) -> None:
-    """A folder, and those above it, for this user alone, whatever is usual here."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
-
-
-def used(form: Path) -> None:
-    """Note that a form was used now."""
-    with contextlib.suppress(OSError):
-        os.utime(form)
-
-
-def drop(form: Path) -> None:
-    """Remove a form, which may be half gone already."""
-    shutil.rmtree(form, ignore_errors=True)
-    for above in (form.parent, form.parent.parent):
-        with contextlib.suppress(OSError):
-            above.rmdir()
-
-
-def trim(root: Path, most_bytes: int) -> None:
-    """Remove the forms that were used longest ago, until the rest has `most_bytes` at most."""
-    found = sorted(((used, size, form) for form, size, used in entries(root)), reverse=True)
-    total = 0
-    for _, size, form in found:
-        total += size
-        if total > most_bytes:
-            drop(form)
-
-
-def entries(root: Path) -> Iterator[tuple[Path, int, float]]:
-    """Each form's folder, its bytes, and when it was used last; of what else the folder holds, nothing."""
-    for form in root.glob("*/*/*"):
-        if not NAMES.fullmatch(str(form.relative_to(root))):
-            continue
-        with contextlib.suppress(OSError):
-            sizes = [file.stat().st_size for file in form.iterdir()]
-            yield form, sum(sizes), form.stat().st_mtime
-
-
-def clear(root: Path) -> int:
-    """Remove every form; returns the bytes."""
-    found = list(entries(root))
-    for form, _, _ in found:
-        drop(form)
-    return sum(size for _, size, _ in found)
-
-
-def tell_once(message: str) -> None:
-    if message not in _told:
-        _told.add(message)
+def warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
         warn(message)
+
+
+@contextlib.contextmanager
+def no_collecting() -> Iterator[None]:
+    """Pause Python's garbage collection, which would search all objects that are being loaded again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def components() -> dict[str, Any]:
+    """Each part of the environment, by name."""
+    cuda = torch.backends.cuda
+    sdp = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    return {
+        "python": sys.version,
+        "torch": (torch.__version__, torch.version.git_version),
+        "packages": [getattr(sys.modules.get(name), "__version__", None) for name in PACKAGES],
+        "specache": own_sources(),
+        "processor": (platform.machine(), torch.backends.cpu.get_cpu_capability(), processor()),
+        "devices": devices(),
+        "settings": [settings(name) for name in CONFIGS],
+        "kernels": (torch.backends.mkldnn.enabled, sdp),
+    }
+
+
+def environment() -> str:
+    return hash_of(components())
+
+
+def devices() -> list[tuple[Any, ...]]:
+    """The GPUs that this process uses, for which Triton compiles."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() * torch.cuda.is_initialized()))
+    return [(each.name, each.major, each.minor, each.multi_processor_count, each.total_memory) for each in found]
+
+
+def settings(name: str) -> str:
+    """A hash of one of torch's modules of settings. The order of a set differs between processes."""
+    found = import_module(name).save_config_portable().items()
+    texts = {key: repr(sorted(map(repr, value)) if isinstance(value, set) else value) for key, value in found}
+    return hash_of(sorted((key, text) for key, text in texts.items() if key not in IGNORED))
+
+
+@functools.cache
+def processor() -> str:
+    """A hash of the processor's features, where the system lists them."""
+    listed = Path("/proc/cpuinfo")
+    return hash_of(re.findall("^(?:flags|Features).*", listed.read_text(), re.M)[:1]) if listed.is_file() else ""
+
+
+@functools.cache
+def own_sources() -> str:
+    """A hash of this package's files: they determine the rewritten graphs."""
+    found = (file for name in OWN for file in sorted(Path(str(import_module(name).__file__)).parent.rglob("*")))
+    return hash_of([(file.name, file.read_bytes()) for file in found if file.suffix in (".py", ".cpp", ".h")])
+
+
+def call_key(code: CodeType, local_scope: Mapping[str, Any], compiled: Any) -> str:
+    """A hash of a frame's code, its arguments' kinds and the arguments of torch.compile."""
+    arguments = [(name, kind_of(value)) for name, value in sorted(local_scope.items())]
+    return hash_of((code_hash(code), arguments, compiled), 24)
+
+
+def kind_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        sizes = [size == 1 for size in value.shape]
+        return type(value).__name__, str(value.dtype), value.device.type, sizes, value.requires_grad
+    if isinstance(value, torch.nn.Module):
+        modules = [(name, type(module).__qualname__) for name, module in value.named_modules()]
+        weights = [(name, tuple(p.shape), str(p.dtype), p.device.type) for name, p in value.named_parameters()]
+        return hash_of((modules, weights))
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return [(str(key), kind_of(item)) for key, item in value.items()]
+    if isinstance(value, (tuple, list)):
+        return [kind_of(item) for item in value]
+    layers = getattr(value, "layers", None)
+    keys = [getattr(layer, "keys", None) for layer in layers] if isinstance(layers, list) else []
+    return type(value).__qualname__, [(type(each).__name__, getattr(each, "ndim", 0)) for each in keys]

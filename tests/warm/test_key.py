@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,68 +20,92 @@ from test_warm import halved_mlp, registered, with_hook
 from transformers.models.llama import modeling_llama
 
 from kept_traces import FULL, PREFILL, Traces, attribute, llama, logits, run
-from specache_compile.warm import environment, form, guards, route
+from specache_compile.warm import form, guards, route, store
 
 Patch = pytest.MonkeyPatch
 
 
 @contextlib.contextmanager
-def another_file() -> Iterator[None]:
-    files = [*environment.files(), Path(__file__)]
-    own_sources = environment.own_sources.__wrapped__
-    with attribute(environment, "files", lambda: files), attribute(environment, "own_sources", own_sources):
+def other_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
         yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def other_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 # What an environment is made of, and a change that only this part tells.
 ENVIRONMENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "python": lambda: attribute(sys, "version", "3.99"),
     "torch": lambda: attribute(torch, "__version__", "2.99"),
-    "transformers": lambda: attribute(transformers, "__version__", "5.99"),
-    "packages": lambda: attribute(environment, "version_of", lambda package: f"{package} of tomorrow"),
-    "specache": another_file,
-    "processor": lambda: attribute(environment, "processor", lambda: "another"),
-    "threads": lambda: attribute(torch, "get_num_threads", lambda: 99),
+    "packages": lambda: attribute(transformers, "__version__", "5.99"),
+    "specache": lambda: attribute(store, "own_sources", lambda: "another"),
+    "processor": lambda: attribute(store, "processor", lambda: "another"),
+    "devices": lambda: attribute(store, "devices", lambda: ["another"]),
     "settings": lambda: torch._inductor.config.patch(max_autotune=True),
-    "precision": lambda: attribute(torch, "get_float32_matmul_precision", lambda: "medium"),
+    "kernels": lambda: attribute(torch.backends.cuda, "flash_sdp_enabled", lambda: "another"),
 }
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_each_part_of_the_environment_counts(name: str) -> None:
     """It alone tells the change: without the part, the environment would be the same."""
-    components = environment.components
-    before, without = environment.environment(), environment_without(name, components)
-    assert environment.environment() == before
+    components = store.components
+    before, without = store.environment(), environment_without(name, components)
+    assert store.environment() == before
     with ENVIRONMENT[name]():
-        assert environment.environment() != before
+        assert store.environment() != before
         assert environment_without(name, components) == without
 
 
 def environment_without(name: str, components: Callable[[], dict[str, str]]) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "components", lambda: {n: text for n, text in components().items() if n != name})
-        return environment.environment()
+        patch.setattr(store, "components", lambda: {n: text for n, text in components().items() if n != name})
+        return store.environment()
 
 
 def test_the_parts_of_an_environment_are_these() -> None:
-    assert list(environment.components()) == list(ENVIRONMENT)
+    assert list(store.components()) == list(ENVIRONMENT)
 
 
 def test_another_environment_traces(kept: Traces) -> None:
-    with ENVIRONMENT["threads"]():
+    with ENVIRONMENT["devices"]():
+        assert run(llama(), kept) == 1
+
+
+@pytest.mark.parametrize("change", [other_threads, other_precision], ids=["threads", "precision"])
+@pytest.mark.quick_for("threads")
+def test_guards_reject_another_global_state(kept: Traces, change: Callable[[], AbstractContextManager[object]]) -> None:
+    """The environment does not contain these."""
+    environment = store.environment()
+    with change():
+        assert store.environment() == environment
         assert run(llama(), kept) == 1
 
 
 # Of a call: how it is left out, and what another process then takes for the same.
 
 
-def told_without(name: str) -> Callable[[Patch], None]:
-    def leave_out(patch: Patch) -> None:
-        how = route.how
-        patch.setattr(route, "how", lambda *given: {n: text for n, text in how(*given).items() if n != name})
+def without_arguments(patch: Patch) -> None:
+    """Leave the arguments of torch.compile out of a call's store."""
+    call_key = store.call_key
+    patch.setattr(store, "call_key", lambda code, local_scope, arguments: call_key(code, local_scope, None))
 
-    return leave_out
+
+def same_hash(module: Any) -> Any:
+    """Equal to every hash."""
+    return mock.ANY
 
 
 def own_builtin() -> AbstractContextManager[None]:
@@ -104,21 +129,21 @@ Parts = tuple[
 ]
 PARTS: dict[str, Parts] = {
     "options": (
-        told_without("options"), nullcontext, llama, {"options": {**FULL, "disable_passes": ["causal_prefill"]}},
+        without_arguments, nullcontext, llama, {"options": {**FULL, "disable_passes": ["causal_prefill"]}},
     ),
-    "fullgraph": (told_without("fullgraph"), nullcontext, llama, {"options": FULL, "fullgraph": True}),
+    "fullgraph": (without_arguments, nullcontext, llama, {"options": FULL, "fullgraph": True}),
     "code": (
-        lambda patch: patch.setattr(form, "changed", lambda modules: None),
+        lambda patch: patch.setattr(form, "module_hash", same_hash),
         lambda: attribute(modeling_llama.LlamaMLP, "forward", halved_mlp), llama, {"options": FULL},
     ),
     "what guards look at": (
-        lambda patch: patch.setattr(guards, "difference", lambda *given: None), registered, llama, {"options": FULL},
+        lambda patch: patch.setattr(guards, "compare", lambda *given: None), registered, llama, {"options": FULL},
     ),
     "guards that hold": (
         lambda patch: patch.setattr(guards, "check", lambda *given: None), own_mapping, llama, {"options": FULL},
     ),
     "builtins": (
-        lambda patch: patch.setattr(guards, "check_builtins", lambda texts: None),
+        lambda patch: patch.setattr(guards, "compare", lambda *given: None),
         own_builtin, llama, {"options": FULL},
     ),
     "hooks": (

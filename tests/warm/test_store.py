@@ -1,14 +1,10 @@
-"""The folder of kept traces: nobody else's files are read, nothing is half written, and whatever is wrong with it is
-nothing but slower."""
+"""The folder of stored traces: each file is whole, and a damaged, full or read-only folder only costs time."""
 
 from __future__ import annotations
 
 import errno
 import os
-import pickle
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,9 +15,10 @@ import pytest
 
 import specache_compile as sc
 from conftest import LOSSLESS
-from kept_traces import ALL, FULL, TESTS, Traces, in_new_process, llama, run
+from kept_traces import ALL, TESTS, Traces, in_new_process, llama, run
+from specache_compile import entry
 from specache_compile.cache_folder import VARIABLE, cache_folder
-from specache_compile.warm import store
+from specache_compile.warm import route, store
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "half": lambda data: data[: len(data) // 2],
@@ -35,67 +32,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_damaged_files_are_ignored_with_one_warning(kept: Traces, folder: Path, damage: str) -> None:
     for file in folder.glob("*/*/*/*"):
         file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    with pytest.warns(sc.SpecacheWarning, match="is of no use"):
+    with pytest.warns(sc.SpecacheWarning, match="is unusable"):
         assert run(llama(), kept) == 1
     assert run(llama(), kept) == 0
-
-
-_ran: list[str] = []
-
-
-class Poison:
-    """What runs when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return _ran.append, ("unpickled",)
-
-
-@pytest.mark.parametrize("what", ["*/*/*/*", "*/*/*", "*/*", "*", "."], ids=["file", "form", "call", "all", "root"])
-@pytest.mark.quick_for("root")
-def test_what_others_may_write_to_is_not_unpickled(kept: Traces, folder: Path, what: str) -> None:
-    for file in folder.glob("*/*/*/*"):
-        file.write_bytes(pickle.dumps(Poison()))
-    for path in folder.glob(what) if what != "." else [folder]:
-        path.chmod(path.stat().st_mode | 0o002)
-    with pytest.warns(sc.SpecacheWarning, match="other users"):
-        assert run(llama(), kept) == 1
-    assert _ran == []
-
-
-@pytest.mark.parametrize(
-    ("owner", "mode", "ours"),
-    [("me", 0o700, True), ("root", 0o755, True), ("me", 0o720, False), ("me", 0o702, False), ("another", 0o700, False)],
-)
-def test_only_this_users_and_roots_files_are_ours(owner: str, mode: int, ours: bool) -> None:
-    owners = {"me": os.geteuid(), "root": 0, "another": os.geteuid() + 1}
-    found = os.stat_result((stat.S_IFREG | mode, 1, 1, 1, owners[owner], 0, 1, 0, 0, 0))
-    assert store.is_ours(found) is ours
-
-
-def test_what_is_written_is_this_users_alone(kept: Traces, folder: Path) -> None:
-    umask = os.umask(0)
-    try:
-        assert store.write(folder.parent / "new" / "folder" / "file", b"data")
-    finally:
-        os.umask(umask)
-    for path in (folder, *folder.rglob("*"), *(folder.parent / "new").rglob("*")):
-        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
-
-
-def test_a_form_of_other_options_is_not_taken_whoever_has_moved_it_there(kept: Traces, folder: Path) -> None:
-    """Nothing in the form itself tells options apart."""
-    before = set(folder.glob("*/*"))
-    other = {**FULL, "disable_passes": ["causal_prefill"]}
-    assert run(llama(), kept, options=other) == 1
-    forms = [form for call in before for form in call.iterdir()]
-    for call in set(folder.glob("*/*")) - before:
-        shutil.rmtree(call)
-        for form in forms:
-            shutil.copytree(form, call / form.name)
-    assert run(llama(), kept, options=other) == 1
-
-
-# What a folder may do to a writer.
 
 
 def no_space(*args: Any, **more: Any) -> Any:
@@ -119,26 +58,16 @@ def test_a_folder_that_takes_no_file_is_nothing_but_slower(
     with pytest.warns(sc.SpecacheWarning, match=told) as warned:
         assert run(llama(), traces, ALL) == 3
     monkeypatch.undo()
-    assert sum("kept for the next process" in str(warning.message) for warning in warned) == 1
+    assert sum("stored for later processes" in str(warning.message) for warning in warned) == 1
     assert [file for file in folder.rglob("*") if file.is_file()] == []
 
 
 def test_a_folder_that_is_read_only_is_read(traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a container's, which its image has filled: not even the time of use is written."""
+    """As in a container, whose image contains the folder."""
     assert run(llama(), traces, ALL) == 3
-    for name in ("mkdir", "replace", "utime"):
+    for name in ("mkdir", "replace"):
         monkeypatch.setattr(os, name, read_only)
     assert run(llama(), traces) == 0
-
-
-def test_what_a_killed_writer_left_is_no_form(traces: Traces, folder: Path) -> None:
-    assert run(llama(), traces, ALL) == 3
-    for call in folder.glob("*/*"):
-        half = call / ("0" * 32)
-        half.mkdir()
-        (half / f"{store.PART}abc").write_bytes(b"half")
-    assert run(llama(), traces) == 0
-    assert len(list(store.entries(folder))) == 6, "it counts, and goes when it is the oldest"
 
 
 ONE_PROCESS = """
@@ -175,44 +104,29 @@ def test_a_writer_is_killed_and_two_write_at_once(folder: Path) -> None:
     assert int(in_new_process(code())) == 0
 
 
-# Bounds
-
-
-def test_the_oldest_go_first(kept: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = sorted(store.entries(folder), key=lambda entry: entry[2])
-    assert len(found) == 3
-    newest, size, _ = found[-1]
-    store.trim(folder, most_bytes=size)
-    assert [form for form, _, _ in store.entries(folder)] == [newest]
-    mine = folder / "a" / "folder" / "of mine"
-    mine.mkdir(parents=True)
-    assert store.clear(folder) == size
-    assert list(store.entries(folder)) == []
-    assert mine.is_dir()
-
-
-def test_who_keeps_a_form_trims_the_folder(kept: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    largest = max(size for _, size, _ in store.entries(folder))
-    monkeypatch.setattr(store, "MOST_BYTES", 2 * largest)
-    assert run(llama(num_key_value_heads=2), kept) == 1
-    assert sum(size for _, size, _ in store.entries(folder)) <= 2 * largest
-
-
-def test_a_call_has_so_many_forms_at_most(kept: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another constant is one more of the same call's."""
+def test_a_call_has_a_limited_number_of_traces(kept: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config with another constant makes one more trace of the same call."""
     monkeypatch.setattr(store, "MOST_FORMS", 1)
     assert run(llama(rms_norm_eps=1e-2), kept) == 1
     assert [len(list(call.iterdir())) for call in folder.glob("*/*")] == [1, 1, 1]
     assert run(llama(rms_norm_eps=1e-2), kept) == 0
 
 
-# Where it is
+@pytest.mark.parametrize(("given", "calls"), [("", 0), ("/a/folder", 1)], ids=["unset", "a folder"])
+def test_dynamo_is_patched_only_where_the_variable_is_a_folder(
+    monkeypatch: pytest.MonkeyPatch, given: str, calls: int
+) -> None:
+    patched: list[bool] = []
+    monkeypatch.setattr(route, "route_traces", lambda: patched.append(True))
+    monkeypatch.setenv(VARIABLE, given)
+    entry.keep_traces()
+    assert len(patched) == calls
 
 
-def test_off_keeps_nothing(traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "off")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent))
+def test_without_a_folder_nothing_is_stored(traces: Traces, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr("specache_compile.cache_folder.HF_HOME", str(folder.parent))
     assert store.folder() is None
-    assert cache_folder() == folder.parent / "specache-compile", "a converted checkpoint has to be somewhere"
+    assert cache_folder() == folder.parent / "specache-compile", "a converted checkpoint needs a folder"
     assert run(llama(), traces) == 1
-    assert not folder.exists()
+    assert [file for file in folder.parent.rglob("*") if file.is_file()] == []
