@@ -24,10 +24,10 @@ PARTS = ("passes", "lowering", "kernels")
 QUICK = 0.06
 # The sizes that `python tools/count_lines.py` prints may not grow beyond these.
 CEILINGS = {
-    "product lines, C++ included": 36_000,
-    "lines loaded by the backend": 16_600,
-    "test lines, C++ included": 30_200,
-    "words in docs": 22_800,
+    "product lines, C++ included": 34_900,
+    "lines loaded by the backend": 14_600,
+    "test lines, C++ included": 30_700,
+    "words in docs": 18_900,
 }
 
 
