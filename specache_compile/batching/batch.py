@@ -193,8 +193,10 @@ class Batch:
 
         A request whose prompt, or processor, fails is over, with its `error`. If the model fails over rows, or an
         interrupt (Ctrl-C, a signal's handler) ends a step half way, the step raises, and `step` can be called again. It
-        then begins all open requests again, each from its prompt and generated tokens, and returns what the
-        interrupted step could not. A row over which the model fails again, alone, is over with its `error`.
+        then begins all open requests again, prefills each prompt, decodes the known tokens again, and returns what the
+        interrupted step could not. A cache that was given to `add` is lost: its tokens are prefilled, so in a lossy
+        setting the following tokens may differ. A row over which the model fails again, alone, is over with its
+        `error`.
         """
         self.recover()
         self.unfinished = True
@@ -222,6 +224,7 @@ class Batch:
         """Rows whose text has grown to where its RoPE changes wait, and are read again."""
         for request in [one for one in group.requests if self.rope.changes(one)]:
             self.drop(request)
+            request.resumed = request.reached
             request.begin_again()
             request.whole = True
             self.waiting.insert(0, request)
@@ -329,7 +332,7 @@ class Batch:
             self.memory.check_alone(request)
             if request.aside is not None:
                 request.cache = self.memory.taken_in(back_from(request.aside, self.model))
-            if request.said and request.cache is not None:
+            if request.read == len(request.text):
                 self.say_on(request)
             else:
                 self.memory.begin(request)
@@ -432,9 +435,7 @@ class Batch:
         """Read a chunk of a prompt; behind its last one the request has said a token, and is a row of the batch."""
         try:
             text = request.text
-            tokens = text[request.read : request.read + (len(request.text) if request.whole else self.chunk)].to(
-                self.model.device
-            )[None]
+            tokens = text[request.read : request.read + self.next_tokens(request)].to(self.model.device)[None]
             positions = torch.arange(request.read, request.read + tokens.shape[1], device=tokens.device)[None]
             if request.cache is not None:
                 request.cache = self.memory.taken_in(request.cache)
@@ -497,7 +498,7 @@ class Batch:
             self.fail(group, error)
             raise
         for request in group.requests:
-            request.failed = False
+            request.failures.discard(request.cached)
         before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
             try:
@@ -513,11 +514,12 @@ class Batch:
             self.let_go(group)
 
     def fail(self, group: Rows, error: Exception) -> None:
-        """The model has failed over rows. Each begins again, alone; one that failed so before is over."""
+        """The model has failed over rows. Each begins again, alone; one that failed at this token before is over."""
         for request in group.requests:
-            if request.failed:
+            if request.cached in request.failures:
                 self.over(request, End.FAILED, error)
-            request.failed = request.alone = True
+            request.failures.add(request.cached)
+            request.alone = True
 
     def drafting(self, group: Rows) -> Session | None:
         """The session of rows that draft; a person is told once why others do not."""

@@ -18,7 +18,8 @@ import torch
 import transformers
 
 import specache_compile as sc
-from conftest import greedy, prompt
+from conftest import compiled_with, greedy, prompt, tiny_llama
+from families import LONG_ROPE
 from specache_compile.batching.request import End, Request
 from specache_compile.runtime.session import Session
 
@@ -213,13 +214,51 @@ def test_rows_over_which_the_model_always_fails_end_with_their_error(
     ask = batch.ask
 
     def fail(tokens: Any, *rest: Any) -> Any:
-        if tokens.shape[1] == 1:
+        if tokens.shape[1] == 1 and any(request.reached == 2 for request in batch.saying):
             raise RuntimeError("planted")
         return ask(tokens, *rest)
 
     monkeypatch.setattr(batch, "ask", fail)
-    for _ in range(30):
+    for _ in range(60):
         with contextlib.suppress(RuntimeError):
             batch.step()
     assert not batch.open
     assert [(request.end, str(request.error)) for request in requests] == [(End.FAILED, "planted")] * 3
+
+
+def run_interrupted(batch: sc.Batch, request: Request, after: int, error: BaseException) -> None:
+    """Run a batch; the call of the model after so many generated tokens of a request raises an error, once."""
+    ask, errors = batch.ask, [error]
+
+    def interrupted(*given: Any) -> Any:
+        if len(request.said) == after and errors:
+            raise errors.pop()
+        return ask(*given)
+
+    batch.ask = interrupted  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        batch.run()
+    batch.run()
+    assert request.end is End.LENGTH, request.error
+
+
+@pytest.mark.parametrize("after", [25, 40])
+def test_an_interrupted_request_whose_rope_changes_generates_the_uncompiled_models_tokens(after: int) -> None:
+    """The RoPE changes at 48 tokens."""
+    rope = {**LONG_ROPE, "original_max_position_embeddings": 48}
+    plain = tiny_llama(rope_parameters=rope, num_hidden_layers=1)
+    batch = sc.Batch(compiled_with(plain, {"lowering": "eager", "bits": 16}), chunk=32)
+    request = batch.add(prompt(30), max_new_tokens=50)
+    run_interrupted(batch, request, after, Interrupt())
+    assert request.said == greedy(plain, prompt(30), 50)[0, 30:].tolist()
+
+
+def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -> None:
+    """A prefill of the known tokens would store other pairs than their decode steps did."""
+    options = {"lowering": "eager", "bits": 1, "min_context": 0, "method": "kivi"}
+    model = compiled_with(tiny_llama(), options)
+    whole, again = sc.Batch(model), sc.Batch(model)
+    expected, request = (one.add(prompt(400), max_new_tokens=40) for one in (whole, again))
+    whole.run()
+    run_interrupted(again, request, 20, Interrupt())
+    assert request.said == expected.said
