@@ -183,6 +183,8 @@ class Batch:
         if cache is not None:
             self.memory.learn(cache, self.joins)
         self.memory.check_alone(request)
+        if self.rope.has_other_frequencies(request):
+            prefill_all_of(request)
         self.requests.append(request)
         self.waiting.append(request)
         return request
@@ -415,10 +417,7 @@ class Batch:
         if not holding:
             self.over(self.waiting.pop(0), End.FAILED, kept_elsewhere())
             return False
-        last = holding[-1]
-        assert last.cache is not None
-        drop(last.cache)
-        last.cache, last.read, last.from_its_first = None, 0, True
+        prefill_all_of(holding[-1])
         return True
 
     @property
@@ -580,6 +579,13 @@ def token_ids(ids: Tensor | Sequence[int]) -> Tensor:
     if given.dim() > 1 and given.numel() != given.shape[-1]:
         raise ValueError(f"the prompt has shape {[*given.shape]}: add each row as a request of its own")
     return given.reshape(-1).to(torch.int64)
+
+
+def prefill_all_of(request: Request) -> None:
+    """Drop a cache that was given to a request, which waits: its tokens are prefilled again."""
+    if request.cache is not None:
+        drop(request.cache)
+    request.cache, request.read, request.from_its_first = None, 0, True
 
 
 def kept_row(group: Rows, request: Request) -> DynamicCache | None:
