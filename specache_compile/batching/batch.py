@@ -239,8 +239,9 @@ class Batch:
         written."""
         if not self.unfinished:
             return
+        caches = [self.places, *(group.cache for group in self.groups), *(request.cache for request in self.open)]
+        self.memory.begin_again(cache for cache in caches if cache is not None)
         self.groups, self.reading, self.places = [], [], None
-        self.memory.begin_again()
         for request in self.open:
             forget(request)
             request.begin_again()

@@ -98,6 +98,7 @@ def check(batch: sc.Batch, requests: list[Request], delivered: Delivered, expect
         assert request.said == said
         assert delivered[request] == said
         assert request.asks is None or len(request.logprobs) == len(said)
+    assert batch.memory.pool is None or batch.memory.pool.held == 0
 
 
 # Modules in which the moments lie: all that a step runs of this package.
@@ -262,3 +263,25 @@ def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -
     whole.run()
     run_interrupted(again, request, 20, Interrupt())
     assert request.said == expected.said
+
+
+def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
+    """The pool's tensors stay, and a cache that the caller keeps is counted."""
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {"lowering": "eager", "bits": 16, "min_context": 0})
+    batch = sc.Batch(model, rows=2, host_memory=8 << 20, kept=1)
+    kept = batch.add(prompt(300), max_new_tokens=4, keep=True)
+    batch.run()
+    pool = batch.memory.pool
+    assert pool is not None
+    tensors = [tensor.data_ptr() for state in pool.state for tensor in state.values()]
+    run_interrupted(batch, batch.add(prompt(290), max_new_tokens=6), 2, Interrupt())
+    assert batch.memory.pool is pool
+    assert [tensor.data_ptr() for state in pool.state for tensor in state.values()] == tensors
+    assert batch.memory.prefixes.drop_oldest() is False
+    assert pool.held == 2
+    turn = batch.add(torch.cat([kept.ids, prompt(20)], 1), cache=kept.cache, max_new_tokens=4)
+    assert turn.read == 303
+    batch.run()
+    assert turn.said == greedy(model, turn.ids[:, :324], 4)[0, 324:].tolist()
+    kept.cache = None
+    assert pool.held == 0
