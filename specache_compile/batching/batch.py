@@ -29,6 +29,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
+from specache_compile.generate.verify import check_windows
 from specache_compile.runtime.session import Session, sessions_of
 
 from .admission import next_to_begin
@@ -127,10 +128,13 @@ class Batch:
         host_memory: int | None = None, kept: int = 0, give_up: Callable[[], bool] = lambda: False,
         overcommit: Path | None = None,
     ) -> None:  # fmt: skip
-        """SpecacheError where this backend has not compiled the model, or where overcommit has no bound of memory."""
+        """SpecacheError where this backend has not compiled the model, where overcommit has no bound of memory, and
+        where the model's sliding windows cannot take back drafts."""
         self.options = required_options(model, "Batch")
         # Rows of their own lengths have positions of their own.
         wrapped = getattr(model, "_orig_mod", model)
+        if self.options.drafts:
+            check_windows(DynamicCache(config=wrapped.config))
         self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
         self.rope = BatchRope(wrapped)
