@@ -8,6 +8,7 @@ the same seed. Rows with shorter drafts than others' are filled up with tokens t
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import MOST
 from specache_compile.runtime.session import Mode, Session, session_of, sessions_of
 
-from .request import Request, Stage, chosen, drawn
+from .request import End, Request, Stage, chosen, drawn
+from .twice import FailedTwice, twice
 
 # What a row is filled up with.
 NOTHING = 0
@@ -93,8 +95,8 @@ def candidate(request: Request, draft: Sequence[int], logits: Tensor) -> int:
     """The next token of a draft, from the last one's logits [1, V]."""
     ids = torch.cat([request.context, torch.tensor([draft], dtype=torch.int64)], 1)
     try:
-        return chosen(request, ids, logits.float())
-    except Exception:  # of a processor, behind tokens that may never be said: if they are, it raises again
+        return twice(lambda: chosen(request, ids, logits.to(torch.float32, copy=True)))
+    except FailedTwice:  # of a processor, behind tokens that may never be said: if they are, it raises again
         return NOTHING
 
 
@@ -130,9 +132,13 @@ def verifying(session: Session, drafts: Sequence[Sequence[int]]) -> contextlib.A
 
 def say(request: Request, draft: Sequence[int], logits: Tensor) -> None:
     """Have a request say what of its draft is right, and one token more, from the logits [T, V] behind its last token
-    and each of the draft's."""
+    and each of the draft's. A request whose processor fails is over."""
     for place, guess in enumerate(itertools.chain(draft, [None])):
-        token = drawn(request, logits[place : place + 1])
+        try:
+            token = twice(functools.partial(drawn, request, logits[place : place + 1]))
+        except FailedTwice as failed:
+            request.is_over(End.FAILED, failed.error)
+            return
         request.hear(token)
         if token != guess or request.stage is Stage.OVER:
             return

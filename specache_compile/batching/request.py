@@ -27,7 +27,7 @@ class End(Enum):
     STOP = "said a token that ends a text"
     LENGTH = "said as many tokens as it may"
     REMOVED = "was removed"
-    FAILED = "its prompt, or one of its processors, failed"
+    FAILED = "its prompt, one of its decode steps or one of its processors failed"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Request:
     whole: its text is read in one call, and shares no prefix.
     alone: it is never a row beside others.
     crosses: its RoPE changes while it generates, and what is cached stays as it is (`batch_rope.py`).
-    failures: numbers of cached tokens after which a call failed, and has not succeeded since.
+    failures: stages and numbers of cached tokens at which a call failed, and has not succeeded since.
     numbers: the state of its random numbers by the token that they are drawn for, so that a draw can be repeated.
     from_its_first: they were read in this batch, from the prompt's first token on.
     began: its number among those that have begun.
@@ -97,7 +97,7 @@ class Request:
     whole: bool = False
     alone: bool = False
     crosses: bool = False
-    failures: set[int] = field(default_factory=set)
+    failures: set[tuple[Stage, int]] = field(default_factory=set)
     numbers: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -192,8 +192,8 @@ def drawn(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]; the same again where a step was interrupted."""
     if request.reached < len(request.said):
         return request.said[request.reached]
-    scores, said = logits.float(), len(request.said)
-    known = None if request.asks is None else scores[0].log_softmax(-1)  # before a processor may write to them
+    scores, said = logits.to(torch.float32, copy=True), len(request.said)  # a processor may write to them
+    known = None if request.asks is None else scores[0].log_softmax(-1)
     if request.generator is not None:
         request.generator.set_state(request.numbers[said])
     token = chosen(request, request.ids, scores)

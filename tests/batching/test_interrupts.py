@@ -83,7 +83,7 @@ def run(batch: sc.Batch, delivered: Delivered) -> int:
             was_open = bool(batch.open)
             for request, token in batch.step():  # once more behind the last: tokens of an interrupted one
                 delivered[request].append(token)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TimeoutError):
             raised += 1
         else:
             if not was_open:
@@ -118,8 +118,8 @@ def is_ours(file: str) -> bool:
 class AfterLines:
     """Raises behind so many executed lines of the modules of `OURS`, once. None: it counts them."""
 
-    def __init__(self, moment: int | None) -> None:
-        self.moment, self.lines = moment, 0
+    def __init__(self, moment: int | None, error: type[BaseException] = Interrupt) -> None:
+        self.moment, self.error, self.lines = moment, error, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self.line if is_ours(frame.f_code.co_filename) else None
@@ -129,7 +129,7 @@ class AfterLines:
         if event == "line" and not (frame.f_code.co_name == "step" and "batching" in frame.f_code.co_filename):
             self.lines += 1
             if self.lines == self.moment:
-                raise Interrupt
+                raise self.error
         return self.line
 
     def __enter__(self) -> AfterLines:
@@ -149,14 +149,38 @@ def lines_of(model: Any) -> int:
 
 
 def test_interrupts_at_two_hundred_moments_change_no_token(model: Any, expected: list[list[int]]) -> None:
-    lines, numbers, raised = lines_of(model), random.Random(0), 0
+    """Of Ctrl-C, and of a signal's handler that raises an Exception."""
+    lines, numbers, raised = lines_of(model), random.Random(0), dict.fromkeys((Interrupt, TimeoutError), 0)
     batch = sc.Batch(model, chunk=CHUNK)
-    for _ in range(200):
+    for error in [*raised] * 100:
         requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
-        with AfterLines(numbers.randrange(1, lines)):
-            raised += run(batch, delivered)
+        with AfterLines(numbers.randrange(1, lines), error):
+            raised[error] += run(batch, delivered)
         check(batch, requests, delivered, expected)
-    assert raised > 150
+    assert min(raised.values()) > 75
+
+
+@pytest.mark.parametrize("name", ["add", "remove", "take"])
+def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, name: str) -> None:
+    batch = sc.Batch(model, chunk=CHUNK)
+
+    def interrupted(moment: int | None) -> int:
+        """Interrupt a method behind so many of its lines; the number of lines that it executed."""
+        stays, leaves = (batch.add(prompt(length), max_new_tokens=4) for length in (9, 20))
+        while not leaves.said:
+            batch.step()
+        with contextlib.suppress(Interrupt), AfterLines(moment) as counter:
+            batch.add(prompt(5), max_new_tokens=1) if name == "add" else getattr(batch, name)(leaves)
+        batch.run()
+        assert stays.end is End.LENGTH
+        assert leaves.end in (End.REMOVED, End.LENGTH)
+        assert batch.memory.pool is not None
+        assert batch.memory.pool.held == 0
+        return counter.lines
+
+    lines = interrupted(None)
+    for moment in range(1, lines + 1, 1 + lines // 20):
+        interrupted(moment)
 
 
 @pytest.fixture
@@ -258,11 +282,14 @@ def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -
     """A prefill of the known tokens would store other pairs than their decode steps did."""
     options = {"lowering": "eager", "bits": 1, "min_context": 0, "method": "kivi"}
     model = compiled_with(tiny_llama(), options)
-    whole, again = sc.Batch(model), sc.Batch(model)
-    expected, request = (one.add(prompt(400), max_new_tokens=40) for one in (whole, again))
-    whole.run()
-    run_interrupted(again, request, 20, Interrupt())
-    assert request.said == expected.said
+    batch = sc.Batch(model)
+    expected = batch.add(prompt(400), max_new_tokens=40)
+    batch.run()
+    for after, error in ((1, Interrupt()), (20, TimeoutError()), (39, Interrupt())):
+        batch = sc.Batch(model)
+        request = batch.add(prompt(400), max_new_tokens=40)
+        run_interrupted(batch, request, after, error)
+        assert request.said == expected.said
 
 
 def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
@@ -285,3 +312,26 @@ def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
     assert turn.said == greedy(model, turn.ids[:, :324], 4)[0, 324:].tolist()
     kept.cache = None
     assert pool.held == 0
+
+
+@pytest.mark.parametrize("said", [0, 3])
+def test_a_call_that_fails_two_times_at_one_token_ends_its_request(model: Any, said: int) -> None:
+    """The first failure is a handler's, perhaps: it ends nothing."""
+    batch = sc.Batch(model, chunk=CHUNK)
+    request, other = (batch.add(prompt(length), max_new_tokens=6) for length in (30, 20))
+    ask, errors = batch.ask, [TimeoutError("second"), TimeoutError("first")]
+
+    def failing(tokens: Any, positions: Any, *rest: Any) -> Any:
+        reads = request.stage.name == "READING" if said == 0 else request.reached == said
+        if reads and errors and int(positions[0, 0]) in (0, 29 + said):
+            raise errors.pop()
+        return ask(tokens, positions, *rest)
+
+    batch.ask = failing  # type: ignore[method-assign]
+    for message in ("first", "second"):
+        assert request.end is None
+        with pytest.raises(TimeoutError, match=message):
+            batch.run()
+    batch.run()
+    assert (request.end, str(request.error), len(request.said)) == (End.FAILED, "second", said)
+    assert other.end is End.LENGTH
