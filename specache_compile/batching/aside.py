@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 import uuid
@@ -13,9 +14,9 @@ from transformers import DynamicCache
 
 from specache_compile.caches.rows import drop
 from specache_compile.caches.saving import loaded, save
-from specache_compile.errors import SpecacheError
 
 from .request import Request, Stage
+from .twice import FailedTwice, twice
 
 
 class Aside:
@@ -36,9 +37,9 @@ class Aside:
             except BaseException:
                 shutil.rmtree(place, ignore_errors=True)
                 raise
-            drop(request.cache)
-            request.aside = place
-        request.cache, request.stage = None, Stage.WAITING
+            request.aside, cache, request.cache = place, request.cache, None
+            drop(cache)
+        request.stage = Stage.WAITING
 
 
 def forget(request: Request) -> None:
@@ -57,6 +58,6 @@ def brought_or_none(request: Request, model: Any) -> DynamicCache | None:
     """The cache of a request that is aside; None where it cannot be read, or there is no room."""
     assert request.aside is not None
     try:
-        return back_from(request.aside, model)
-    except (SpecacheError, OSError, RuntimeError):
+        return twice(functools.partial(back_from, request.aside, model))
+    except FailedTwice:
         return None

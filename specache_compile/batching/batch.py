@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
 from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
+from specache_compile.generate.verify import check_windows
 from specache_compile.runtime.session import Session, sessions_of
 
 from .admission import next_to_begin
@@ -46,7 +47,8 @@ from .drafts import (
     verifying,
 )
 from .memory import Bytes, Memory, Running
-from .request import End, Request, Stage, drawn, request_for
+from .request import End, Request, Stage, request_for
+from .twice import FailedTwice, twice
 
 # Prompt tokens that are read between two steps of the others.
 CHUNK = 512
@@ -127,10 +129,13 @@ class Batch:
         host_memory: int | None = None, kept: int = 0, give_up: Callable[[], bool] = lambda: False,
         overcommit: Path | None = None,
     ) -> None:  # fmt: skip
-        """SpecacheError where this backend has not compiled the model, or where overcommit has no bound of memory."""
+        """SpecacheError where this backend has not compiled the model, where overcommit has no bound of memory, and
+        where the model's sliding windows cannot take back drafts."""
         self.options = required_options(model, "Batch")
         # Rows of their own lengths have positions of their own.
         wrapped = getattr(model, "_orig_mod", model)
+        if self.options.drafts:
+            check_windows(DynamicCache(config=wrapped.config))
         self.joins = "position_ids" in inspect.signature(wrapped.forward).parameters
         self.model, self.most_rows, self.chunk = model, rows, chunk
         self.rope = BatchRope(wrapped)
@@ -183,18 +188,21 @@ class Batch:
         if cache is not None:
             self.memory.learn(cache, self.joins)
         self.memory.check_alone(request)
-        self.requests.append(request)
-        self.waiting.append(request)
+        if self.rope.has_other_frequencies(request):
+            prefill_all_of(request)
+        self.requests.append(request)  # the next step queues it, so that an interrupt leaves it out or in
         return request
 
     def step(self) -> list[tuple[Request, int]]:
         """Admit who fits, read a chunk of the prompt that is read, and have each row say a token, or what
         is right of its draft: what was said, in no order but a request's own.
 
-        A request whose prompt, or processor, fails is over, with its `error`. If the model fails over rows, or an
-        interrupt (Ctrl-C, a signal's handler) ends a step half way, the step raises, and `step` can be called again. It
-        then begins all open requests again, each from its prompt and generated tokens, and returns what the
-        interrupted step could not. A row over which the model fails again, alone, is over with its `error`.
+        A request whose processor fails is over, with its `error`. If the model fails, or an interrupt (Ctrl-C, a
+        signal's handler, whatever it raises) ends a step half way, the step raises, and `step` can be called again. It
+        then begins all open requests again, prefills each prompt, decodes the known tokens again, and returns what the
+        interrupted step could not. A cache that was given to `add` is lost: its tokens are prefilled, so in a lossy
+        setting the following tokens may differ. A request for which the model fails a second time after the same token,
+        alone, is over with its `error`.
         """
         self.recover()
         self.unfinished = True
@@ -209,6 +217,8 @@ class Batch:
     @torch.no_grad()
     def turn(self) -> None:
         self.requests = [one for one in self.requests if one.stage is not Stage.OVER or self.unreturned(one)]
+        queued = set(self.waiting)
+        self.waiting += [one for one in self.requests if one.stage is Stage.WAITING and one not in queued]
         self.admit()
         self.give_way()
         for group in list(self.groups):
@@ -222,6 +232,7 @@ class Batch:
         """Rows whose text has grown to where its RoPE changes wait, and are read again."""
         for request in [one for one in group.requests if self.rope.changes(one)]:
             self.drop(request)
+            request.resumed = request.reached
             request.begin_again()
             request.whole = True
             self.waiting.insert(0, request)
@@ -234,8 +245,9 @@ class Batch:
         written."""
         if not self.unfinished:
             return
+        caches = [self.places, *(group.cache for group in self.groups), *(request.cache for request in self.open)]
+        self.memory.begin_again(cache for cache in caches if cache is not None)
         self.groups, self.reading, self.places = [], [], None
-        self.memory.begin_again()
         for request in self.open:
             forget(request)
             request.begin_again()
@@ -251,10 +263,14 @@ class Batch:
     def remove(self, request: Request) -> None:
         """End a request, wherever it is: its row is gone before the next step."""
         self.recover()
-        if request.stage is Stage.OVER:
-            return
-        self.drop(request)
-        self.over(request, End.REMOVED)
+        self.unfinished = True
+        self.leave(request)
+        self.unfinished = False
+
+    def leave(self, request: Request) -> None:
+        if request.stage is not Stage.OVER:
+            self.drop(request)
+            self.over(request, End.REMOVED)
 
     def forget_prefixes(self) -> None:
         """Forget the prompts' prefixes that are cached for later requests.
@@ -267,6 +283,11 @@ class Batch:
         for request in self.reading:
             request.from_its_first = False  # its first chunks stay out of the prefixes
 
+    def fail(self, request: Request, error: Exception) -> None:
+        """End a request, wherever it is, with its error."""
+        self.drop(request)
+        self.over(request, End.FAILED, error)
+
     def over(self, request: Request, end: End, error: Exception | None = None) -> None:
         """End a request that has no row."""
         forget(request)
@@ -277,11 +298,13 @@ class Batch:
     def take(self, request: Request) -> DynamicCache | None:
         """`remove`, and its cache as one of a row alone; None where nothing of it was read, or can be read again."""
         self.recover()
+        self.unfinished = True
         group = self.group_of(request)
         if request.aside is not None:
             request.cache = brought_or_none(request, self.model)
         cache, request.cache = request.cache if group is None else kept_row(group, request), None
-        self.remove(request)
+        self.leave(request)
+        self.unfinished = False
         return cache
 
     def group_of(self, request: Request) -> Rows | None:
@@ -325,23 +348,37 @@ class Batch:
         """Have a request that waits read its prompt, or go on where it gave way. False where it waits on: there was no
         room to bring it back, and others run that will leave some."""
         request.began, self.begun = self.begun, self.begun + 1
-        try:
-            self.memory.check_alone(request)
-            if request.aside is not None:
-                request.cache = self.memory.taken_in(back_from(request.aside, self.model))
-            if request.said and request.cache is not None:
+        if not self.fits_alone(request):
+            return True
+        if request.aside is not None:
+            try:
+                request.cache = twice(functools.partial(self.back_in_pages, request.aside))
+            except FailedTwice as failed:
+                if self.running:
+                    return False
+                self.fail(request, failed.error)
+                return True
+        with self.attempt([request]):
+            if request.read == len(request.text):
                 self.say_on(request)
             else:
                 self.memory.begin(request)
                 self.reading.append(request)
                 request.stage = Stage.READING
-        except Exception as error:
-            if request.aside is not None and self.running:
-                request.cache = None
-                return False
-            self.over(request, End.FAILED, error)
         self.waiting.remove(request)
         forget(request)
+        return True
+
+    def back_in_pages(self, folder: Path) -> DynamicCache:
+        return self.memory.taken_in(back_from(folder, self.model))
+
+    def fits_alone(self, request: Request) -> bool:
+        """Whether the budget would hold a request alone; one that it would not hold is over."""
+        try:
+            twice(functools.partial(self.memory.check_alone, request))
+        except FailedTwice as failed:
+            self.fail(request, failed.error)
+            return False
         return True
 
     def say_on(self, request: Request) -> Rows:
@@ -361,8 +398,7 @@ class Batch:
             if idle or len(running) > 1:
                 self.put_aside(last, self.aside)
             else:
-                self.drop(last)
-                self.over(last, End.FAILED, kept_elsewhere())
+                self.fail(last, kept_elsewhere())
 
     def next_pages(self) -> int:
         """Pages that the next turn takes."""
@@ -384,11 +420,10 @@ class Batch:
         group, waits = self.group_of(request), request in self.waiting
         try:
             if group is not None:
-                request.cache = group.row(request)
-            aside.put(request)
-        except Exception as error:
-            self.drop(request)
-            self.over(request, End.FAILED, error)
+                request.cache = twice(functools.partial(group.row, request))
+            twice(functools.partial(aside.put, request))
+        except FailedTwice as failed:
+            self.fail(request, failed.error)
             return
         if not waits:
             self.drop(request)
@@ -412,10 +447,7 @@ class Batch:
         if not holding:
             self.over(self.waiting.pop(0), End.FAILED, kept_elsewhere())
             return False
-        last = holding[-1]
-        assert last.cache is not None
-        drop(last.cache)
-        last.cache, last.read, last.from_its_first = None, 0, True
+        prefill_all_of(holding[-1])
         return True
 
     @property
@@ -430,11 +462,9 @@ class Batch:
 
     def read(self, request: Request) -> None:
         """Read a chunk of a prompt; behind its last one the request has said a token, and is a row of the batch."""
-        try:
+        with self.attempt([request]):
             text = request.text
-            tokens = text[request.read : request.read + (len(request.text) if request.whole else self.chunk)].to(
-                self.model.device
-            )[None]
+            tokens = text[request.read : request.read + self.next_tokens(request)].to(self.model.device)[None]
             positions = torch.arange(request.read, request.read + tokens.shape[1], device=tokens.device)[None]
             if request.cache is not None:
                 request.cache = self.memory.taken_in(request.cache)
@@ -442,19 +472,15 @@ class Batch:
             request.cache, request.read = cache, request.read + tokens.shape[1]
             if not self.memory.layers:
                 self.memory.learn(cache, self.joins)
-                self.memory.check_alone(request)
+                if not self.fits_alone(request):
+                    return
             request.cache = self.memory.taken_in(cache)
             self.memory.keep_beginning(request)
             if request.read < len(text):
                 return
-            token = drawn(request, logits[:, -1])
             group = self.say_on(request)
-        except Exception as error:
-            self.reading.remove(request)
-            self.over(request, End.FAILED, error)
-            return
         self.reading.remove(request)
-        request.hear(token)
+        say(request, [], logits[0, -1:])
         self.let_go(group)
 
     def joined(self, request: Request, cache: DynamicCache) -> Rows:
@@ -488,22 +514,14 @@ class Batch:
         """One token of each row of a group, and before it what is right of the row's draft."""
         start, session = time.perf_counter(), self.drafting(group)
         compiled = 0 if session is None else rewritten_so_far(self.model)
-        try:
+        with self.attempt(group.requests):
             drafts = [[] for _ in group.requests] if session is None else self.drafts(group, session)
             several = any(drafts)
             with contextlib.nullcontext() if session is None else verifying(session, drafts):
                 logits = self.ask_rows(group, *fed(group.requests, drafts), every=several)
-        except Exception as error:
-            self.fail(group, error)
-            raise
-        for request in group.requests:
-            request.failed = False
         before = [request.cached for request in group.requests]
         for row, request in enumerate(group.requests):
-            try:
-                say(request, drafts[row], logits[row] if several else logits[row, -1:])
-            except Exception as error:  # of a processor: the row's alone
-                self.over(request, End.FAILED, error)
+            say(request, drafts[row], logits[row] if several else logits[row, -1:])
         if session is not None:
             seconds = None if rewritten_so_far(self.model) != compiled else time.perf_counter() - start
             note_round(session, drafts, before, [request.cached for request in group.requests], seconds)
@@ -512,12 +530,22 @@ class Batch:
         finally:
             self.let_go(group)
 
-    def fail(self, group: Rows, error: Exception) -> None:
-        """The model has failed over rows. Each begins again, alone; one that failed so before is over."""
-        for request in group.requests:
-            if request.failed:
-                self.over(request, End.FAILED, error)
-            request.failed = request.alone = True
+    @contextlib.contextmanager
+    def attempt(self, requests: Sequence[Request]) -> Iterator[None]:
+        """If what is within raises, have each request begin again, alone. One for which it raises a second time after
+        the same token is over with the error."""
+        places = [(request, (request.stage, request.cached)) for request in requests]
+        try:
+            yield
+        except Exception as error:
+            for request, place in places:
+                if place in request.failures:
+                    self.over(request, End.FAILED, error)
+                request.failures.add(place)
+                request.alone = True
+            raise
+        for request, place in places:
+            request.failures.discard(place)
 
     def drafting(self, group: Rows) -> Session | None:
         """The session of rows that draft; a person is told once why others do not."""
@@ -580,11 +608,18 @@ def token_ids(ids: Tensor | Sequence[int]) -> Tensor:
     return given.reshape(-1).to(torch.int64)
 
 
+def prefill_all_of(request: Request) -> None:
+    """Drop a cache that was given to a request, which waits: its tokens are prefilled again."""
+    if request.cache is not None:
+        drop(request.cache)
+    request.cache, request.read, request.from_its_first = None, 0, True
+
+
 def kept_row(group: Rows, request: Request) -> DynamicCache | None:
     """A request's row as a cache alone; None where a copy of it has failed: what was said is whole, and is not kept."""
     try:
-        return group.row(request)
-    except (SpecacheError, RuntimeError):
+        return twice(functools.partial(group.row, request))
+    except FailedTwice:
         return None
 
 

@@ -8,6 +8,7 @@ from transformers.generation.utils import GenerationMixin
 
 from specache_compile.errors import SpecacheError
 from specache_compile.rope_switch import rope_switch
+from specache_compile.runtime.session import UNKNOWN, sessions_of
 
 from .request import Request
 
@@ -16,7 +17,8 @@ class BatchRope:
     """What a batch does about a model's RoPE, and about an indexer, which chooses among the tokens of a call.
 
     A request whose text is beyond the switch is prefilled in one call, as `generate` does. One that crosses it is
-    prefilled again at that token, if the model has `generate` do so (Phi-3); else it never joins other rows.
+    prefilled again at that token, if the model has `generate` do so (Phi-3); else it never joins other rows. A cache
+    that was given to a request is dropped, and its tokens prefilled, if the cache or the prompt is beyond the switch.
     """
 
     def __init__(self, model: Any) -> None:
@@ -27,19 +29,27 @@ class BatchRope:
         self.prefills_again = own and hasattr(text, "original_max_position_embeddings")
 
     def prepare(self, request: Request) -> None:
-        """Note how a request is prefilled. SpecacheError where its tokens would not be those of `generate`."""
+        """Note how a request is prefilled. SpecacheError where its tokens would differ from those of `generate`."""
         request.whole = self.reads_whole(request)
         if self.switch is None:
             return
         prompt, new = len(request.prompt), int(request.config.max_new_tokens or 0)
         beyond, crosses = prompt + new > self.switch.tokens, prompt <= self.switch.tokens < prompt + new
-        if beyond and (self.switch.grows or request.cache is not None or (crosses and request.ahead)):
+        if beyond and (self.switch.grows or (crosses and request.ahead)):
             raise SpecacheError(
                 f"a request of {prompt:,} prompt and {new:,} new tokens: beyond {self.switch.tokens:,} tokens this "
                 f"model's RoPE ({self.switch.kind}) follows the length of a call, which a batch cannot reproduce here. "
                 "Give fewer tokens (max_new_tokens), or call model.generate"
             )
         request.crosses = request.alone = crosses and not self.prefills_again
+
+    def has_other_frequencies(self, request: Request) -> bool:
+        """Whether a request's given cache may hold tokens with other frequencies than a prefill of its prompt has."""
+        if self.switch is None or request.cache is None:
+            return False
+        sessions = sessions_of(request.cache)
+        longest = max((max(session.progress.longest_calls) for session in sessions), default=UNKNOWN)
+        return max(longest, len(request.prompt)) > self.switch.tokens
 
     def reads_whole(self, request: Request) -> bool:
         """Whether a request's text must be prefilled in one call, without a cached prefix."""

@@ -8,6 +8,7 @@ the same seed. Rows with shorter drafts than others' are filled up with tokens t
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import MOST
 from specache_compile.runtime.session import Mode, Session, session_of, sessions_of
 
-from .request import Request, Stage, chosen, drawn
+from .request import End, Request, Stage, chosen, drawn
+from .twice import FailedTwice, twice
 
 # What a row is filled up with.
 NOTHING = 0
@@ -59,14 +61,14 @@ def room_of(request: Request) -> int:
     """Tokens that may be drafted for a request: behind them it says one more."""
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in request.processors):
         return 0  # it runs the model on a cache of its own, in the order of the tokens
-    return int(request.config.max_new_tokens or 0) - len(request.said) - 1
+    return int(request.config.max_new_tokens or 0) - request.reached - 1
 
 
 def looked_up_for(requests: Sequence[Request]) -> list[list[int]]:
     """Of each request what followed its last tokens where they stood before."""
     drafts = []
     for request in requests:
-        ids, room = request.ids, min(DRAFTED, room_of(request))
+        ids, room = request.context, min(DRAFTED, room_of(request))
         ends = torch.tensor(sorted(request.ends), dtype=torch.int64)
         found = looked_up(ids, ends if len(ends) else None, room, ids.shape[1] + room + 1) if room > 0 else ids
         drafts.append(found[0, ids.shape[1] :].tolist())
@@ -91,10 +93,10 @@ def decoded_for(requests: Sequence[Request], session: Session, one_token: OneTok
 
 def candidate(request: Request, draft: Sequence[int], logits: Tensor) -> int:
     """The next token of a draft, from the last one's logits [1, V]."""
-    ids = torch.cat([request.ids, torch.tensor([draft], dtype=torch.int64)], 1)
+    ids = torch.cat([request.context, torch.tensor([draft], dtype=torch.int64)], 1)
     try:
-        return chosen(request, ids, logits.float())
-    except Exception:  # of a processor, behind tokens that may never be said: if they are, it raises again
+        return twice(lambda: chosen(request, ids, logits.to(torch.float32, copy=True)))
+    except FailedTwice:  # of a processor, behind tokens that may never be said: if they are, it raises again
         return NOTHING
 
 
@@ -114,7 +116,8 @@ def fed(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> tuple[T
     filled up has no position behind its longest text's: a model may know none."""
     width = 1 + max(map(len, drafts))
     tokens = [
-        [r.said[-1], *draft, *[NOTHING] * (width - 1 - len(draft))] for r, draft in zip(requests, drafts, strict=True)
+        [r.said[r.reached - 1], *draft, *[NOTHING] * (width - 1 - len(draft))]
+        for r, draft in zip(requests, drafts, strict=True)
     ]
     first = torch.tensor([[request.cached] for request in requests])
     last = torch.tensor([[len(r.prompt) + int(r.config.max_new_tokens or 0) - 1] for r in requests])
@@ -129,9 +132,13 @@ def verifying(session: Session, drafts: Sequence[Sequence[int]]) -> contextlib.A
 
 def say(request: Request, draft: Sequence[int], logits: Tensor) -> None:
     """Have a request say what of its draft is right, and one token more, from the logits [T, V] behind its last token
-    and each of the draft's."""
+    and each of the draft's. A request whose processor fails is over."""
     for place, guess in enumerate(itertools.chain(draft, [None])):
-        token = drawn(request, logits[place : place + 1])
+        try:
+            token = twice(functools.partial(drawn, request, logits[place : place + 1]))
+        except FailedTwice as failed:
+            request.is_over(End.FAILED, failed.error)
+            return
         request.hear(token)
         if token != guess or request.stage is Stage.OVER:
             return

@@ -77,19 +77,22 @@ class Memory:
             return
         layers = list(session.layers)
         if joins and len(sessions_of(cache)) == 1 and reason_against([cache], apart=True) is None:
-            self.pool = self.pool_of(options_of(session), layers)
+            options = options_of(session)
+            fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
+            self.pool = Pool(options, layers, bound(options, layers, self.budget, fixed))
         self.layers = layers
 
-    def pool_of(self, options: MethodOptions, layers: list[LayerShape]) -> Pool:
-        fixed = in_rows(options, layers, self.rows, self.chunk, [], self.kept)
-        return Pool(options, layers, bound(options, layers, self.budget, fixed))
-
-    def begin_again(self) -> None:
-        """Forget all rows and prefixes. Their pages go with them: what an interrupted step left of the pool is not
-        trusted."""
+    def begin_again(self, caches: Iterable[DynamicCache]) -> None:
+        """Forget all prefixes, and the caches of rows. The pool counts its pages again: an interrupted step may have
+        left wrong counts, and others may have kept caches."""
+        for cache in [*caches, *(cache for _, cache in self.prefixes.kept)]:
+            if self.tiers_of(cache) is not None:
+                for session in sessions_of(cache):
+                    session.deferred.drop()
+                drop(cache)
         self.prefixes = Prefixes(self.prefixes.most)
         if self.pool is not None:
-            self.pool = self.pool_of(self.pool.options, self.layers)
+            self.pool.recount()
 
     def notice_weights(self, model: torch.nn.Module) -> bool:
         """Forget the prefixes that the model computed with other weights or settings. True if there were some."""

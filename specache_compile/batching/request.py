@@ -27,7 +27,7 @@ class End(Enum):
     STOP = "said a token that ends a text"
     LENGTH = "said as many tokens as it may"
     REMOVED = "was removed"
-    FAILED = "its prompt, or one of its processors, failed"
+    FAILED = "its prompt, one of its decode steps or one of its processors failed"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Request:
     """What `Batch.add` gives: read its fields; the batch alone changes them.
 
     prompt: token ids, int64 [n].
-    resumed: of said tokens, those that are read again behind the prompt: the request has lost its cache.
+    resumed: the number of said tokens that are prefilled again after the prompt: the RoPE changed there.
     said: token ids so far; a token that ends the text is the last.
+    reached: the number of said tokens that the current cache has led to. After an interrupt it is lower than len(said):
+        the decode steps of the known tokens run again, since a prefill of them would differ in a lossy setting.
     end: why it is over; None until then.
     error: what it failed with.
     config: Hugging Face's, with the model's defaults filled in.
@@ -59,7 +61,7 @@ class Request:
     whole: its text is read in one call, and shares no prefix.
     alone: it is never a row beside others.
     crosses: its RoPE changes while it generates, and what is cached stays as it is (`batch_rope.py`).
-    failed: the newest step of its rows failed.
+    failures: stages and numbers of cached tokens at which a call failed, and has not succeeded since.
     numbers: the state of its random numbers by the token that they are drawn for, so that a draw can be repeated.
     from_its_first: they were read in this batch, from the prompt's first token on.
     began: its number among those that have begun.
@@ -91,16 +93,17 @@ class Request:
     aside: Path | None = None
     ahead: int = 0
     resumed: int = 0
+    reached: int = 0
     whole: bool = False
     alone: bool = False
     crosses: bool = False
-    failed: bool = False
+    failures: set[tuple[Stage, int]] = field(default_factory=set)
     numbers: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def text(self) -> Tensor:
         """Token ids that are read before its next token, int64 [n]."""
-        return torch.cat([self.prompt, torch.tensor(self.said[: self.resumed], dtype=torch.int64)])
+        return self.ids_with(self.resumed)[0]
 
     @property
     def longest(self) -> int:
@@ -110,7 +113,7 @@ class Request:
     @property
     def cached(self) -> int:
         """Tokens that are cached: the last that was said is not."""
-        return self.read + max(0, len(self.said) - 1 - self.resumed)
+        return self.read + max(0, self.reached - 1 - self.resumed)
 
     @property
     def due(self) -> int:
@@ -120,14 +123,25 @@ class Request:
     @property
     def ids(self) -> Tensor:
         """Prompt and what was said, int64 [1, n]."""
-        return torch.cat([self.prompt, torch.tensor(self.said, dtype=torch.int64)])[None]
+        return self.ids_with(len(self.said))
+
+    @property
+    def context(self) -> Tensor:
+        """Prompt and the tokens that are `reached`, int64 [1, n]: what the next token follows."""
+        return self.ids_with(self.reached)
+
+    def ids_with(self, said: int) -> Tensor:
+        """Prompt and the first said tokens, int64 [1, n]."""
+        return torch.cat([self.prompt, torch.tensor(self.said[:said], dtype=torch.int64)])[None]
 
     def is_over(self, end: End, error: Exception | None = None) -> None:
         self.stage, self.end, self.error, self.cache = Stage.OVER, end, error, None
 
     def hear(self, token: int) -> None:
-        """It has said one more token."""
-        self.said.append(token)
+        """It has said one more token, or reached a known one."""
+        if self.reached == len(self.said):
+            self.said.append(token)
+        self.reached += 1
         self.end_if_done()
 
     def end_if_done(self) -> None:
@@ -137,11 +151,11 @@ class Request:
             self.is_over(End.LENGTH)
 
     def begin_again(self) -> None:
-        """Wait, without a cache: prompt and said tokens are read again, and the next token is the same."""
+        """Wait, without a cache: the text is prefilled again, and the known tokens are decoded again."""
         self.end_if_done()  # an interrupt came between a token and its end
         if self.stage is not Stage.OVER:
             self.stage, self.cache, self.read, self.from_its_first = Stage.WAITING, None, 0, True
-            self.resumed = len(self.said)
+            self.reached = self.resumed
 
 
 def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: DynamicCache | None, read: int) -> Request:
@@ -176,8 +190,10 @@ def request_for(model: Any, prompt: Tensor, asked: dict[str, Any], cache: Dynami
 
 def drawn(request: Request, logits: Tensor) -> int:
     """The next token of a request, from its last logits [1, V]; the same again where a step was interrupted."""
-    scores, said = logits.float(), len(request.said)
-    known = None if request.asks is None else scores[0].log_softmax(-1)  # before a processor may write to them
+    if request.reached < len(request.said):
+        return request.said[request.reached]
+    scores, said = logits.to(torch.float32, copy=True), len(request.said)  # a processor may write to them
+    known = None if request.asks is None else scores[0].log_softmax(-1)
     if request.generator is not None:
         request.generator.set_state(request.numbers[said])
     token = chosen(request, request.ids, scores)

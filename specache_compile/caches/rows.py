@@ -164,7 +164,8 @@ def progress_of(rows: Sequence[Row]) -> Progress:
         for (session, row), one in zip(rows, guesses, strict=True)
     )
     keys = tuple(session.progress.keys[row] for session, row in rows)
-    return Progress(lengths, ready, keys, max(lengths), guess, joined=True)
+    calls = tuple(session.progress.longest_calls[row] for session, row in rows)
+    return Progress(lengths, ready, keys, calls, max(lengths), guess, joined=True)
 
 
 def in_pages(cache: DynamicCache, pool: Pool) -> DynamicCache:

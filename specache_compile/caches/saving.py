@@ -46,7 +46,7 @@ from specache_compile.options import MethodOptions, differences, own_options
 from specache_compile.passes.reading.sites import PARTS
 from specache_compile.runtime.ranks import ranks_of
 from specache_compile.runtime.regroup import session_behind
-from specache_compile.runtime.session import Session
+from specache_compile.runtime.session import UNKNOWN, Session
 from specache_compile.runtime.state import MEASURE, adopt, empty, fields_of, room, with_memory
 
 from .holding import is_of
@@ -116,6 +116,7 @@ def save(cache: DynamicCache, folder: str | os.PathLike[str]) -> None:
             "length": progress.length,
             "capacity": tiers.capacity,
             "lengths": progress.lengths,
+            "longest_calls": progress.longest_calls,
             "ready": progress.ready,
             "joined": progress.joined,
             "padded": progress.padded,
@@ -188,6 +189,7 @@ def loaded(root: Path, model: torch.nn.Module, by_any_weights: bool) -> DynamicC
     batch, progress.length, progress.padded = (numbers[name] for name in ("batch", "length", "padded"))
     progress.keys = (restored_key(header),) * batch
     progress.lengths, progress.ready = tuple(numbers["lengths"]), tuple(numbers["ready"])
+    progress.longest_calls = tuple(numbers.get("longest_calls", [UNKNOWN] * batch))
     progress.joined = numbers["joined"]
     tiers.capacity, tiers.room = numbers["capacity"], room(progress.longest)
     tiers.check_host_memory(progress.longest)

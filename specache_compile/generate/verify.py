@@ -87,6 +87,7 @@ def reason_not_to_draft(
         return f"assisted decoding takes a batch of one, and this batch has {input_ids.shape[0]}"
     if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):
         return "it has no DynamicCache"
+    check_windows(cache)
     if (reason := forgetful(model, cache)) is not None:
         return reason
     if config.is_assistant:
@@ -99,18 +100,21 @@ def reason_not_to_draft(
 
 
 def forgetful(model: Any, cache: DynamicCache) -> str | None:
-    """Why a cache cannot take back drafted tokens; None where it can. SpecacheError where a newer version could."""
-    name = next(
-        (type(x).__name__ for x in cache.layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None
-    )
+    """Why a cache cannot take back drafted tokens; None where it can."""
+    able = (DynamicLayer, DynamicSlidingWindowLayer) if WINDOWS_TAKE_DRAFTS else (DynamicLayer,)
+    name = next((type(layer).__name__ for layer in cache.layers if type(layer) not in able), None)
+    if name is None and not model._is_stateful:
+        return None
+    return f"in this version of transformers a {name or type(model).__name__} cannot take back drafted tokens"
+
+
+def check_windows(cache: DynamicCache) -> None:
+    """SpecacheError where a newer version of transformers is required for drafts on a cache with sliding windows."""
     if not WINDOWS_TAKE_DRAFTS and any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
         raise SpecacheError(
             f"options verify and lookup: a DynamicSlidingWindowLayer of transformers {transformers.__version__} cannot "
             "take back drafted tokens: install transformers 5.18 or newer, or leave the option out"
         )
-    if name is None and not model._is_stateful:
-        return None
-    return f"in this version of transformers a {name or type(model).__name__} cannot take back drafted tokens"
 
 
 def verified(

@@ -37,6 +37,7 @@ class PagedTiers(Tiers):
         vars(self).update(vars(like))
         self.sinks_known, self.pool, self.pages, self.batch = None, pool, list(pages), len(pages)
         self.queues: list[Any] = []
+        pool.tiers.add(self)
         weakref.finalize(self, pool.returned.append, (self.pages, self.queues))
         self.rounded = [0] * self.batch
         self.capacity = self.room = 0

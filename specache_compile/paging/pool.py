@@ -6,6 +6,7 @@ has one row that names it; what is full is never written again, and may have man
 
 from __future__ import annotations
 
+import collections
 import sys
 import weakref
 from collections import deque
@@ -37,6 +38,7 @@ class Pool:
     page_bytes, row_bytes: of a page, and of what a row has beside its pages, of each tier.
     counts: of each page, the rows that name it.
     sessions: those of its rows.
+    tiers: all that have pages and are alive.
     returned: the rows of tiers that have died, and the queues that may still copy for them.
     """
 
@@ -45,6 +47,7 @@ class Pool:
         self.options, self.layers, self.bound = options, list(layers), bound
         self.page_bytes, self.row_bytes = page_bytes(options, layers), row_bytes(options, layers)
         self.sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.tiers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.returned: deque[tuple[list[list[int]], list[Any]]] = deque()
         self.counts: list[int] = [1]
         self.free: list[int] = []
@@ -116,10 +119,22 @@ class Pool:
     def collect(self) -> None:
         """Take in what tiers had that have died."""
         while self.returned:
-            rows, queues = self.returned.popleft()
+            rows, queues = self.returned[0]
             for queue in queues:
                 queue.settle()
             self.release(rows)
+            self.returned.popleft()
+
+    def recount(self) -> None:
+        """Count the pages again, from the tiers that are alive: an interrupted call may have left wrong counts."""
+        alive = list(self.tiers)  # one that dies from here on is counted, and returned later
+        while self.returned:
+            for queue in self.returned[0][1]:
+                queue.settle()
+            self.returned.popleft()
+        counts = collections.Counter(page for tiers in alive for pages in tiers.pages for page in pages)
+        self.counts = [1, *(counts[page] for page in range(1, len(self.counts)))]
+        self.free = [page for page in reversed(range(1, len(self.counts))) if not self.counts[page]]
 
     def release(self, rows: list[list[int]]) -> None:
         """All rows of a session are gone."""

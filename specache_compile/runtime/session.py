@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,12 +47,17 @@ class Mode(Enum):
     VERIFY = "verifying a draft"
 
 
+UNKNOWN = sys.maxsize
+
+
 @dataclass
 class Progress:
     """How far a session has come: what its next step starts from, beside the tiers.
 
     lengths: tokens that are cached of each row; they are the last of the columns.
     keys: of each row, the key of the model that filled it, as it was then.
+    longest_calls: of each row, the most tokens that it had after a call, a crop later or not. Models whose RoPE follows
+        the length of a call choose frequencies by it. UNKNOWN: a cache that this backend has not filled.
     length: columns that Hugging Face counts, those of the padding in front of a row too.
     guess: the speculative token [B, 1]; None where there is none.
     ready: of each row, whether its slots were chosen for the next decode step.
@@ -63,6 +69,7 @@ class Progress:
     lengths: tuple[int, ...]
     ready: tuple[bool, ...]
     keys: tuple[PrefillKey, ...]
+    longest_calls: tuple[int, ...]
     length: int = 0
     guess: Tensor | None = None
     padding: Tensor | None = None
@@ -125,7 +132,7 @@ class Session:
     ) -> None:
         self.asked = options
         self.tiers = Tiers(options, layers, batch, prompt, ranks)
-        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch)
+        self.progress = Progress((0,) * batch, (False,) * batch, (PrefillKey(),) * batch, (0,) * batch)
         self.weights: list[weakref.ref[Tensor]] = []
         self.from_elsewhere = False
         self.version = 0
@@ -290,6 +297,7 @@ class Session:
         progress = self.progress
         progress.length += columns
         progress.lengths = tuple(length + new for length, new in zip(progress.lengths, tokens, strict=True))
+        progress.longest_calls = tuple(map(max, progress.longest_calls, progress.lengths))
         self.version += 1
         self.view = None
         self.statistics.bytes_to_host += self.tiers.host_bytes(sum(tokens)) // self.tiers.batch
@@ -348,6 +356,7 @@ class Session:
         progress.lengths = tuple(progress.lengths[row] for row in kept)
         progress.ready = tuple(progress.ready[row] for row in kept)
         progress.keys = tuple(progress.keys[row] for row in kept)
+        progress.longest_calls = tuple(progress.longest_calls[row] for row in kept)
         progress.guess, progress.padding = (
             None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
             for tensor in (progress.guess, progress.padding)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from test_batch import Failing
-from transformers import LlamaForCausalLM, LogitsProcessorList
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
 
 import specache_compile as sc
 from conftest import LOSSLESS, compiled_with, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.batching.request import End, Request
 from specache_compile.errors import SpecacheWarning
+from specache_compile.generate import verify
 from specache_compile.kernels.state.pages import PAGE
 
 pytestmark = pytest.mark.one_process
@@ -197,3 +198,16 @@ def test_a_round_that_fails_half_way_can_be_taken_again(
     batch.run()
     for length, request in zip((20, 50), requests, strict=True):
         assert request.said == greedy(plain, prompt(length, seed=length), 9)[0, length:].tolist()
+
+
+def test_windows_that_cannot_take_back_drafts_are_refused_before_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of transformers 5.17."""
+    monkeypatch.setattr(verify, "WINDOWS_TAKE_DRAFTS", False)
+    family = next(family for family in FAMILIES if family.name == "gemma2")
+    model = family.model()
+    model.compile(backend="specache", options=VERIFY)
+    with pytest.raises(sc.SpecacheError, match=r"install transformers 5\.18 or newer"):
+        sc.Batch(model)
+    reason = verify.forgetful(model, DynamicCache(config=model.config))
+    assert reason is not None
+    assert "a DynamicSlidingWindowLayer cannot take back drafted tokens" in reason

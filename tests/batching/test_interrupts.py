@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import random
 import signal
 import sys
@@ -18,7 +19,8 @@ import torch
 import transformers
 
 import specache_compile as sc
-from conftest import greedy, prompt
+from conftest import compiled_with, greedy, prompt, tiny_llama
+from families import LONG_ROPE
 from specache_compile.batching.request import End, Request
 from specache_compile.runtime.session import Session
 
@@ -82,7 +84,9 @@ def run(batch: sc.Batch, delivered: Delivered) -> int:
             was_open = bool(batch.open)
             for request, token in batch.step():  # once more behind the last: tokens of an interrupted one
                 delivered[request].append(token)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TimeoutError, sc.SpecacheError) as error:
+            if isinstance(error, sc.SpecacheError) and "TimeoutError" not in str(error):  # of one within a copy
+                raise
             raised += 1
         else:
             if not was_open:
@@ -97,6 +101,7 @@ def check(batch: sc.Batch, requests: list[Request], delivered: Delivered, expect
         assert request.said == said
         assert delivered[request] == said
         assert request.asks is None or len(request.logprobs) == len(said)
+    assert batch.memory.pool is None or batch.memory.pool.held == 0
 
 
 # Modules in which the moments lie: all that a step runs of this package.
@@ -116,8 +121,8 @@ def is_ours(file: str) -> bool:
 class AfterLines:
     """Raises behind so many executed lines of the modules of `OURS`, once. None: it counts them."""
 
-    def __init__(self, moment: int | None) -> None:
-        self.moment, self.lines = moment, 0
+    def __init__(self, moment: int | None, error: type[BaseException] = Interrupt) -> None:
+        self.moment, self.error, self.lines = moment, error, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self.line if is_ours(frame.f_code.co_filename) else None
@@ -127,7 +132,7 @@ class AfterLines:
         if event == "line" and not (frame.f_code.co_name == "step" and "batching" in frame.f_code.co_filename):
             self.lines += 1
             if self.lines == self.moment:
-                raise Interrupt
+                raise self.error
         return self.line
 
     def __enter__(self) -> AfterLines:
@@ -147,22 +152,47 @@ def lines_of(model: Any) -> int:
 
 
 def test_interrupts_at_two_hundred_moments_change_no_token(model: Any, expected: list[list[int]]) -> None:
-    lines, numbers, raised = lines_of(model), random.Random(0), 0
+    """Of Ctrl-C, and of a signal's handler that raises an Exception."""
+    lines, numbers, raised = lines_of(model), random.Random(0), dict.fromkeys((Interrupt, TimeoutError), 0)
     batch = sc.Batch(model, chunk=CHUNK)
-    for _ in range(200):
+    for error in [*raised] * 100:
         requests, delivered = requests_of(batch), defaultdict[Request, list[int]](list)
-        with AfterLines(numbers.randrange(1, lines)):
-            raised += run(batch, delivered)
+        with AfterLines(numbers.randrange(1, lines), error):
+            raised[error] += run(batch, delivered)
         check(batch, requests, delivered, expected)
-    assert raised > 150
+    assert min(raised.values()) > 75
+
+
+@pytest.mark.parametrize("name", ["add", "remove", "take"])
+def test_an_interrupt_between_two_steps_leaves_no_request_behind(model: Any, name: str) -> None:
+    batch = sc.Batch(model, chunk=CHUNK)
+
+    def interrupted(moment: int | None) -> int:
+        """Interrupt a method behind so many of its lines; the number of lines that it executed."""
+        stays, leaves = (batch.add(prompt(length), max_new_tokens=4) for length in (9, 20))
+        while not leaves.said:
+            batch.step()
+        with contextlib.suppress(Interrupt), AfterLines(moment) as counter:
+            batch.add(prompt(5), max_new_tokens=1) if name == "add" else getattr(batch, name)(leaves)
+        batch.run()
+        assert stays.end is End.LENGTH
+        assert leaves.end in (End.REMOVED, End.LENGTH)
+        assert batch.memory.pool is not None
+        assert batch.memory.pool.held == 0
+        return counter.lines
+
+    lines = interrupted(None)
+    for moment in range(1, lines + 1, 1 + lines // 10):
+        interrupted(moment)
 
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[float], None]]:
-    """A signal whose handler raises, after some seconds."""
+    """A signal whose handler raises, after some seconds: a KeyboardInterrupt and an Exception in turn."""
+    errors = itertools.cycle((Interrupt, TimeoutError))
 
     def handle(*_: Any) -> None:
-        raise Interrupt
+        raise next(errors)
 
     before = signal.signal(signal.SIGALRM, handle)
     yield lambda seconds: (signal.setitimer(signal.ITIMER_REAL, seconds), None)[1]
@@ -213,13 +243,99 @@ def test_rows_over_which_the_model_always_fails_end_with_their_error(
     ask = batch.ask
 
     def fail(tokens: Any, *rest: Any) -> Any:
-        if tokens.shape[1] == 1:
+        if tokens.shape[1] == 1 and any(request.reached == 2 for request in batch.saying):
             raise RuntimeError("planted")
         return ask(tokens, *rest)
 
     monkeypatch.setattr(batch, "ask", fail)
-    for _ in range(30):
+    for _ in range(60):
         with contextlib.suppress(RuntimeError):
             batch.step()
     assert not batch.open
     assert [(request.end, str(request.error)) for request in requests] == [(End.FAILED, "planted")] * 3
+
+
+def run_interrupted(batch: sc.Batch, request: Request, after: int, error: BaseException) -> None:
+    """Run a batch; the call of the model after so many generated tokens of a request raises an error, once."""
+    ask, errors = batch.ask, [error]
+
+    def interrupted(*given: Any) -> Any:
+        if len(request.said) == after and errors:
+            raise errors.pop()
+        return ask(*given)
+
+    batch.ask = interrupted  # type: ignore[method-assign]
+    with pytest.raises(type(error)):
+        batch.run()
+    batch.run()
+    assert request.end is End.LENGTH, request.error
+
+
+@pytest.mark.parametrize("after", [25, 40])
+def test_an_interrupted_request_whose_rope_changes_generates_the_uncompiled_models_tokens(after: int) -> None:
+    """The RoPE changes at 48 tokens."""
+    rope = {**LONG_ROPE, "original_max_position_embeddings": 48}
+    plain = tiny_llama(rope_parameters=rope, num_hidden_layers=1)
+    batch = sc.Batch(compiled_with(plain, {"lowering": "eager", "bits": 16}), chunk=32)
+    request = batch.add(prompt(30), max_new_tokens=50)
+    run_interrupted(batch, request, after, Interrupt())
+    assert request.said == greedy(plain, prompt(30), 50)[0, 30:].tolist()
+
+
+def test_an_interrupted_request_generates_the_same_tokens_in_a_lossy_setting() -> None:
+    """A prefill of the known tokens would store other pairs than their decode steps did."""
+    options = {"lowering": "eager", "bits": 1, "min_context": 0, "method": "kivi"}
+    model = compiled_with(tiny_llama(), options)
+    batch = sc.Batch(model)
+    expected = batch.add(prompt(400), max_new_tokens=40)
+    batch.run()
+    for after, error in ((1, Interrupt()), (20, TimeoutError()), (39, Interrupt())):
+        batch = sc.Batch(model)
+        request = batch.add(prompt(400), max_new_tokens=40)
+        run_interrupted(batch, request, after, error)
+        assert request.said == expected.said
+
+
+def test_memory_stays_within_its_bound_after_an_interrupt() -> None:
+    """The pool's tensors stay, and a cache that the caller keeps is counted."""
+    model = compiled_with(tiny_llama(num_hidden_layers=1), {"lowering": "eager", "bits": 16, "min_context": 0})
+    batch = sc.Batch(model, rows=2, host_memory=8 << 20, kept=1)
+    kept = batch.add(prompt(300), max_new_tokens=4, keep=True)
+    batch.run()
+    pool = batch.memory.pool
+    assert pool is not None
+    tensors = [tensor.data_ptr() for state in pool.state for tensor in state.values()]
+    run_interrupted(batch, batch.add(prompt(290), max_new_tokens=6), 2, Interrupt())
+    assert batch.memory.pool is pool
+    assert [tensor.data_ptr() for state in pool.state for tensor in state.values()] == tensors
+    assert batch.memory.prefixes.drop_oldest() is False
+    assert pool.held == 2
+    turn = batch.add(torch.cat([kept.ids, prompt(20)], 1), cache=kept.cache, max_new_tokens=4)
+    assert turn.read == 303
+    batch.run()
+    assert turn.said == greedy(model, turn.ids[:, :324], 4)[0, 324:].tolist()
+    kept.cache = None
+    assert pool.held == 0
+
+
+@pytest.mark.parametrize("said", [0, 3])
+def test_a_call_that_fails_two_times_at_one_token_ends_its_request(model: Any, said: int) -> None:
+    """The first failure is a handler's, perhaps: it ends nothing."""
+    batch = sc.Batch(model, chunk=CHUNK)
+    request, other = (batch.add(prompt(length), max_new_tokens=6) for length in (30, 20))
+    ask, errors = batch.ask, [TimeoutError("second"), TimeoutError("first")]
+
+    def failing(tokens: Any, positions: Any, *rest: Any) -> Any:
+        reads = request.stage.name == "READING" if said == 0 else request.reached == said
+        if reads and errors and int(positions[0, 0]) in (0, 29 + said):
+            raise errors.pop()
+        return ask(tokens, positions, *rest)
+
+    batch.ask = failing  # type: ignore[method-assign]
+    for message in ("first", "second"):
+        assert request.end is None
+        with pytest.raises(TimeoutError, match=message):
+            batch.run()
+    batch.run()
+    assert (request.end, str(request.error), len(request.said)) == (End.FAILED, "second", said)
+    assert other.end is End.LENGTH

@@ -21,7 +21,8 @@ SHORT, LONG, NEW = 20, 60, 4
 
 def alone(model: Any, ids: torch.Tensor, new: int) -> list[int]:
     """By an uncompiled copy: dynamic RoPE changes a model's buffers."""
-    out = copy.deepcopy(model).generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    mask = torch.ones_like(ids)  # token 0 is no padding
+    out = copy.deepcopy(model).generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -59,10 +60,23 @@ def test_rows_on_both_sides_of_a_rope_switch_generate_what_each_does_alone(confi
     model.compile(backend="specache", options=OPTIONS)
     batch = sc.Batch(model, chunk=24)
     prompts = [prompt(length, seed=length) for length in (20, 44, 60)]
-    requests = [batch.add(ids, max_new_tokens=9) for ids in prompts]
+    requests = [batch.add(ids, max_new_tokens=9, keep=True) for ids in prompts]
     batch.run()
     for ids, request in zip(prompts, requests, strict=True):
         assert request.said == alone(plain, ids, 9)
+
+    # Further turns, of which the first crosses the switch. A cache with the other frequencies is not continued.
+    prompts = [torch.cat([request.ids, prompt(5, seed=5)], 1) for request in requests]
+    caches = [request.cache for request in requests]
+    assert caches[2] is not None
+    cut = copy.deepcopy(caches[2])
+    cut.crop(30 - cut.get_seq_length())
+    prompts.append(torch.cat([prompts[2][:, :30], prompt(4, seed=6)], 1))
+    turns = [batch.add(ids, cache=cache, max_new_tokens=16) for ids, cache in zip(prompts, [*caches, cut], strict=True)]
+    assert [turn.read for turn in turns] == [28, 0, 0, 0]
+    batch.run()
+    for ids, turn in zip(prompts, turns, strict=True):
+        assert turn.said == alone(plain, ids, 16)
 
 
 def test_requests_that_a_batch_cannot_reproduce_are_refused() -> None:
