@@ -90,13 +90,14 @@ class RowsOfAnswers:
         )  # fmt: skip
 
     def stepped(self) -> list[tuple[Request, int]]:
-        """The tokens of a step. A step that fails is repeated once: a copy may fail for lack of memory that is free the
-        next time."""
-        try:
-            return self.batch.step()
-        except Exception:
-            log.warning("a step failed, and is repeated", exc_info=True)
-            return self.batch.step()
+        """The tokens of a step. A step that fails is repeated: a copy may fail for lack of memory that is free the next
+        time, and a request that fails twice is over by then, and no other one."""
+        for _ in range(2 * len(self.running)):
+            try:
+                return self.batch.step()
+            except Exception:
+                log.warning("a step failed, and is repeated", exc_info=True)
+        return self.batch.step()
 
     def fail_all(self, error: Exception) -> None:
         """End every running answer with an error."""
