@@ -69,6 +69,7 @@ def test_explain_saves_the_report_and_prints_the_text(capsys: pytest.CaptureFixt
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_explain_prints_a_graph_after_a_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["explain", MODEL, "--prompt-length", "64", "--speculate", "--graph", "decode", "--after", "overlap"]) == 0
@@ -76,6 +77,7 @@ def test_explain_prints_a_graph_after_a_pass(capsys: pytest.CaptureFixture[str])
     assert "specache.prefetch" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_explain_as_json_holds_what_the_tables_hold(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", MODEL, "--prompt-length", "2048", "--json", "--device", "l4", "--tflops", "100"]) == 0
     data = json.loads(capsys.readouterr().out)

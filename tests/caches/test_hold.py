@@ -89,7 +89,7 @@ def test_a_held_cache_has_the_tiers_of_a_prompt_that_was_read(name: str, llama: 
             assert torch.equal(ours[field], theirs[field]), field
 
 
-@pytest.mark.quick_for("best", "fp8")
+@pytest.mark.quick_for("best")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_behind_a_held_cache_are_those_behind_a_prompt_that_was_read(name: str, llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **SETTINGS[name])
@@ -150,6 +150,7 @@ def test_a_bias_that_no_graph_finds_matters_to_no_method_that_does_not_center(op
     assert sc.stats(model).decodes > 0
 
 
+@pytest.mark.slow
 def test_a_draft_behind_a_held_cache_is_verified_as_any_other(llama: Any) -> None:
     ids, model = prompt(150), compiled_for(llama, **{**SETTINGS["best"], "verify": 4})
     taken = sc.hold(filled(llama, ids[:, :-1]), model)

@@ -84,6 +84,7 @@ class TestOneModel:
         twin = broken(llama, "in the prompt")
         return twin, *(cache_of(step(model, prompt(50, 2))) for model in (twin, llama))
 
+    @pytest.mark.slow
     def test_a_second_turn_parts_what_a_step_has_joined(self, llama: LlamaForCausalLM) -> None:
         twin, held, plain = self.caches(llama)
         for ids in (prompt(1, 2), prompt(9, 2, seed=5), prompt(1, 2, seed=6)):
@@ -170,6 +171,7 @@ def test_parts_that_were_given_unlike_bits_say_so(llama: LlamaForCausalLM) -> No
 @pytest.mark.quick_for("in the prompt-verify")
 @pytest.mark.parametrize("asked", [{"verify": 3}, {"lookup": True}], ids=["verify", "lookup"])
 @pytest.mark.parametrize("where", BREAKS)
+@pytest.mark.slow
 def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: str, asked: dict[str, Any]) -> None:
     """A draft marks one session's steps: those of a cache in parts would go on exact, or half of them would."""
     twin = compile_copy(hooked(llama, where), **asked)

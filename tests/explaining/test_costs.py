@@ -75,6 +75,7 @@ def test_a_round_streams_the_host_tier_once_for_all_its_tokens(best: sc.Explanat
     assert 16 < told.draft_seconds / best.step().seconds < 17.5
 
 
+@pytest.mark.slow
 def test_a_corrected_step_reads_the_tiers_once_too_and_fetches_what_the_guess_missed(best: sc.Explanation) -> None:
     """W + b·[n·kv·(1.5 + 32/g)/16 + (R + k)·kv], and what it writes between its halves: a logit a query row and lane in
     16 bits above a base, written once and read twice, a score a head and lane, written once and read once."""

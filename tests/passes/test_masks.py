@@ -153,6 +153,7 @@ def test_padding_of_another_row_stays_a_mask() -> None:
     assert reading(of_the_first_row, 3, 4, dynamic=True) == (False, None)
 
 
+@pytest.mark.slow
 def test_a_model_that_makes_causal_masks_prefills_without_one() -> None:
     """As every version before 5.23 does where it is called without `generate`, and `make` does here by hand."""
     llama = tiny_llama()

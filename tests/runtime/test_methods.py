@@ -372,7 +372,7 @@ def test_what_explain_predicts_is_what_is_allocated_and_no_access_is_unordered(
     assert "2 of 2 attentions rewritten" in str(e)
 
 
-@pytest.mark.quick_for("specache", "kcache", "fp8")
+@pytest.mark.quick_for("specache", "kcache")
 @every_kind
 def test_only_what_goes_to_the_host_is_counted_as_going_there(llama: LlamaForCausalLM, method: str) -> None:
     """By the statistics of a run, and by explain's traffic of a step."""

@@ -46,7 +46,7 @@ def step(model: LlamaForCausalLM, ids: torch.Tensor, cache: Any = None, **given:
     return cache_of(model(ids, **with_cache(cache), use_cache=True, **given))
 
 
-@pytest.mark.quick_for("kivi-3", "kivi without a host tier-90", "corrected-3", "two lanes-90")
+@pytest.mark.quick_for("kivi without a host tier-90", "corrected-3")
 @pytest.mark.parametrize("length", [3, 90])
 def test_while_every_token_is_a_sink_or_in_the_window_nothing_is_rounded(
     llama: LlamaForCausalLM, twin: LlamaForCausalLM, length: int
@@ -56,7 +56,7 @@ def test_while_every_token_is_a_sink_or_in_the_window_nothing_is_rounded(
     assert torch.equal(greedy(twin, ids, 126 - length), greedy(llama, ids, 126 - length))
 
 
-@pytest.mark.quick_for("kivi without a host tier", "two lanes")
+@pytest.mark.quick_for("two lanes")
 def test_padding_is_not_counted(llama: LlamaForCausalLM, twin: LlamaForCausalLM) -> None:
     """The second row's 100 tokens of padding and its first 64 of text make the low-bit tier, whose range they leave."""
     ids, mask = prompt(160, 2), torch.ones(2, 160, dtype=torch.long)
@@ -72,6 +72,7 @@ def test_with_fewer_of_them_it_is_rounded(llama: LlamaForCausalLM) -> None:
     assert not torch.equal(greedy(twin, ids, 36), greedy(llama, ids, 36))
 
 
+@pytest.mark.quick_for("corrected")
 @pytest.mark.parametrize("method", ["kivi", "corrected"])
 def test_they_outlive_chunks_crops_forks_rows_and_a_file(llama: LlamaForCausalLM, tmp_path: Path, method: str) -> None:
     twin = compiled_with(llama, {**ALL_SINKS, **METHODS[method]})
@@ -92,6 +93,7 @@ def test_they_outlive_chunks_crops_forks_rows_and_a_file(llama: LlamaForCausalLM
         assert torch.equal(greedy(twin, ids[rows, :101], 24, **with_cache(each)), expected[rows])
 
 
+@pytest.mark.quick_for("corrected")
 @pytest.mark.parametrize("method", ["kivi", "corrected"])
 def test_an_interrupted_step_leaves_them(llama: LlamaForCausalLM, method: str) -> None:
     """The first group leaves the window with the fourth step behind the prompt."""

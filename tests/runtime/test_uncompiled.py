@@ -114,7 +114,7 @@ def test_the_limit_before_the_first_step_changes_no_token(llama: LlamaForCausalL
     assert torch.equal(tokens, greedy(llama, ids, 12, **settings))
 
 
-@pytest.mark.quick_for("beams", "padded")
+@pytest.mark.quick_for("beams")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_limit_half_way_changes_no_token(llama: LlamaForCausalLM, way: str) -> None:
     """The compiled steps before have quantised, fetched and, with beams, reordered."""
@@ -216,6 +216,7 @@ MINIMAX = Family(
 )
 
 
+@pytest.mark.slow
 def test_a_step_that_no_call_of_this_model_would_have_rewritten_makes_the_cache_plain() -> None:
     """MiniMax's prompt is rewritten; its padded steps have a mask [B, 1, 1, 1], without a column for each key."""
     model, inputs = MINIMAX.model(), {"attention_mask": padded()["attention_mask"][:, 70:]}
@@ -227,6 +228,7 @@ def test_a_step_that_no_call_of_this_model_would_have_rewritten_makes_the_cache_
     assert "no compiled graph" not in messages[0]
 
 
+@pytest.mark.slow
 def test_a_second_turn_of_minimax_that_hugging_face_itself_cannot_mask_is_refused() -> None:
     """Its mask has a column for each new token alone, where the first layer has no attention."""
     ids, turn = prompt(20, 3), prompt(7, 3, seed=1)
