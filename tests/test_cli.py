@@ -162,7 +162,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str], arguments: list[str]) 
 
 
 def test_commands_stand_in_the_order_in_which_a_person_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "{demo,generate,chat,bench,explain,serve,eval,compile,cache}" in help_of(capsys)
+    assert "{demo,generate,chat,bench,explain,serve,eval}" in help_of(capsys)
 
 
 @pytest.mark.parametrize("command", ["explain", "bench", "demo", "generate", "chat", "serve"])
