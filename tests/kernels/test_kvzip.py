@@ -135,7 +135,8 @@ def test_an_evaluation_reads_twice_and_keeps_the_budget() -> None:
     ids = torch.randint(0, 256, (2, 80))
     for exact in ((), (1,)):
         with running(model, Setting("kvzip", (("budget", 0.25), ("exact_layers", exact))), "eager"):
-            assert len(runner.answers_over(ids[0].tolist(), [[1, 2], [3]], 3)) == 2
+            context = ids[0].tolist()
+            assert len(runner.answers_apart([(context, [1, 2]), (context, [3])], 3)) == 2
             cache, _ = runner.read(ids)
             state = cache.layers[0].keys.handle.session.state
             kept = [int((layer["compressed_token"][0] >= 0).sum()) for layer in state]
