@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "specache, keys in a trellis": {**GROUPS, "top_k": 8, "bits": 1},
     "specache, in the paper": {**GROUPS, "top_k": 8, "setting": "paper"},
     "specache, one lane": {**GROUPS, "top_k": 8, "speculate": False},
-    "specache, pages": {**GROUPS, "top_k": 16, "method": "pages", "page_size": 4},
+    "pages": {**GROUPS, "top_k": 16, "method": "pages", "page_size": 4},
     "specache, 16 bits": {**GROUPS, "bits": 16, "top_k": 0},
     "specache, lossless": {**GROUPS, "bits": 1, "top_k": 1024},
     "specache, recorded": {**GROUPS, "top_k": 8, "mode": "reduce-overhead"},
