@@ -27,6 +27,7 @@ from specache_compile.command_line import arguments
 from specache_compile.command_line.chat import Chat, lines
 from specache_compile.explaining import explain as explaining
 from specache_compile.methods import declared_options
+from specache_compile.options import LOWERINGS
 from specache_compile.serving import command as serving
 
 MODEL = str(NEEDLE_LLAMA)
@@ -200,6 +201,7 @@ def test_the_names_of_the_options_are_those_that_the_methods_declare() -> None:
     assert set(arguments.SWITCHES) == switches
     assert set(arguments.SEVERAL_VALUES) == several
     assert set(arguments.ONE_VALUE) == others
+    assert arguments.LOWERINGS == LOWERINGS
 
 
 # Errors that need no torch

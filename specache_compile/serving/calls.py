@@ -182,7 +182,7 @@ def grammar_of_call(
 
 def grammar_of_text(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]) -> str | None:
     """The grammar of any answer in which a begun call is one of these functions; None: no token begins calls."""
-    known = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    known = added_tokens(tokenizer)
     if form.marker not in known:
         return None
     others = "".join(f" | {terminals(tokenizer, text)}" for text in form.others)
@@ -201,8 +201,13 @@ def call_rules(tokenizer: Any, form: CallFormat, functions: list[dict[str, Any]]
     return "\n".join(rules)
 
 
+def added_tokens(tokenizer: Any) -> dict[str, int]:
+    """The ids of a tokenizer's added tokens, by their texts."""
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+
+
 def terminals(tokenizer: Any, text: str) -> str:
     """A text as terminals of a grammar: added tokens by their ids, since no string matches a special token."""
-    known = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    known = added_tokens(tokenizer)
     parts = re.split(f"({'|'.join(map(re.escape, known)) or '$^'})", text)
     return " ".join(f"<[{known[part]}]>" if part in known else json.dumps(part) for part in parts if part)
