@@ -26,6 +26,7 @@ import torch
 from packaging.requirements import Requirement
 
 import tests_path  # noqa: F401
+from api_page import api
 from families import FAMILIES
 from specache_compile.bench.table import answers_table, draw, profile_table, steps_table
 from specache_compile.demo import show
@@ -224,23 +225,38 @@ def gpu() -> str:
 
 
 def gains() -> str:
-    """What fits on a card of 24 GB, and how fast all of it steps; computed."""
-    names = {
-        "16 bits": "16-bit cache",
-        "fp8": "FP8 cache",
-        "KIVI, 2 bits": "KIVI, 2 bits",
-        "default": "specache, the default",
-    }
+    """Sequences that fit on a GPU of 24 GB, and their combined tokens per second; simulated."""
+    names = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "KIVI, 2 bits": "KIVI, 2 bits", "default": "specache"}
     lengths = {8_192: "8k", 32_768: "32k", 131_072: "128k"}
     rows = [row for row in load("computed_steps.json")["rows"] if row["device"] == "RTX 4090"]
 
-    def cell(cache: str, length: int) -> str:
+    def cells(cache: str, length: int) -> tuple[str, str]:
         fitting = [row for row in rows if (row["cache"], row["length"]) == (cache, length)]
         most = max(fitting, key=lambda row: row["batch"], default=None)
-        return "none fits" if most is None else f"{most['batch']} → {most['tokens/s']:,.0f}"
+        return ("0", "–") if most is None else (str(most["batch"]), f"{most['tokens/s']:,.0f}")
 
-    body = [(name, *(cell(cache, length) for length in lengths)) for cache, name in names.items()]
-    return markdown(("", *(f"of {length} tokens" for length in lengths.values())), body, right=len(lengths))
+    body = [(name, *(cell for length in lengths for cell in cells(cache, length))) for cache, name in names.items()]
+    headers = [f"{length} tokens: {unit}" for length in lengths.values() for unit in ("sequences", "tokens/s")]
+    return markdown(("", *headers), body, right=len(headers))
+
+
+def costs() -> str:
+    """What the caches of `gains` lose: pass keys found and the distance to the full cache, by share of its bytes."""
+    names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=2": "KIVI, 2 bits", "specache": "specache"}
+    keys = load("quality/needles_smollm2/results.json")["rows"]
+    distances = {row["method"]: row for row in load("quality/closeness/results.json")["rows"]}
+
+    def found(method: str) -> str:
+        scores = [one["score"] for row in keys if row["method"] == method for one in row["detail"]["each"]]
+        return f"{sum(scores):.0f} of {len(scores)}" if scores else "not measured"
+
+    body = [
+        (name, found(method), f"{distances[method]['detail']['kinds']['forced']['kl']:.4f}",
+         f"{distances[method]['kv_ratio']:.2f}")
+        for method, name in names.items()
+    ]  # fmt: skip
+    headers = ("", "pass keys found", "KL from the full cache, nats", "GPU bytes, of the 16-bit cache's")
+    return markdown(headers, body, right=3)
 
 
 COMPUTED_ON = ("H100", "A100", "RTX 4090")
@@ -295,7 +311,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, every_family, versions, options, methods, summary, demo, gpu, gains, computed_steps,
+            families, every_family, versions, options, methods, api, summary, demo, gpu, gains, costs, computed_steps,
             tasks, devices, passes,
         )
     },
