@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -131,30 +131,86 @@ def accepted(name: str, declared: Any) -> str:
     return ""
 
 
-# Options of every method that no command line can give.
+# The options that people set first, each with the case for it.
+OFTEN = {
+    "bits": "you trade accuracy (more bits) against VRAM (fewer bits)",
+    "memory": "the prompt's tiers must fit into this much VRAM; replaces `bits`",
+    "top_k": "you trade accuracy (more pairs) against copied bytes (fewer pairs)",
+    "host_memory": "the host tier needs more RAM, or must leave RAM free",
+    "host_bits": "you trade exact pairs (16) against half of the RAM (8)",
+    "verify": "the tokens must equal the full cache's",
+    "min_context": "shorter caches must stay in 16 bits",
+    "mode": "the decode step must run as one CUDA graph (`reduce-overhead`)",
+}
+# The options that differ between settings and methods; those without a flag on the command line are here alone.
+SETTING = {
+    "bits": "bits of the low-bit tier",
+    "residual_length": "newest tokens in 16 bits",
+    "sink_tokens": "first tokens in 16 bits",
+    "host_bits": "bits of the host tier",
+    "correct": "copies within the step",
+    "rotate": "Hadamard rotation before quantisation",
+    "center": "mean key before RoPE subtracted before quantisation",
+    "zero_point": "position of the levels of a group",
+    "key_code": "levels, or a 1-bit trellis, for keys",
+    "value_code": "levels, or a 1-bit trellis, for values",
+    "param_bits": "bits of scales and zero points",
+}
+# Options without a flag on the command line that are no part of `setting`.
 IN_PYTHON = ("disable_passes", "inductor")
+Takers = Mapping[str, Any]
+
+
+def is_flag(takers: Takers) -> bool:
+    """Whether an option has a flag on the command line."""
+    return bool(next(iter(takers.values())).metadata["flag"].get("flag", True))
+
+
+def described(options: Mapping[str, Takers], last: Callable[[str, Any], str]) -> list[tuple[str, ...]]:
+    """A row for each option: its default, the accepted values, and `last` of its name and declaration."""
+    rows = []
+    for name, takers in options.items():
+        default, declared = defaults_of(takers)[0], next(iter(takers.values()))
+        rows.append((f"`{name}`", f"`{default!r}`", accepted(name, declared), last(name, declared)))
+    return rows
+
+
+def options_often() -> str:
+    """The options that people set first, with the case for each."""
+    declared = declared_options()
+    rows = described({name: declared[name] for name in OFTEN}, lambda name, _: OFTEN[name])
+    return markdown(("option", "default", "accepted values", "set the option when"), rows)
 
 
 def options() -> str:
-    """Each option: its default (and that of methods with another), what it accepts, who takes it, its help."""
-    rows = [("`method`", "`'specache'`", ", ".join(map(repr, every_method())), "all", "what is kept where: methods.md")]
-    experiments: list[tuple[str, ...]] = []
+    """The other options of the method specache."""
+    found = {
+        name: takers for name, takers in declared_options().items()
+        if "specache" in takers and name not in OFTEN and (name in IN_PYTHON or is_flag(takers))
+    }  # fmt: skip
+    rows = described(found, lambda _, declared: declared.metadata["help"].split("; ")[0])
+    return markdown(("option", "default", "accepted values", "effect"), rows)
+
+
+def options_setting() -> str:
+    """The options whose defaults differ between the settings of specache, and the method kivi."""
+    asked: tuple[dict[str, Any], ...] = ({}, {"setting": "paper"}, {"method": "kivi"})
+    made = [parse_options(given) for given in asked]
+    rows = []
     for name, takers in declared_options().items():
-        usual, exceptions = defaults_of(takers)
-        by_default: dict[str, list[str]] = {}
-        for method, value in exceptions.items():
-            by_default.setdefault(repr(value), []).append(method)
-        others = [f"{named(methods)}: `{value}`" for value, methods in by_default.items()]
-        declared = next(iter(takers.values()))
-        (rows if declared.metadata["flag"].get("flag", True) or name in IN_PYTHON else experiments).append(
-            (
-                f"`{name}`", "; ".join([f"`{usual!r}`", *others]), accepted(name, declared), named(list(takers)),
-                declared.metadata["help"],
-            )
-        )  # fmt: skip
-    headers = ("option", "default", "accepted", "taken by", "")
-    more = "Parts of `setting`, for experiments, without flags on the command line (`specache eval` accepts them):"
-    return f"{markdown(headers, rows)}\n\n{more}\n\n{markdown(headers, experiments)}"
+        values = [f"`{getattr(options, name)!r}`" if options.method in takers else "–" for options in made]
+        if "specache" in takers and name != "setting" and len({*values} - {"–"}) > 1:
+            rows.append((f"`{name}`", *values, SETTING[name]))
+    return markdown(("option", '`setting="best"`', '`setting="paper"`', '`method="kivi"`', "meaning"), rows)
+
+
+def options_baselines() -> str:
+    """The options that only methods for comparison have."""
+    rows = []
+    for name, takers in declared_options().items():
+        if "specache" not in takers:
+            rows.append((f"`{name}`", f"`{defaults_of(takers)[0]!r}`", named(list(takers))))
+    return markdown(("option", "default", "methods"), rows)
 
 
 def methods() -> str:
@@ -295,7 +351,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, every_family, versions, options, methods, summary, demo, gpu, gains, computed_steps,
+            families, every_family, versions, options_often, options, options_setting, options_baselines,
+            methods, summary, demo, gpu, gains, computed_steps,
             tasks, devices, passes,
         )
     },
