@@ -26,7 +26,7 @@ import torch
 from packaging.requirements import Requirement
 
 import tests_path  # noqa: F401
-from families import FAMILIES
+from families import FAMILIES, Family
 from specache_compile.bench.table import answers_table, draw, profile_table, steps_table
 from specache_compile.demo import show
 from specache_compile.errors import OptionError
@@ -42,7 +42,7 @@ from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(RESULTS.glob("*.md")))
 TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n(?P<text>.*?)<!-- end: (?P=name) -->", re.DOTALL)
 MARKER = re.compile(r"<!-- (?:table|end): \S+ -->")
 # What the device's share of the cache is computed for: 32,768 tokens of a Llama-3-8B's shape, in 16 bits.
@@ -79,29 +79,89 @@ def named(methods: Sequence[str]) -> str:
     return ", ".join([*names, *(["the eviction policies"] if policies else [])])
 
 
+# Models by the name that people know, for the families of `tests/families.py`.
+MODELS = {
+    "llama 2": "Llama 2", "llama 3": "Llama 3", "llama 3.x": "Llama 3.1 to 3.3", "mistral": "Mistral v0.2 and later",
+    "mixtral": "Mixtral", "qwen2": "Qwen2 and Qwen2.5", "qwen2_moe": "Qwen2-MoE", "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE", "gemma": "Gemma", "phi": "Phi-2", "phi3": "Phi-3 and Phi-4",
+    "granite": "Granite", "granitemoe": "Granite MoE", "olmo": "OLMo", "olmo2": "OLMo 2", "olmoe": "OLMoE",
+    "cohere": "Command R", "starcoder2": "StarCoder2", "stablelm": "StableLM", "smollm3": "SmolLM3", "glm4": "GLM-4",
+    "glm4_moe": "GLM-4.5", "dots1": "dots.llm1", "seed_oss": "Seed-OSS", "ernie4_5": "ERNIE 4.5", "arcee": "Arcee",
+    "gpt_neox": "GPT-NeoX and Pythia", "opt": "OPT", "hunyuan_v1_dense": "Hunyuan", "hunyuan_v1_moe": "Hunyuan MoE",
+    "minimax_m2": "MiniMax-M2", "gpt_bigcode": "StarCoder", "biogpt": "BioGPT", "gptj": "GPT-J", "codegen": "CodeGen",
+    "falcon, alibi": "Falcon",
+    "gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "gemma4_text": "Gemma 4", "cohere2": "Command R7B",
+    "exaone4": "EXAONE 4", "gpt_oss": "gpt-oss", "olmo3": "OLMo 3",
+    "qwen3_5_text": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next",
+    "olmo_hybrid": "OLMo Hybrid", "lfm2": "LFM2", "lfm2_moe": "LFM2-MoE", "falcon_h1": "Falcon-H1",
+    "zamba2": "Zamba2", "granitemoehybrid": "Granite 4 hybrid", "nemotron_h": "Nemotron-H", "jamba": "Jamba",
+    "bamba": "Bamba", "minimax": "MiniMax-Text",
+    "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3 and R1", "deepseek_v32": "DeepSeek-V3.2",
+    "minicpm3": "MiniCPM3", "glm4_moe_lite": "GLM-4 MoE Lite", "youtu": "Youtu-LLM", "axk1": "A.X K1",
+    "kimi_linear": "Kimi Linear", "mistral, sliding": "Mistral v0.1",
+}  # fmt: skip
+
+
+# What the backend does with the attentions of a family, and which families that holds for; the first match counts.
+TREATMENTS: dict[str, Callable[[Family], bool]] = {
+    "Rewritten and exact, in Hugging Face's own cache (latent attention)": lambda family: bool(family.absorbed),
+    "Not compressed: every layer has a sliding window": lambda family: not family.rewritten,
+    "Attention layers compressed, recurrent layers exact": lambda family: "hybrid" in family.note,
+    "Global layers compressed, sliding-window layers exact": lambda family: bool(family.exact),
+    "Every layer compressed": lambda family: True,
+}
+
+
+def models() -> str:
+    """Models by name, grouped by what the backend does with their attentions."""
+    groups: dict[str, list[str]] = {treatment: [] for treatment in TREATMENTS}
+    for family in FAMILIES:
+        if family.name in MODELS:
+            treatment = next(name for name, holds in TREATMENTS.items() if holds(family))
+            groups[treatment].append(MODELS[family.name])
+    listed = reversed(groups.items())  # the largest group first
+    return "\n".join(f"- **{treatment}**: {', '.join(sorted(names, key=str.lower))}." for treatment, names in listed)
+
+
 def families() -> str:
-    """What a family's tiny test model has rewritten and exact, its lanes in decode, remarks."""
-    headers = ("family", "attentions rewritten", "lanes", "")
+    """The attentions of each tiny test model: rewritten and exact ones, and lanes in decode."""
+    headers = ("tiny test model", "attentions rewritten", "attentions left exact", "lanes in decode", "remark")
     return markdown(headers, [
         (
-            family.name,
-            f"{family.absorbed} of {family.absorbed}, absorbed" if family.absorbed
-            else f"{family.rewritten} of {family.rewritten + family.exact}",
-            {2: "two", 1: "one"}[family.lanes] if family.rewritten else "–", family.note,
+            family.name, str(family.absorbed or family.rewritten), str(family.exact),
+            str(family.lanes) if family.rewritten else "–", family.note,
         )
         for family in FAMILIES
     ])  # fmt: skip
 
 
-def every_family() -> str:
-    """What benchmarks/every_family.py has found: the counts, and the families that are compressed, or left exact."""
+def tested_families() -> list[dict[str, Any]]:
+    """The rows that benchmarks/every_family.py stored for the newest versions."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from every_family import counts, newest
+    from every_family import newest
 
-    rows = newest([json.loads(line) for line in (RESULTS / "every_family.jsonl").read_text().splitlines()])
+    return newest([json.loads(line) for line in (RESULTS / "every_family.jsonl").read_text().splitlines()])
+
+
+def family_counts() -> str:
+    """How many families of transformers are rewritten and left exact."""
+    rows = tested_families()
+    rewritten = sum(bool(row.get("rewritten")) for row in rows)
+    ran, not_run = (sum(row["outcome"] == outcome for row in rows) for outcome in ("ran", "not run"))
+    return (
+        f"transformers {rows[0]['transformers']} has {len(rows)} families of causal models: {rewritten} are rewritten, "
+        f"{ran - rewritten} stay exact, {not_run} do not run uncompiled, {len(rows) - ran - not_run} did not finish."
+    )
+
+
+def every_family() -> str:
+    """The families of transformers that are rewritten, and those that are left exact."""
+    rows = tested_families()
+    from every_family import counts
+
     ran = [row for row in rows if row["outcome"] == "ran"]
     named = {
-        "Compressed": [row["family"] for row in ran if row["rewritten"]],
+        "Rewritten": [row["family"] for row in ran if row["rewritten"]],
         "Left exact": [row["family"] for row in ran if not row["rewritten"]],
     }
     return "\n\n".join([counts(rows), *(f"{kind}: {', '.join(names)}." for kind, names in named.items())])
@@ -351,9 +411,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, every_family, versions, options_often, options, options_setting, options_baselines,
-            methods, summary, demo, gpu, gains, computed_steps,
-            tasks, devices, passes,
+            models, families, family_counts, every_family, versions, options_often, options, options_setting,
+            options_baselines, methods, summary, demo, gpu, gains, computed_steps, tasks, devices, passes,
         )
     },
     **{name: partial(printed, name, name) for name in PRINTED},
