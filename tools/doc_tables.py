@@ -82,29 +82,26 @@ def named(methods: Sequence[str]) -> str:
 # Models by the name that people know, for the families of `tests/families.py`.
 MODELS = {
     "llama 2": "Llama 2", "llama 3": "Llama 3", "llama 3.x": "Llama 3.1 to 3.3", "mistral": "Mistral v0.2 and later",
-    "mixtral": "Mixtral", "qwen2": "Qwen2 and Qwen2.5", "qwen2_moe": "Qwen2-MoE", "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE", "gemma": "Gemma", "phi": "Phi-2", "phi3": "Phi-3 and Phi-4",
-    "granite": "Granite", "granitemoe": "Granite MoE", "olmo": "OLMo", "olmo2": "OLMo 2", "olmoe": "OLMoE",
-    "cohere": "Command R", "starcoder2": "StarCoder2", "stablelm": "StableLM", "smollm3": "SmolLM3", "glm4": "GLM-4",
-    "glm4_moe": "GLM-4.5", "dots1": "dots.llm1", "seed_oss": "Seed-OSS", "ernie4_5": "ERNIE 4.5", "arcee": "Arcee",
-    "gpt_neox": "GPT-NeoX and Pythia", "opt": "OPT", "hunyuan_v1_dense": "Hunyuan", "hunyuan_v1_moe": "Hunyuan MoE",
-    "minimax_m2": "MiniMax-M2", "gpt_bigcode": "StarCoder", "biogpt": "BioGPT", "gptj": "GPT-J", "codegen": "CodeGen",
-    "falcon, alibi": "Falcon",
+    "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen2_moe": "Qwen2-MoE", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE",
+    "gemma": "Gemma", "phi": "Phi-2", "phi3": "Phi-3 and Phi-4", "granite": "Granite", "granitemoe": "Granite MoE",
+    "olmo": "OLMo", "olmo2": "OLMo 2", "olmoe": "OLMoE", "cohere": "Command R", "starcoder2": "StarCoder2",
+    "stablelm": "StableLM", "smollm3": "SmolLM3", "glm4": "GLM-4", "glm4_moe": "GLM-4.5", "seed_oss": "Seed-OSS",
+    "ernie4_5": "ERNIE 4.5", "gpt_neox": "GPT-NeoX", "opt": "OPT", "hunyuan_v1_dense": "Hunyuan",
+    "minimax_m2": "MiniMax-M2", "gptj": "GPT-J", "falcon, alibi": "Falcon",
     "gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "gemma4_text": "Gemma 4", "cohere2": "Command R7B",
     "exaone4": "EXAONE 4", "gpt_oss": "gpt-oss", "olmo3": "OLMo 3",
-    "qwen3_5_text": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next",
-    "olmo_hybrid": "OLMo Hybrid", "lfm2": "LFM2", "lfm2_moe": "LFM2-MoE", "falcon_h1": "Falcon-H1",
-    "zamba2": "Zamba2", "granitemoehybrid": "Granite 4 hybrid", "nemotron_h": "Nemotron-H", "jamba": "Jamba",
-    "bamba": "Bamba", "minimax": "MiniMax-Text",
+    "qwen3_5_text": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next", "lfm2": "LFM2",
+    "falcon_h1": "Falcon-H1", "zamba2": "Zamba2", "granitemoehybrid": "Granite 4 hybrid", "nemotron_h": "Nemotron-H",
+    "jamba": "Jamba", "bamba": "Bamba", "minimax": "MiniMax-Text",
     "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3 and R1", "deepseek_v32": "DeepSeek-V3.2",
-    "minicpm3": "MiniCPM3", "glm4_moe_lite": "GLM-4 MoE Lite", "youtu": "Youtu-LLM", "axk1": "A.X K1",
-    "kimi_linear": "Kimi Linear", "mistral, sliding": "Mistral v0.1",
+    "minicpm3": "MiniCPM3", "glm4_moe_lite": "GLM-4 MoE Lite", "kimi_linear": "Kimi Linear",
+    "mistral, sliding": "Mistral v0.1",
 }  # fmt: skip
 
 
 # What the backend does with the attentions of a family, and which families that holds for; the first match counts.
 TREATMENTS: dict[str, Callable[[Family], bool]] = {
-    "Rewritten and exact, in Hugging Face's own cache (latent attention)": lambda family: bool(family.absorbed),
+    "Not compressed, but rewritten and exact: latent attention": lambda family: bool(family.absorbed),
     "Not compressed: every layer has a sliding window": lambda family: not family.rewritten,
     "Attention layers compressed, recurrent layers exact": lambda family: "hybrid" in family.note,
     "Global layers compressed, sliding-window layers exact": lambda family: bool(family.exact),
@@ -120,7 +117,8 @@ def models() -> str:
             treatment = next(name for name, holds in TREATMENTS.items() if holds(family))
             groups[treatment].append(MODELS[family.name])
     listed = reversed(groups.items())  # the largest group first
-    return "\n".join(f"- **{treatment}**: {', '.join(sorted(names, key=str.lower))}." for treatment, names in listed)
+    rows = [(treatment, ", ".join(sorted(names, key=str.lower))) for treatment, names in listed]
+    return markdown(("what the backend does", "models"), rows)
 
 
 def families() -> str:
@@ -160,11 +158,11 @@ def every_family() -> str:
     from every_family import counts
 
     ran = [row for row in rows if row["outcome"] == "ran"]
-    named = {
-        "Rewritten": [row["family"] for row in ran if row["rewritten"]],
-        "Left exact": [row["family"] for row in ran if not row["rewritten"]],
-    }
-    return "\n\n".join([counts(rows), *(f"{kind}: {', '.join(names)}." for kind, names in named.items())])
+    listed = [
+        ("rewritten", ", ".join(row["family"] for row in ran if row["rewritten"])),
+        ("left exact", ", ".join(row["family"] for row in ran if not row["rewritten"])),
+    ]
+    return f"{counts(rows)}\n\n{markdown(('result', 'families'), listed)}"
 
 
 def versions() -> str:
