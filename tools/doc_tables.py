@@ -185,7 +185,7 @@ def accepted(name: str, declared: Any) -> str:
         try:
             declared.metadata["check"](name, refused)
         except OptionError as error:
-            return str(error).split(": ", 1)[1].removeprefix("accepted are ").removeprefix("give ")
+            return re.sub("^(?:accepted (?:are|is) |give )", "", str(error).split(": ", 1)[1])
     return ""
 
 
@@ -241,10 +241,10 @@ def options_often() -> str:
 
 
 def options() -> str:
-    """The other options of the method specache."""
+    """The other options of the method specache; `setting` is explained with the options that it sets."""
     found = {
         name: takers for name, takers in declared_options().items()
-        if "specache" in takers and name not in OFTEN and (name in IN_PYTHON or is_flag(takers))
+        if "specache" in takers and name not in (*OFTEN, "setting") and (name in IN_PYTHON or is_flag(takers))
     }  # fmt: skip
     rows = described(found, lambda _, declared: declared.metadata["help"].split("; ")[0])
     return markdown(("option", "default", "accepted values", "effect"), rows)
