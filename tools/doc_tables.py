@@ -1,5 +1,5 @@
-"""The tables of README.md and docs/*.md: each stands between two markers and is made here from the code, or from the
-results in benchmarks/results.
+"""Generate the tables of README.md, docs/*.md and benchmarks/results/*.md, each between two markers, from the code or
+from the results in benchmarks/results.
 
     <!-- table: NAME -->
     ...
@@ -148,7 +148,7 @@ def family_counts() -> str:
     ran, not_run = (sum(row["outcome"] == outcome for row in rows) for outcome in ("ran", "not run"))
     return (
         f"transformers {rows[0]['transformers']} has {len(rows)} families of causal models: {rewritten} are rewritten, "
-        f"{ran - rewritten} stay exact, {not_run} do not run uncompiled, {len(rows) - ran - not_run} did not finish."
+        f"{ran - rewritten} stay exact, {not_run} do not run uncompiled and {len(rows) - ran - not_run} did not finish."
     )
 
 
@@ -176,7 +176,7 @@ def versions() -> str:
     kinds = ("", "-oldest", "-newest")
     pins = [pinned(f"constraints{kind}.txt") for kind in kinds]
     rows = [(n, *(one.get(n, "–") for one in pins)) for n in ("torch", "transformers", "triton")]
-    return markdown(("", *(f"`make test{kind}`" for kind in kinds)), rows)
+    return markdown(("package", *(f"`make test{kind}`" for kind in kinds)), rows)
 
 
 def accepted(name: str, declared: Any) -> str:
@@ -326,7 +326,7 @@ def printed(program: str, results: str, name: str = "table", of: str = "rows") -
 def figures(name: str) -> str:
     """The figures of a benchmark that has one row."""
     rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
-    return markdown(("", "measured"), rows, right=1)
+    return markdown(("quantity", "measured value"), rows, right=1)
 
 
 def gpu() -> str:
@@ -399,7 +399,7 @@ def devices() -> str:
 
 def passes() -> str:
     """The pipeline in its order."""
-    return markdown(("pass", ""), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
+    return markdown(("pass", "effect"), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
 
 
 QUALITY = (("closeness", "closeness"), ("needles_smollm2", "needle"), ("needles_blind", "needle"))
