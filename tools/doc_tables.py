@@ -112,10 +112,9 @@ TREATMENTS: dict[str, Callable[[Family], bool]] = {
 def models() -> str:
     """Models by name, grouped by what the backend does with their attentions."""
     groups: dict[str, list[str]] = {treatment: [] for treatment in TREATMENTS}
-    for family in FAMILIES:
-        if family.name in MODELS:
-            treatment = next(name for name, holds in TREATMENTS.items() if holds(family))
-            groups[treatment].append(MODELS[family.name])
+    by_name = {family.name: family for family in FAMILIES}
+    for name, model in MODELS.items():
+        groups[next(treatment for treatment, holds in TREATMENTS.items() if holds(by_name[name]))].append(model)
     listed = reversed(groups.items())  # the largest group first
     rows = [(treatment, ", ".join(sorted(names, key=str.lower))) for treatment, names in listed]
     return markdown(("what the backend does", "models"), rows)
