@@ -290,12 +290,6 @@ def methods() -> str:
     return markdown(("method", "", "tiers on the device", "on the host", "device KV"), rows, right=1)
 
 
-def summary() -> str:
-    """The demo's rows, as the README shows them: quality, bytes, time."""
-    rows = load("demo.json")["rows"]
-    return markdown(show.headers(rows), show.lines(rows), right=3)
-
-
 def demo() -> str:
     """The tables that `make demo` prints."""
     rows = load("demo.json")["rows"]
@@ -425,7 +419,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
         made.__name__: made
         for made in (
             models, families, family_counts, every_family, versions, options_often, options, options_setting,
-            options_baselines, methods, api, summary, demo, gpu, gains, costs, computed_steps, tasks, devices, passes,
+            options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, tasks, devices, passes,
         )
     },
     **{name: partial(printed, name, name) for name in PRINTED},
