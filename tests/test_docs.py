@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,8 +78,17 @@ def test_a_page_runs_as_pasted(page: Path, tmp_path: Path) -> None:
             os.link(ROOT / name, tmp_path / name)
     (tmp_path / "build").mkdir()
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    how: dict[str, Any] = {"cwd": tmp_path, "check": True, "env": {**os.environ, "PATH": paths}}
-    for text in blocks(page, "bash"):
-        subprocess.run(["bash", "-euc", "\n".join(lines(text))], **how)
-    if script := "\n".join(blocks(page, "python")):
-        subprocess.run([sys.executable, "-c", script], **how)
+    script = "\n".join(blocks(page, "python"))
+    commands = [["bash", "-euc", "\n".join(lines(text))] for text in blocks(page, "bash")]
+    for command in (*commands, *([[sys.executable, "-c", script]] if script else [])):
+        run(command, tmp_path, {**os.environ, "PATH": paths})
+
+
+def run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """Run a command to its end, and stop what it leaves behind (a server)."""
+    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    try:
+        assert process.wait() == 0, command[-1]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
