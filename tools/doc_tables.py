@@ -180,11 +180,12 @@ def demo() -> str:
     return fenced(show.summary_table(load("demo.json")["rows"]))
 
 
-def selected(rows: Iterable[Any], names: int, **columns: Callable[[Any], str]) -> str:
-    """A Markdown table of rows: a header for each column, with the function from a row to its cell.
+def selected(rows: Iterable[Any], names: int, columns: dict[str, Callable[[Any], str]]) -> str:
+    """A Markdown table of rows.
 
     Args:
         names: how many of the first columns are text; the others are numbers.
+        columns: the function from a row to its cell, by the column's header.
     """
     lines = [[cell(row) for cell in columns.values()] for row in rows]
     return markdown(list(columns), lines, right=len(columns) - names)
@@ -194,7 +195,7 @@ def bench() -> str:
     """Decode steps and cache sizes in float32, as `make bench` measured them."""
     rows = load("bench_float32.json")["rows"]
     compiled = {row["context"]: row["step_ms"] for row in rows if row["method"] == "compiled"}
-    return selected(rows, 1, **{
+    return selected(rows, 1, {
         "method": lambda row: f"`{row['method']}`",
         "context, tokens": lambda row: f"{row['context']:,}",
         "median decode step, ms": lambda row: f"{row['step_ms']:.1f}",
@@ -210,7 +211,7 @@ def cold_start() -> str:
     """Seconds to the first tokens of a process, with empty and with filled caches."""
     rows = load("cold_start.json")["rows"]
     plain = {row["caches"]: row["seconds"] for row in rows if row["way"] == "torch.compile"}
-    return selected(rows, 2, **{
+    return selected(rows, 2, {
         "Inductor's cache folder": lambda row: {"cold": "empty", "warm": "filled"}[row["caches"]],
         "compiler": lambda row: row["way"].replace("traces kept", "stored traces"),
         "first 8 tokens, s": lambda row: f"{row['seconds']:.1f}",
@@ -222,9 +223,9 @@ def cold_start() -> str:
 def latents() -> str:
     """Decode steps of latent attention, with plain torch.compile and absorbed."""
     steps: dict[tuple[str, int], dict[str, Any]] = {}
-    for row in load("latents.json")["rows"]:
+    for row in (row for row in load("latents.json")["rows"] if row["dtype"] == "float32"):
         steps.setdefault((row["shape"], row["context"]), {})[row["method"]] = row
-    return selected(steps.items(), 1, **{
+    return selected(steps.items(), 1, {
         "attention shape": lambda step: step[0][0],
         "context, tokens": lambda step: f"{step[0][1]:,}",
         "`torch.compile`, ms per step": lambda step: f"{step[1]['compiled']['step_ms']:,.0f}",
@@ -293,7 +294,7 @@ def computed_steps() -> str:
         (one[0], one[-1]) for device in COMPUTED_ON for cache in CACHES
         if (one := [row for row in rows if (row["device"], row["cache"]) == (device, cache)])
     ]  # fmt: skip
-    return selected(pairs, 2, **{
+    return selected(pairs, 2, {
         "GPU": lambda pair: pair[0]["device"],
         "cache": lambda pair: CACHES[pair[0]["cache"]],
         "step of one sequence, ms": lambda pair: f"{pair[0]['ms']:.1f}",
@@ -305,11 +306,11 @@ def computed_steps() -> str:
 def closeness() -> str:
     """Each method's distance to the full cache on forced text."""
     rows = [Row(**row) for row in load("quality/closeness/results.json")["rows"]]
-    return selected(rows, 1, **{
+    return selected(rows, 1, {
         "method": lambda row: f"`{row.method}`",
         "mean KL, nats": lambda row: f"{row.detail['kinds']['forced']['kl']:.4f}",
         "95 % interval, ±": lambda row: f"{interval(row.detail['kinds']['forced']['each']):.4f}",
-        "same top token": lambda row: f"{row.detail['kinds']['forced']['agreement']:.1%}",
+        "top token unchanged": lambda row: f"{row.detail['kinds']['forced']['agreement']:.1%}",
         "device KV": lambda row: f"{row.kv_ratio:.3f}",
     })  # fmt: skip
 
@@ -326,9 +327,9 @@ def needles(folder: str) -> str:
     def found(length: int) -> Callable[[tuple[str, dict[int, Row]]], str]:
         return lambda one: f"{sum(answer['score'] for answer in one[1][length].detail['each']):.0f}"
 
-    return selected(by_method.items(), 1, **{
+    return selected(by_method.items(), 1, {
         "method": lambda one: f"`{one[0]}`",
-        **{f"keys found of {full[next(iter(full))].samples} at {length:,} tokens": found(length) for length in lengths},
+        **{f"keys found of {rows[0].samples} at {length:,} tokens": found(length) for length in lengths},
         "difference to `uncompiled`, points": lambda one: above_full(list(one[1].values()), full).split(" of ")[0],
         "device KV": lambda one: f"{one[1][max(lengths)].kv_ratio:.3f}",
     })  # fmt: skip
