@@ -2,6 +2,7 @@
 
     python benchmarks/computed_steps.py                     half a minute; results/computed_steps.json, and the tables
     python benchmarks/computed_steps.py --host-gib 512      with other host memory (100)
+    python benchmarks/computed_steps.py --devices H200 --vram-gib 75 --out build/h200.json    of a part of its memory
 
 How a step's time comes about, and what is estimated in it: docs/explain.md. `runtime/break_even.py` has the contexts
 from which a step of one row takes no longer than on a 16-bit cache; tests/test_benchmarks.py compares them.
@@ -101,15 +102,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host-gib", type=float, default=100.0, help="GiB of host memory (100)")
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=list(DEVICES), help="(all that explain knows)")
+    parser.add_argument("--vram-gib", type=float, help="GiB of device memory to use (all of each device)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "computed_steps.json")
     args = parser.parse_args(arguments)
     steps = {name: traced(options) for name, options in tqdm(OPTIONS.items(), "traced", disable=None)}
     rows, contexts = list[dict[str, Any]](), dict[str, dict[str, int | None]]()
     for name in tqdm(args.devices, "computed", disable=None):
         device = DEVICES[name]
+        device = replace(device, vram_gib=args.vram_gib or device.vram_gib)
         rows += rows_of(device, steps, args.host_gib * 2**30)
         contexts[name] = {cache: break_even_context(steps[cache], steps["default"], device) for cache in OPTIONS}
-    settings = {"model": "Llama-3-8B's shape", "host GiB": args.host_gib}
+    settings = {"model": "Llama-3-8B's shape", "host GiB": args.host_gib, "device GiB": args.vram_gib or "all"}
     report = {"provenance": provenance(torch.device("cpu"), "benchmarks/computed_steps.py"), "settings": settings}
     args.out.write_text(json.dumps({**report, "break-even": contexts, "rows": rows}, indent=1) + "\n")
     for name in args.devices:

@@ -11,9 +11,9 @@ a process of its own:
     lossless     the same, compiled so that every pair is fetched: are the tokens equal, how far are the logits?
     lossy        the same in 2 bits with 8 pairs fetched: are the logits finite?
 Attentions, lanes and reasons are read off the graphs of the first decode step, and of the prefill where that has none.
---out is a line of JSON a family, keyed by versions: Ctrl-C loses only the family that runs. docs/supported.md shows the
-rows of the newest versions there: `make tables` renews it. Exit status 1 if a token differs, a family fails, or nobody
-is told of what is not rewritten.
+--out is a line of JSON a family, keyed by versions: Ctrl-C loses only the family that runs. `make tables` writes the
+rows of the newest versions into benchmarks/results/families.md. Exit status 1 if a token differs, a family fails, or
+nobody is told of what is not rewritten.
 """
 
 from __future__ import annotations

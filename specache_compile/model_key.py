@@ -111,8 +111,10 @@ def sampled(tensors: Iterable[Tensor]) -> list[tuple[str, bytes]]:
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of; none where it has no memory."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts_of(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):  # a DTensor lists its mesh too
+                yield from parts_of(part)
     elif tensor.numel() and tensor.device.type != "meta" and not isinstance(tensor, FakeTensor):
         yield tensor.detach()
 

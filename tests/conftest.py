@@ -15,7 +15,7 @@ import pytest
 # The inputs whose sizes differ between calls, which Dynamo is to trace as symbols from the start, in the processes too
 # that tests start. A test marked `asks_for_sizes` leaves it to the backend to ask for them, as people's programs do.
 os.environ["TORCH_COMPILE_DYNAMIC_SOURCES"] = (
-    r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\], L\['args'\]\[0\]"
+    r"L\['kwargs'\]\['(input_ids|position_ids|attention_mask)'\]$, L\['args'\]\[[01]\]$"
 )
 # Only tests with a folder of their own store and load traces.
 os.environ.pop("SPECACHE_CACHE", None)

@@ -1,4 +1,4 @@
-"""The model families that are tested, each with what is rewritten of it; docs/supported.md has them as a table."""
+"""The tested model families, each with what is rewritten of it; benchmarks/results/families.md has the table."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_changed_declaration_is_noticed(page: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_changed_result_is_noticed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page.write_text(between("summary", doc_tables.summary()))
+    page.write_text(between("demo", doc_tables.demo()))
     result = doc_tables.load("demo.json")
     result["rows"][0]["of_16_bits"] = 0.5
     (tmp_path / "demo.json").write_text(json.dumps(result))

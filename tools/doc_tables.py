@@ -1,5 +1,5 @@
-"""The tables of README.md and docs/*.md: each stands between two markers and is made here from the code, or from the
-results in benchmarks/results.
+"""Generate the tables of README.md, docs/*.md and benchmarks/results/*.md, each between two markers, from the code or
+from the results in benchmarks/results.
 
     <!-- table: NAME -->
     ...
@@ -16,7 +16,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,8 @@ import torch
 from packaging.requirements import Requirement
 
 import tests_path  # noqa: F401
-from families import FAMILIES
+from api_page import api
+from families import FAMILIES, Family
 from specache_compile.bench.table import MIB, draw
 from specache_compile.demo import show
 from specache_compile.errors import OptionError
@@ -42,7 +43,7 @@ from specache_compile.runtime.state import full_cache_bytes, predicted_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(RESULTS.glob("*.md")))
 TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n(?P<text>.*?)<!-- end: (?P=name) -->", re.DOTALL)
 MARKER = re.compile(r"<!-- (?:table|end): \S+ -->")
 # What the device's share of the cache is computed for: 32,768 tokens of a Llama-3-8B's shape, in 16 bits.
@@ -79,32 +80,89 @@ def named(methods: Sequence[str]) -> str:
     return ", ".join([*names, *(["the eviction policies"] if policies else [])])
 
 
+# Models by the name that people know, for the families of `tests/families.py`.
+MODELS = {
+    "llama 2": "Llama 2", "llama 3": "Llama 3", "llama 3.x": "Llama 3.1 to 3.3", "mistral": "Mistral v0.2 and later",
+    "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen2_moe": "Qwen2-MoE", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE",
+    "gemma": "Gemma", "phi": "Phi-2", "phi3": "Phi-3 and Phi-4", "granite": "Granite", "granitemoe": "Granite MoE",
+    "olmo": "OLMo", "olmo2": "OLMo 2", "olmoe": "OLMoE", "cohere": "Command R", "starcoder2": "StarCoder2",
+    "stablelm": "StableLM", "smollm3": "SmolLM3", "glm4": "GLM-4", "glm4_moe": "GLM-4.5", "seed_oss": "Seed-OSS",
+    "ernie4_5": "ERNIE 4.5", "gpt_neox": "GPT-NeoX", "opt": "OPT", "hunyuan_v1_dense": "Hunyuan",
+    "minimax_m2": "MiniMax-M2", "gptj": "GPT-J", "falcon, alibi": "Falcon",
+    "gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "gemma4_text": "Gemma 4", "cohere2": "Command R7B",
+    "exaone4": "EXAONE 4", "gpt_oss": "gpt-oss", "olmo3": "OLMo 3",
+    "qwen3_5_text": "Qwen3.5", "qwen3_5_moe_text": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next", "lfm2": "LFM2",
+    "falcon_h1": "Falcon-H1", "zamba2": "Zamba2", "granitemoehybrid": "Granite 4 hybrid", "nemotron_h": "Nemotron-H",
+    "jamba": "Jamba", "bamba": "Bamba", "minimax": "MiniMax-Text",
+    "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3 and R1", "deepseek_v32": "DeepSeek-V3.2",
+    "minicpm3": "MiniCPM3", "glm4_moe_lite": "GLM-4 MoE Lite", "kimi_linear": "Kimi Linear",
+    "mistral, sliding": "Mistral v0.1",
+}  # fmt: skip
+
+
+# What the backend does with the attentions of a family, and which families that holds for; the first match counts.
+TREATMENTS: dict[str, Callable[[Family], bool]] = {
+    "Not compressed, but rewritten and exact: latent attention": lambda family: bool(family.absorbed),
+    "Not compressed: every layer has a sliding window": lambda family: not family.rewritten,
+    "Attention layers compressed, recurrent layers exact": lambda family: "hybrid" in family.note,
+    "Global layers compressed, sliding-window layers exact": lambda family: bool(family.exact),
+    "Every layer compressed": lambda family: True,
+}
+
+
+def models() -> str:
+    """Models by name, grouped by what the backend does with their attentions."""
+    groups: dict[str, list[str]] = {treatment: [] for treatment in TREATMENTS}
+    by_name = {family.name: family for family in FAMILIES}
+    for name, model in MODELS.items():
+        groups[next(treatment for treatment, holds in TREATMENTS.items() if holds(by_name[name]))].append(model)
+    listed = reversed(groups.items())  # the largest group first
+    rows = [(treatment, ", ".join(sorted(names, key=str.lower))) for treatment, names in listed]
+    return markdown(("what the backend does", "models"), rows)
+
+
 def families() -> str:
-    """What a family's tiny test model has rewritten and exact, its lanes in decode, remarks."""
-    headers = ("family", "attentions rewritten", "lanes", "")
+    """The attentions of each tiny test model: rewritten and exact ones, and lanes in decode."""
+    headers = ("tiny test model", "attentions rewritten", "attentions left exact", "lanes in decode", "remark")
     return markdown(headers, [
         (
-            family.name,
-            f"{family.absorbed} of {family.absorbed}, absorbed" if family.absorbed
-            else f"{family.rewritten} of {family.rewritten + family.exact}",
-            {2: "two", 1: "one"}[family.lanes] if family.rewritten else "–", family.note,
+            family.name, str(family.absorbed or family.rewritten), str(family.exact),
+            str(family.lanes) if family.rewritten else "–", family.note,
         )
         for family in FAMILIES
     ])  # fmt: skip
 
 
-def every_family() -> str:
-    """What benchmarks/every_family.py has found: the counts, and the families that are compressed, or left exact."""
+def tested_families() -> list[dict[str, Any]]:
+    """The rows that benchmarks/every_family.py stored for the newest versions."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from every_family import counts, newest
+    from every_family import newest
 
-    rows = newest([json.loads(line) for line in (RESULTS / "every_family.jsonl").read_text().splitlines()])
+    return newest([json.loads(line) for line in (RESULTS / "every_family.jsonl").read_text().splitlines()])
+
+
+def family_counts() -> str:
+    """How many families of transformers are rewritten and left exact."""
+    rows = tested_families()
+    rewritten = sum(bool(row.get("rewritten")) for row in rows)
+    ran, not_run = (sum(row["outcome"] == outcome for row in rows) for outcome in ("ran", "not run"))
+    return (
+        f"transformers {rows[0]['transformers']} has {len(rows)} families of causal models: {rewritten} are rewritten, "
+        f"{ran - rewritten} stay exact, {not_run} do not run uncompiled and {len(rows) - ran - not_run} did not finish."
+    )
+
+
+def every_family() -> str:
+    """The families of transformers that are rewritten, and those that are left exact."""
+    rows = tested_families()
+    from every_family import counts
+
     ran = [row for row in rows if row["outcome"] == "ran"]
-    named = {
-        "Compressed": [row["family"] for row in ran if row["rewritten"]],
-        "Left exact": [row["family"] for row in ran if not row["rewritten"]],
-    }
-    return "\n\n".join([counts(rows), *(f"{kind}: {', '.join(names)}." for kind, names in named.items())])
+    listed = [
+        ("rewritten", ", ".join(row["family"] for row in ran if row["rewritten"])),
+        ("left exact", ", ".join(row["family"] for row in ran if not row["rewritten"])),
+    ]
+    return f"{counts(rows)}\n\n{markdown(('result', 'families'), listed)}"
 
 
 def versions() -> str:
@@ -118,7 +176,7 @@ def versions() -> str:
     kinds = ("", "-oldest", "-newest")
     pins = [pinned(f"constraints{kind}.txt") for kind in kinds]
     rows = [(n, *(one.get(n, "–") for one in pins)) for n in ("torch", "transformers", "triton")]
-    return markdown(("", *(f"`make test{kind}`" for kind in kinds)), rows)
+    return markdown(("package", *(f"`make test{kind}`" for kind in kinds)), rows)
 
 
 def accepted(name: str, declared: Any) -> str:
@@ -127,34 +185,90 @@ def accepted(name: str, declared: Any) -> str:
         try:
             declared.metadata["check"](name, refused)
         except OptionError as error:
-            return str(error).split(": ", 1)[1].removeprefix("accepted are ").removeprefix("give ")
+            return re.sub("^(?:accepted (?:are|is) |give )", "", str(error).split(": ", 1)[1])
     return ""
 
 
-# Options of every method that no command line can give.
+# The options that people set first, each with the case for it.
+OFTEN = {
+    "bits": "you trade accuracy (more bits) against VRAM (fewer bits)",
+    "memory": "the prompt's tiers must fit into this much VRAM; replaces `bits`",
+    "top_k": "you trade accuracy (more pairs) against copied bytes (fewer pairs)",
+    "host_memory": "the host tier needs more RAM, or must leave RAM free",
+    "host_bits": "you trade exact pairs (16) against half of the RAM (8)",
+    "verify": "the tokens must equal the full cache's",
+    "min_context": "shorter caches must stay in 16 bits",
+    "mode": "the decode step must run as one CUDA graph (`reduce-overhead`)",
+}
+# The options that differ between settings and methods; those without a flag on the command line are here alone.
+SETTING = {
+    "bits": "bits of the low-bit tier",
+    "residual_length": "newest tokens in 16 bits",
+    "sink_tokens": "first tokens in 16 bits",
+    "host_bits": "bits of the host tier",
+    "correct": "copies within the step",
+    "rotate": "Hadamard rotation before quantisation",
+    "center": "mean key before RoPE subtracted before quantisation",
+    "zero_point": "position of the levels of a group",
+    "key_code": "levels, or a 1-bit trellis, for keys",
+    "value_code": "levels, or a 1-bit trellis, for values",
+    "param_bits": "bits of scales and zero points",
+}
+# Options without a flag on the command line that are no part of `setting`.
 IN_PYTHON = ("disable_passes", "inductor")
+Takers = Mapping[str, Any]
+
+
+def is_flag(takers: Takers) -> bool:
+    """Whether an option has a flag on the command line."""
+    return bool(next(iter(takers.values())).metadata["flag"].get("flag", True))
+
+
+def described(options: Mapping[str, Takers], last: Callable[[str, Any], str]) -> list[tuple[str, ...]]:
+    """A row for each option: its default, the accepted values, and `last` of its name and declaration."""
+    rows = []
+    for name, takers in options.items():
+        default, declared = defaults_of(takers)[0], next(iter(takers.values()))
+        rows.append((f"`{name}`", f"`{default!r}`", accepted(name, declared), last(name, declared)))
+    return rows
+
+
+def options_often() -> str:
+    """The options that people set first, with the case for each."""
+    declared = declared_options()
+    rows = described({name: declared[name] for name in OFTEN}, lambda name, _: OFTEN[name])
+    return markdown(("option", "default", "accepted values", "set the option when"), rows)
 
 
 def options() -> str:
-    """Each option: its default (and that of methods with another), what it accepts, who takes it, its help."""
-    rows = [("`method`", "`'specache'`", ", ".join(map(repr, every_method())), "all", "what is kept where: methods.md")]
-    experiments: list[tuple[str, ...]] = []
+    """The other options of the method specache; `setting` is explained with the options that it sets."""
+    found = {
+        name: takers for name, takers in declared_options().items()
+        if "specache" in takers and name not in (*OFTEN, "setting") and (name in IN_PYTHON or is_flag(takers))
+    }  # fmt: skip
+    rows = described(found, lambda _, declared: declared.metadata["help"].split("; ")[0])
+    return markdown(("option", "default", "accepted values", "effect"), rows)
+
+
+def options_setting() -> str:
+    """The options whose defaults differ between the settings of specache, and the method kivi."""
+    asked: tuple[dict[str, Any], ...] = ({}, {"setting": "paper"}, {"method": "kivi"})
+    made = [parse_options(given) for given in asked]
+    rows = []
     for name, takers in declared_options().items():
-        usual, exceptions = defaults_of(takers)
-        by_default: dict[str, list[str]] = {}
-        for method, value in exceptions.items():
-            by_default.setdefault(repr(value), []).append(method)
-        others = [f"{named(methods)}: `{value}`" for value, methods in by_default.items()]
-        declared = next(iter(takers.values()))
-        (rows if declared.metadata["flag"].get("flag", True) or name in IN_PYTHON else experiments).append(
-            (
-                f"`{name}`", "; ".join([f"`{usual!r}`", *others]), accepted(name, declared), named(list(takers)),
-                declared.metadata["help"],
-            )
-        )  # fmt: skip
-    headers = ("option", "default", "accepted", "taken by", "")
-    more = "Parts of `setting`, for experiments, without flags on the command line (`specache eval` accepts them):"
-    return f"{markdown(headers, rows)}\n\n{more}\n\n{markdown(headers, experiments)}"
+        values = [f"`{getattr(options, name)!r}`" if options.method in takers else "–" for options in made]
+        if "specache" in takers and name != "setting" and len({*values} - {"–"}) > 1:
+            rows.append((f"`{name}`", *values, SETTING[name]))
+    return markdown(("option", '`setting="best"`', '`setting="paper"`', '`method="kivi"`', "meaning"), rows)
+
+
+def options_baselines() -> str:
+    """The options that only methods for comparison have."""
+    rows = []
+    for name, takers in declared_options().items():
+        if "specache" not in takers:
+            rows.append((f"`{name}`", f"`{defaults_of(takers)[0]!r}`", named(list(takers))))
+    return markdown(("option", "default", "methods"), rows)
 
 
 def methods() -> str:
@@ -167,12 +281,6 @@ def methods() -> str:
         sentence = re.split(r"(?<! al)\. ", told(sys.modules[source.__module__]))[0]
         rows.append((f"`{name}`", sentence, f"{share:.3f}"))
     return markdown(("method", "description", "device KV"), rows, right=1)
-
-
-def summary() -> str:
-    """The demo's rows, as the README shows them: quality, bytes, time."""
-    rows = load("demo.json")["rows"]
-    return markdown(show.headers(rows), show.lines(rows), right=3)
 
 
 def demo() -> str:
@@ -244,7 +352,7 @@ def printed(program: str, results: str, name: str = "table", of: str = "rows") -
 def figures(name: str) -> str:
     """The figures of a benchmark that has one row."""
     rows = [(what, f"{figure:,}") for what, figure in load(f"{name}.json").items() if what != "provenance"]
-    return markdown(("", "measured"), rows, right=1)
+    return markdown(("quantity", "measured value"), rows, right=1)
 
 
 def gpu() -> str:
@@ -255,35 +363,46 @@ def gpu() -> str:
     return tables
 
 
+# The caches of `gains` and `computed_steps`, by their names in computed_steps.json.
+CACHES = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "KIVI, 2 bits": "KIVI, 2 bits", "default": "specache"}
+
+
 def gains() -> str:
-    """What fits on a card of 24 GB, and how fast all of it steps; computed."""
-    names = {
-        "16 bits": "16-bit cache",
-        "fp8": "FP8 cache",
-        "KIVI, 2 bits": "KIVI, 2 bits",
-        "default": "specache, the default",
-    }
+    """Sequences that fit on a GPU of 24 GB, and their combined tokens per second; simulated."""
     lengths = {8_192: "8k", 32_768: "32k", 131_072: "128k"}
     rows = [row for row in load("computed_steps.json")["rows"] if row["device"] == "RTX 4090"]
 
-    def cell(cache: str, length: int) -> str:
+    def cells(cache: str, length: int) -> tuple[str, str]:
         fitting = [row for row in rows if (row["cache"], row["length"]) == (cache, length)]
         most = max(fitting, key=lambda row: row["batch"], default=None)
-        return "none fits" if most is None else f"{most['batch']} → {most['tokens/s']:,.0f}"
+        return ("0", "–") if most is None else (str(most["batch"]), f"{most['tokens/s']:,.0f}")
 
-    body = [(name, *(cell(cache, length) for length in lengths)) for cache, name in names.items()]
-    return markdown(("", *(f"of {length} tokens" for length in lengths.values())), body, right=len(lengths))
+    body = [(name, *(cell for length in lengths for cell in cells(cache, length))) for cache, name in CACHES.items()]
+    headers = [f"{length} tokens: {unit}" for length in lengths.values() for unit in ("sequences", "tokens/s")]
+    return markdown(("", *headers), body, right=len(headers))
+
+
+def costs() -> str:
+    """What the caches of `gains` lose: pass keys found and the distance to the full cache, by share of its bytes."""
+    names = {"uncompiled": "16-bit cache", "fp8": "FP8 cache", "kivi:bits=2": "KIVI, 2 bits", "specache": "specache"}
+    keys = load("quality/needles_smollm2/results.json")["rows"]
+    distances = {row["method"]: row for row in load("quality/closeness/results.json")["rows"]}
+
+    def found(method: str) -> str:
+        scores = [one["score"] for row in keys if row["method"] == method for one in row["detail"]["each"]]
+        return f"{sum(scores):.0f} of {len(scores)}" if scores else "not measured"
+
+    body = [
+        (name, found(method), f"{distances[method]['detail']['kinds']['forced']['kl']:.4f}",
+         f"{distances[method]['kv_ratio']:.2f}")
+        for method, name in names.items()
+    ]  # fmt: skip
+    headers = ("", "pass keys found", "KL from the full cache, nats", "GPU bytes, of the 16-bit cache's")
+    return markdown(headers, body, right=3)
 
 
 COMPUTED_ON = ("RTX 4090", "H100")
 COMPUTED_FOR = 32_768
-# The caches of the README's table, by their names in computed_steps.json.
-CACHES = {
-    "16 bits": "16-bit cache",
-    "fp8": "FP8 cache",
-    "KIVI, 2 bits": "KIVI, 2 bits",
-    "default": "specache, the default",
-}
 
 
 def computed_steps() -> str:
@@ -346,7 +465,7 @@ def devices() -> str:
 
 def passes() -> str:
     """The pipeline in its order."""
-    return markdown(("pass", ""), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
+    return markdown(("pass", "effect"), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
 
 
 # Benchmarks whose results are one table, as they print it.
@@ -355,8 +474,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
-            families, every_family, versions, options, methods, summary, demo, gpu, gains, computed_steps,
-            devices, passes, bench, cold_start, latents, closeness,
+            models, families, family_counts, every_family, versions, options_often, options, options_setting,
+            options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
+            cold_start, latents, closeness,
         )
     },
     **{name: partial(printed, name, name) for name in PRINTED},

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import mmap
 import pickle
 import random
@@ -324,8 +325,8 @@ def test_a_missing_wait_is_seen(llama: LlamaForCausalLM, monkeypatch: pytest.Mon
     """The slow-worker test can fail: with the wait taken out, stale slots change the tokens."""
     ids = prompt(150)
     expected = greedy(compile_copy(llama, top_k=8, speculate=False), ids, 60)
-    run_job = copy_queue.run_job
-    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(0.005), run_job(job))[1])
+    run_job, delays = copy_queue.run_job, itertools.chain([0.5] * 8, itertools.repeat(0))
+    monkeypatch.setattr(copy_queue, "run_job", lambda job: (time.sleep(next(delays)), run_job(job))[1])
     monkeypatch.setattr(copy_queue.CopyQueue, "wait_for", lambda self, slots: None)
     assert not torch.equal(greedy(compile_copy(llama, top_k=8, speculate=False), ids, 60), expected)
 

@@ -13,7 +13,7 @@ from .step_kernels import TierOp, Traced, captured, full_cache, kernels_of, over
 from .step_time import computed
 
 # The chance that a drafted token is right when those before it are. SmolLM2 under the default options has a higher one
-# (docs/verification.md).
+# (benchmarks/results/verification.md).
 ACCEPTED = 0.97
 # Drafted tokens in the explanation where the option says "auto".
 DRAFTED = 16
