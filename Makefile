@@ -47,10 +47,12 @@ lint: .venv/ready          ## style, formatting, types, the tables of the docs
 	rm -rf build/installed build/lib && $(BIN)/pip install -q --no-deps --no-build-isolation --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p specache_compile
 	$(BIN)/python tools/doc_tables.py --check
+	$(BIN)/python tools/notebook.py --check
 
 tables: .venv/ready        ## the tables of README.md and docs/, from the code and the results, and their pictures
 	$(BIN)/python tools/doc_tables.py --write
 	$(BIN)/python tools/draw_mechanism.py
+	$(BIN)/python tools/notebook.py
 
 bench: .venv/ready         ## a decode step, first tokens and first answers on this machine, into build/; goes on where it was
 	for dtype in bfloat16 float32; do $(BIN)/specache bench smollm2-135m --extend 512 --profile --dtype $$dtype --json build/bench_$$dtype.json || exit 1; done

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import json
 import os
 import re
@@ -256,31 +255,6 @@ def test_each_pass_leaves_an_artifact_that_tlparse_shows(tmp_path: Path) -> None
     for phase in ("prefill", "pre-decode", "decode"):
         for number, name in enumerate(PASS_NAMES, start=1):
             assert re.search(rf'"artifact": {{"name": "specache_graph\d+_{phase}_{number:02d}_{name}"', logs), name
-
-
-@pytest.mark.slow
-def test_the_gallery_shows_a_table_and_curves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a small model, so that it is quick; `python examples/gallery.py` shows the real shapes."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    gallery = importlib.import_module("gallery")
-    assert {"Llama-3-8B", "Mistral-7B-v0.3", "Qwen3-8B"} == set(gallery.MODELS)
-    small = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64,
-             "num_hidden_layers": 2, "vocab_size": 64}  # fmt: skip
-    monkeypatch.setattr(gallery, "MODELS", {"small": (LlamaConfig, small)})
-    monkeypatch.setattr(gallery, "LENGTHS", (1024, 4096))
-    gallery.main(["--save", str(tmp_path), "--device", "L4"])
-    lines = capsys.readouterr().out.splitlines()
-    assert "computed, not measured" in lines[0]
-    assert [line.split()[:2] for line in lines[3:]] == [["small", "1,024"], ["small", "4,096"]]
-    assert max(map(len, lines)) <= 120
-    for length in ("1k", "4k"):
-        written = {path.name for path in (tmp_path / f"small-{length}").iterdir()}
-        assert written == {"explain.txt", "report.html", "timeline.json"}
-    monkeypatch.setattr(gallery, "PLOT_LENGTHS", (1024, 2048))
-    gallery.main(["--plot", str(tmp_path / "curves.png")])
-    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_layers_left_exact_are_listed_with_their_reason(llama: LlamaForCausalLM) -> None:

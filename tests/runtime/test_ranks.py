@@ -24,6 +24,7 @@ from specache_compile.explaining.rank import check_part
 from specache_compile.kernels.memory import host_memory
 from specache_compile.methods import parse_options
 from specache_compile.methods.field import LayerShape
+from specache_compile.model_key import sampled
 from specache_compile.passes.reading.lane_rules import own_rules
 from specache_compile.passes.reading.local_shards import local_shards
 from specache_compile.runtime.ranks import check_heads, ranks_of
@@ -104,6 +105,13 @@ def test_heads_need_not_divide_where_each_rank_has_all_of_them(four_alone: None)
     replicas = two_kv_heads(LlamaConfig, LlamaForCausalLM, (2, 2), ("dp_replicate", "fsdp"))
     check_heads(replicas)
     assert ranks_of(list(replicas.parameters())) is None
+
+
+def test_a_distributed_tensor_is_sampled_by_its_local_shard(four_alone: None) -> None:
+    """Newer versions of torch list the mesh among its parts."""
+    local = torch.arange(8.0)
+    whole = DTensor.from_local(local, init_device_mesh("cpu", (4,)), [Replicate()])
+    assert sampled([whole]) == sampled([local])
 
 
 def test_writes_to_distributed_tensors_are_not_lost(four_alone: None) -> None:

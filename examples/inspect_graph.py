@@ -1,0 +1,24 @@
+"""Print what the backend rewrites: the tiers' bytes, one layer before and after, and what each pass does.
+
+python examples/inspect_graph.py [MODEL]        needs no GPU and reads no weights
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import specache_compile as sc
+
+
+def main(name: str = "smollm2-135m") -> None:
+    explanation = sc.explain(name, prompt_length=8192, device="RTX 4090")
+    print(explanation.bytes_by_tier)
+    print(explanation.layer(0))
+    Path("build").mkdir(exist_ok=True)
+    explanation.save("build/report.html")
+    print("wrote build/report.html")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
