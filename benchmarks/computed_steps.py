@@ -82,18 +82,20 @@ def rows_of(device: Device, steps: Mapping[str, Traced], host: float) -> Iterato
 
 
 def table_of(rows: list[dict[str, Any]], device: str) -> list[tuple[str, ...]]:
-    """A line a cache: at each length milliseconds of one row, and tokens a second at the largest batch."""
+    """A line a cache: at each length milliseconds of one sequence, the largest batch, and its tokens a second."""
     lines = []
     for cache in CACHES:
         cells = []
         for length in LENGTHS:
             own = [row for row in rows if (row["device"], row["length"], row["cache"]) == (device, length, cache)]
-            cells += [f"{own[0]['ms']:.1f}", f"{own[-1]['batch']} → {own[-1]['tokens/s']:,.0f}"] if own else ["", ""]
+            one, most = (own[0], own[-1]) if own else (None, None)
+            cells += [f"{one['ms']:.1f}", f"{most['batch']}", f"{most['tokens/s']:,.0f}"] if one and most else [""] * 3
         lines.append((cache, *cells))
     return lines
 
 
-HEADERS = ("", *(cell for length in LENGTHS for cell in (f"{length // 1024}k, ms", "largest batch → tokens/s")))
+COLUMNS = ("ms of one sequence", "sequences that fit", "tokens/s of all")
+HEADERS = ("cache", *(f"{length // 1024}k: {column}" for length in LENGTHS for column in COLUMNS))
 
 
 def main(arguments: list[str] | None = None) -> None:

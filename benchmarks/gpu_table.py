@@ -21,17 +21,25 @@ from specache_compile.explaining.times.devices import Device, device_called
 from specache_compile.explaining.times.step_time import full_step_of, step_of
 
 HEADERS = (
-    "", "one row, ms", "computed", "largest batch", "ms", "computed", "tokens/s", "of our 16 bits", "PCIe, MB a step",
-    "ms waited", "roofline",
+    "cache", "sequences", "ms per step, measured", "ms per step, simulated", "tokens/s of all",
+    "tokens/s relative to our 16-bit cache", "PCIe, MB per step", "ms waiting for PCIe", "share of the roofline",
 )  # fmt: skip
 # Kernels at the largest of the measured sizes, by the names of gpu_kernels.py.
 KERNELS = ("attention", "scores alone", "attention from scores", "selection", "gather", "quantise")
-PREFILL_HEADERS = ("", "ms", "of torch.compile's", "peak, GiB", "predicted")
-KERNEL_HEADERS = ("kernel", "keys, values", "µs", "GB/s", "share of it")
+PREFILL_HEADERS = (
+    "compiler", "prefill, ms", "relative to torch.compile", "peak memory, GiB", "predicted peak, GiB",
+)  # fmt: skip
+KERNEL_HEADERS = ("kernel", "bits of keys, values", "µs", "GB/s", "share of the copy's rate")
 # Bytes a number has in the caches of others that are computed too, as if attention read them at the memory's rate.
 STORED = {STATIC: 2, FP8: 1}
 # The method whose tokens a second the others' are compared with.
 OURS_IN_16_BITS = "16 bits, k = 0"
+# The caches' names in the tables; the others keep theirs.
+NAMES = {
+    "specache best": "specache",
+    OURS_IN_16_BITS: "our 16-bit cache",
+    FP8: "FP8 StaticCache, compiled",
+}
 
 
 def why_no_figures(report: dict[str, Any]) -> str | None:
@@ -48,7 +56,7 @@ def tables(report: dict[str, Any]) -> str:
     parts = [f"{report['provenance']['device']}, torch {report['provenance']['torch']}"] if rows else []
     for model, context, cap in keys:
         same = [row for row in rows if (row["model"], row["context"], row["cap"]) == (model, context, cap)]
-        parts.append(f"{model}, {context:,} tokens, {cap / GIB:.0f} GiB of VRAM, batches as large as they fit:")
+        parts.append(f"{model}, {context:,} tokens, {cap / GIB:.0f} GiB of VRAM:")
         parts.append(table(same))
     return "\n\n".join(parts)
 
@@ -73,31 +81,23 @@ def computed_ms(row: dict[str, Any], device: Device) -> float | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One of them, its rows in the methods' order; of several reuses the one that was measured first."""
+    """A line for one sequence and one for the largest batch of each method; of several reuses the one measured first.
+    A column that no line fills is left out."""
     first = {(row["method"], row["at"]): row for row in reversed(rows)}
-    base = first.get((OURS_IN_16_BITS, "largest"))
-    lines = []
-    for method in METHODS:
-        alone, most = (first.get((method, at)) for at in ("1", "largest"))
-        if alone or most:
-            lines.append((method, *ms(alone), *at_most(most, base)))
-    return markdown(HEADERS, lines)
+    lines = [
+        line_of(first[method, at], first.get((OURS_IN_16_BITS, at)))
+        for method in METHODS for at in ("1", "largest") if (method, at) in first
+    ]  # fmt: skip
+    kept = [column for column in range(len(HEADERS)) if any(line[column] for line in lines)]
+    return markdown(tuple(HEADERS[i] for i in kept), [tuple(line[i] for i in kept) for line in lines])
 
 
-def ms(row: dict[str, Any] | None) -> tuple[str, str]:
-    """Measured and computed."""
-    if row is None:
-        return "", ""
+def line_of(row: dict[str, Any], base: dict[str, Any] | None) -> tuple[str, ...]:
+    """HEADERS of one measured step; base: our 16-bit cache's row of the same kind."""
     computed = row.get("computed ms")
-    return f"{row['ms']:.1f}", f"{computed:.1f}" if computed else ""
-
-
-def at_most(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, ...]:
-    """What is told of a method's largest batch."""
-    if row is None:
-        return ("",) * (len(HEADERS) - 3)
     return (
-        f"{row['batch']}", *ms(row), f"{row['tokens/s']:,.0f}",
+        NAMES.get(row["method"], row["method"]), f"{row['batch']}", f"{row['ms']:.1f}",
+        f"{computed:.1f}" if computed else "", f"{row['tokens/s']:,.0f}",
         f"{row['tokens/s'] / base['tokens/s']:.2f}" if base else "", f"{row.get('bytes to device', 0) / 1e6:,.0f}",
         f"{row['waited']:.1f}" if "waited" in row else "", f"{row['roofline share']:.0%}",
     )  # fmt: skip
@@ -108,12 +108,12 @@ def prefill_table(report: dict[str, Any]) -> str:
     context, plain = max(row["context"] for row in report["rows"]), plain_rows(report["rows"])
     lines = [
         (
-            row["method"], f"{row['ms']:,.0f}", of_plain(row, plain), f"{row['peak bytes'] / GIB:.2f}",
-            f"{row['predicted bytes'] / GIB:.2f}",
+            NAMES.get(row["method"], row["method"]), f"{row['ms']:,.0f}", of_plain(row, plain),
+            f"{row['peak bytes'] / GIB:.2f}", f"{row['predicted bytes'] / GIB:.2f}",
         )
         for row in report["rows"] if row["context"] == context
     ]  # fmt: skip
-    told = f"llama-3-8b, a prefill of one row of {context:,} tokens; memory beyond what was there before it:"
+    told = f"llama-3-8b, a prefill of one sequence of {context:,} tokens; memory next to the weights:"
     return f"{told}\n\n{markdown(PREFILL_HEADERS, lines)}"
 
 
@@ -156,14 +156,14 @@ def main(arguments: list[str] | None = None) -> None:
     device = device_called(name) if no_figures is None else None
     for row in report["rows"] if device else []:
         row["computed ms"] = computed_ms(row, device)
-    found = {"device": name, "break-even": least, "tables": tables(report)}
+    found = {"device": name, "break-even": least, "tables": tables(report), "more": ""}
     for other, told in (("gpu_prefill.json", prefill_table), ("gpu_kernels.json", kernel_table)):
         if (path := args.out.parent / other).exists():
             measured = json.loads(path.read_text())
             if why_no_figures(measured) is None and measured["provenance"]["device"] == name:
-                found["tables"] += f"\n\n{told(measured)}"
+                found["more"] += f"\n\n{told(measured)}"
     args.out.write_text(json.dumps({**found, "no figures": no_figures}, indent=1) + "\n")
-    print(found["tables"])
+    print(found["tables"] + found["more"])
     if no_figures is not None:
         print(f"\nno figures: these are {no_figures}, which mean nothing")
         return

@@ -3,7 +3,7 @@ cache that it was?
 
 A long context is read once and saved. Then process after process loads it, says one token, and saves: each beside the
 cold way, a process that reads the context anew. Seconds are counted from when the model is loaded, compiling included.
-The first restart traces what it says its token with, and keeps that (docs/warm.md); those after it trace nothing.
+The first restart stores its traces (docs/performance.md); those after it trace nothing.
 
     python benchmarks/restarts.py                                       16,384 tokens of SmolLM2; 4 restarts, 1 cold run
     python benchmarks/restarts.py --tokens 1024 --restarts 100 --out build/100.json   does it drift?

@@ -28,13 +28,13 @@ from packaging.requirements import Requirement
 import tests_path  # noqa: F401
 from api_page import api
 from families import FAMILIES, Family
-from specache_compile.bench.table import answers_table, draw, profile_table, steps_table
+from specache_compile.bench.table import MIB, draw
 from specache_compile.demo import show
 from specache_compile.errors import OptionError
 from specache_compile.evaluation.baselines.policies import POLICIES
-from specache_compile.evaluation.cell_tables import table as results_table
+from specache_compile.evaluation.cell_tables import above_full
+from specache_compile.evaluation.intervals import interval
 from specache_compile.evaluation.rows import Row
-from specache_compile.evaluation.tasks import TASKS
 from specache_compile.explaining.times.devices import DEVICES
 from specache_compile.methods import declared_options, defaults_of, every_method, parse_options
 from specache_compile.methods.field import LayerShape
@@ -272,42 +272,74 @@ def options_baselines() -> str:
 
 
 def methods() -> str:
-    """Each method: its tiers on the device and on the host, the device's share of the cache as computed, and what its
-    file says of it."""
+    """Each method: the first sentence of its file, and the device's share of the cache as computed."""
     rows = []
     for name, method in every_method().items():
         tiers = predicted_bytes(parse_options({"method": name}), SHAPE, 1, TOKENS)
-        used = [tier for tier, size in tiers.items() if size]
-        device = [tier for tier in used if tier != "host"]
-        share = sum(tiers[tier] for tier in device) / full_cache_bytes(SHAPE, 1, TOKENS)
+        share = sum(size for tier, size in tiers.items() if tier != "host") / full_cache_bytes(SHAPE, 1, TOKENS)
         source = POLICIES.get(name, method.options)
-        rows.append(
-            (
-                f"`{name}`", told(sys.modules[source.__module__]), ", ".join(device) or "–",
-                "host" if "host" in used else "–", f"{share:.3f}",
-            )
-        )  # fmt: skip
-    return markdown(("method", "", "tiers on the device", "on the host", "device KV"), rows, right=1)
+        sentence = re.split(r"(?<! al)\. ", told(sys.modules[source.__module__]))[0]
+        rows.append((f"`{name}`", sentence, f"{share:.3f}"))
+    return markdown(("method", "description", "device KV"), rows, right=1)
 
 
 def demo() -> str:
-    """The tables that `make demo` prints."""
-    rows = load("demo.json")["rows"]
-    return fenced(f"{show.answers_table(rows)}\n{show.summary_table(rows)}")
+    """The summary that `make demo` prints."""
+    return fenced(show.summary_table(load("demo.json")["rows"]))
 
 
-def bench(dtype: str) -> str:
-    """What `make bench` prints of a dtype."""
-    rows = load(f"bench_{dtype}.json")["rows"]
-    steps, answers = ([row for row in rows if row["part"] == part] for part in ("step", "answer"))
-    parts = (steps_table(steps), answers_table(answers) if answers else "", profiles(steps))
-    return fenced("\n\n".join(part for part in parts if part))
+def selected(rows: Iterable[Any], names: int, columns: dict[str, Callable[[Any], str]]) -> str:
+    """A Markdown table of rows.
+
+    Args:
+        names: how many of the first columns are text; the others are numbers.
+        columns: the function from a row to its cell, by the column's header.
+    """
+    lines = [[cell(row) for cell in columns.values()] for row in rows]
+    return markdown(list(columns), lines, right=len(columns) - names)
 
 
-def profiles(steps: list[dict[str, Any]]) -> str:
-    """Where a step of torch.compile's goes, and one of the default's; nothing where none was profiled."""
-    shown = [row for row in steps if row["method"] in ("compiled", "specache") and row.get("profile")]
-    return profile_table(shown) if shown else ""
+def bench() -> str:
+    """Decode steps and cache sizes in float32, as `make bench` measured them."""
+    rows = load("bench_float32.json")["rows"]
+    compiled = {row["context"]: row["step_ms"] for row in rows if row["method"] == "compiled"}
+    return selected(rows, 1, {
+        "method": lambda row: f"`{row['method']}`",
+        "context, tokens": lambda row: f"{row['context']:,}",
+        "median decode step, ms": lambda row: f"{row['step_ms']:.1f}",
+        "step time relative to `compiled`": lambda row: f"{row['step_ms'] / compiled[row['context']]:.2f}",
+        "first token, s": lambda row: f"{row['first_token_s']:.1f}",
+        "further turn of 512 tokens, s": lambda row: f"{row['extend_ms'] / 1e3:.2f}",
+        "device KV cache, MiB": lambda row: f"{row['device_bytes'] / MIB:.1f}",
+        "host KV cache, MiB": lambda row: f"{row['host_bytes'] / MIB:.0f}",
+    })  # fmt: skip
+
+
+def cold_start() -> str:
+    """Seconds to the first tokens of a process, with empty and with filled caches."""
+    rows = load("cold_start.json")["rows"]
+    plain = {row["caches"]: row["seconds"] for row in rows if row["way"] == "torch.compile"}
+    return selected(rows, 2, {
+        "Inductor's cache folder": lambda row: {"cold": "empty", "warm": "filled"}[row["caches"]],
+        "compiler": lambda row: row["way"].replace("traces kept", "stored traces"),
+        "first 8 tokens, s": lambda row: f"{row['seconds']:.1f}",
+        "relative to `torch.compile`": lambda row: f"{row['seconds'] / plain[row['caches']]:.2f}",
+        "next 8 tokens, s": lambda row: f"{row['again']:.2f}",
+    })  # fmt: skip
+
+
+def latents() -> str:
+    """Decode steps of latent attention, with plain torch.compile and absorbed."""
+    steps: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in (row for row in load("latents.json")["rows"] if row["dtype"] == "float32"):
+        steps.setdefault((row["shape"], row["context"]), {})[row["method"]] = row
+    return selected(steps.items(), 1, {
+        "attention shape": lambda step: step[0][0],
+        "context, tokens": lambda step: f"{step[0][1]:,}",
+        "`torch.compile`, ms per step": lambda step: f"{step[1]['compiled']['step_ms']:,.0f}",
+        "specache, ms per step": lambda step: f"{step[1]['specache']['step_ms']:.0f}",
+        "speed-up": lambda step: f"{step[1]['compiled']['step_ms'] / step[1]['specache']['step_ms']:.1f}",
+    })  # fmt: skip
 
 
 def printed(program: str, results: str, name: str = "table", of: str = "rows") -> str:
@@ -331,9 +363,12 @@ def gpu() -> str:
     return tables
 
 
+# The caches of `gains` and `computed_steps`, by their names in computed_steps.json.
+CACHES = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "KIVI, 2 bits": "KIVI, 2 bits", "default": "specache"}
+
+
 def gains() -> str:
     """Sequences that fit on a GPU of 24 GB, and their combined tokens per second; simulated."""
-    names = {"16 bits": "16-bit cache", "fp8": "FP8 cache", "KIVI, 2 bits": "KIVI, 2 bits", "default": "specache"}
     lengths = {8_192: "8k", 32_768: "32k", 131_072: "128k"}
     rows = [row for row in load("computed_steps.json")["rows"] if row["device"] == "RTX 4090"]
 
@@ -342,7 +377,7 @@ def gains() -> str:
         most = max(fitting, key=lambda row: row["batch"], default=None)
         return ("0", "–") if most is None else (str(most["batch"]), f"{most['tokens/s']:,.0f}")
 
-    body = [(name, *(cell for length in lengths for cell in cells(cache, length))) for cache, name in names.items()]
+    body = [(name, *(cell for length in lengths for cell in cells(cache, length))) for cache, name in CACHES.items()]
     headers = [f"{length} tokens: {unit}" for length in lengths.values() for unit in ("sequences", "tokens/s")]
     return markdown(("", *headers), body, right=len(headers))
 
@@ -366,35 +401,57 @@ def costs() -> str:
     return markdown(headers, body, right=3)
 
 
-COMPUTED_ON = ("H100", "A100", "RTX 4090")
+COMPUTED_ON = ("RTX 4090", "H100")
+COMPUTED_FOR = 32_768
 
 
 def computed_steps() -> str:
-    """Steps of an 8B model on three of the devices that `explain` knows; computed."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from computed_steps import HEADERS, table_of
+    """Steps of an 8B model on two of the devices that `explain` knows; computed."""
+    rows = [row for row in load("computed_steps.json")["rows"] if row["length"] == COMPUTED_FOR]
+    # The first row of each device and cache is of one sequence, the last of as many as fit.
+    pairs = [
+        (one[0], one[-1]) for device in COMPUTED_ON for cache in CACHES
+        if (one := [row for row in rows if (row["device"], row["cache"]) == (device, cache)])
+    ]  # fmt: skip
+    return selected(pairs, 2, {
+        "GPU": lambda pair: pair[0]["device"],
+        "cache": lambda pair: CACHES[pair[0]["cache"]],
+        "step of one sequence, ms": lambda pair: f"{pair[0]['ms']:.1f}",
+        "sequences that fit": lambda pair: f"{pair[1]['batch']}",
+        "tokens/s of all": lambda pair: f"{pair[1]['tokens/s']:,.0f}",
+    })  # fmt: skip
 
-    report = load("computed_steps.json")
-    parts = []
-    for device in COMPUTED_ON:
-        contexts = report["break-even"][device]
-        parts += [
-            f"{device}, {report['settings']['host GiB']:g} GiB of host memory; the default gains on 16 bits from "
-            f"{contexts['default']:,} tokens of one row on:",
-            markdown(HEADERS, table_of(report["rows"], device), right=len(HEADERS) - 1),
-        ]
-    return "\n\n".join(parts)
+
+def closeness() -> str:
+    """Each method's distance to the full cache on forced text."""
+    rows = [Row(**row) for row in load("quality/closeness/results.json")["rows"]]
+    return selected(rows, 1, {
+        "method": lambda row: f"`{row.method}`",
+        "mean KL, nats": lambda row: f"{row.detail['kinds']['forced']['kl']:.4f}",
+        "95 % interval, ±": lambda row: f"{interval(row.detail['kinds']['forced']['each']):.4f}",
+        "top token unchanged": lambda row: f"{row.detail['kinds']['forced']['agreement']:.1%}",
+        "device KV": lambda row: f"{row.kv_ratio:.3f}",
+    })  # fmt: skip
 
 
-def quality(folder: str, task: str) -> str:
-    """One task of an evaluation that `make quality` keeps, as `specache eval` prints it."""
+def needles(folder: str) -> str:
+    """Keys that each method finds at each length, and the device's share of the cache at the longest one."""
     rows = [Row(**row) for row in load(f"quality/{folder}/results.json")["rows"]]
-    return fenced(results_table([row for row in rows if row.task == task]))
+    by_method: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        by_method.setdefault(row.method, {})[row.context] = row
+    full = {row.cell: row for row in by_method["uncompiled"].values()}
+    lengths = list(by_method["uncompiled"])
 
+    def found(length: int) -> Callable[[tuple[str, dict[int, Row]]], str]:
+        return lambda one: f"{sum(answer['score'] for answer in one[1][length].detail['each']):.0f}"
 
-def tasks() -> str:
-    """The tasks of `specache eval`, as their files say."""
-    return markdown(("task", ""), [(f"`{name}`", told(sys.modules[cells.__module__])) for name, cells in TASKS.items()])
+    return selected(by_method.items(), 1, {
+        "method": lambda one: f"`{one[0]}`",
+        **{f"keys found of {rows[0].samples} at {length:,} tokens": found(length) for length in lengths},
+        "difference to `uncompiled`, points": lambda one: above_full(list(one[1].values()), full).split(" of ")[0],
+        "device KV": lambda one: f"{one[1][max(lengths)].kv_ratio:.3f}",
+    })  # fmt: skip
 
 
 def devices() -> str:
@@ -411,23 +468,22 @@ def passes() -> str:
     return markdown(("pass", "effect"), [(f"`{p.__name__}`", told(sys.modules[p.__module__])) for p in PIPELINE])
 
 
-QUALITY = (("closeness", "closeness"), ("needles_smollm2", "needle"), ("needles_blind", "needle"))
-# Benchmarks whose results are one table.
-PRINTED = ("cold_start", "latents", "batching", "serve_load")
+# Benchmarks whose results are one table, as they print it.
+PRINTED = ("batching", "serve_load")
 GENERATORS: dict[str, Callable[[], str]] = {
     **{
         made.__name__: made
         for made in (
             models, families, family_counts, every_family, versions, options_often, options, options_setting,
-            options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, tasks, devices, passes,
+            options_baselines, methods, api, demo, gpu, gains, costs, computed_steps, devices, passes, bench,
+            cold_start, latents, closeness,
         )
     },
     **{name: partial(printed, name, name) for name in PRINTED},
     "batching_fits": partial(printed, "batching", "batching", "fits_table", "fits"),
     "verification": partial(printed, "verify", "verify"),
     **{f"figures-{name}": partial(figures, name) for name in ("restarts", "serve")},
-    **{f"quality-{folder}-{task}": partial(quality, folder, task) for folder, task in QUALITY},
-    **{f"bench-{dtype}": partial(bench, dtype) for dtype in ("bfloat16", "float32")},
+    **{folder: partial(needles, folder) for folder in ("needles_smollm2", "needles_blind")},
 }  # fmt: skip
 
 

@@ -34,8 +34,7 @@ baselines, where their libraries are installed:
 EPILOG = f"""{EXAMPLES}
 SmolLM2-135M on two cores: all methods at both default contexts take about one hour, the quick form some ten minutes.
 Most of both is compilation: fewer --methods and shorter --contexts shorten it.
-other methods are spelled as `specache eval` takes them; docs/bench.md says what each column is, and of --rounds and
---lowering
+other methods are spelled as `specache eval` takes them; docs/performance.md explains the columns
 """
 
 
