@@ -27,7 +27,7 @@ CEILINGS = {
     "product lines, C++ included": 34_900,
     "lines loaded by the backend": 14_600,
     "test lines, C++ included": 30_700,
-    "words in docs": 18_900,
+    "words in docs, without the generated api.md": 12_000,
 }
 
 
