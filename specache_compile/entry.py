@@ -35,7 +35,7 @@ def keep_traces() -> None:
 
         route_traces()
     except (ImportError, AttributeError) as missing:
-        log.warning("SPECACHE_CACHE: torch %s stores no traces: %s", torch.__version__, missing)
+        log.warning("SPECACHE_CACHE: torch %s cannot store traces (%s): use 2.11 to 2.15", torch.__version__, missing)
 
 
 raise_limit()

@@ -1,4 +1,4 @@
-"""The errors and warnings that a person can meet, each saying what was given and what to do."""
+"""The errors and warnings of the package. Each text names the value that was given, and what to do."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class OptionError(SpecacheError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """An error of somebody else's, as part of a sentence."""
+    """The first line of another package's error, as part of a sentence."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def split_heads(heads: int, ranks: int) -> SpecacheError:
     return SpecacheError(
-        f"{heads} KV heads do not divide by {ranks} ranks: each rank has whole heads. Take a number of ranks "
-        f"that divides {heads}, or a DistributedConfig whose tp_plan leaves the attention whole"
+        f"{heads} KV heads cannot be split over {ranks} ranks: each rank needs whole heads. Use a number of ranks "
+        f"that divides {heads}, or a DistributedConfig whose tp_plan does not split the attention"
     )
 
 
 def split_session() -> SpecacheError:
     return SpecacheError(
-        "a cache that is split over ranks (tensor parallel) is neither saved, nor loaded, nor taken over: each rank "
-        "has its own KV heads. Prefill again, or do it where the model is whole"
+        "save, load and hold do not support a cache that is split over ranks (tensor parallel). Prefill again, or use "
+        "a model on one rank"
     )
 
 
@@ -54,21 +54,21 @@ def warn(message: str, category: type[Warning] = SpecacheWarning) -> None:
 
 
 RECOMPILE_LIMIT = (
-    "Dynamo's recompile limit was reached (raise torch._dynamo.config.recompile_limit, or recompile_limit= of "
-    "torch.compile where it has it; TORCH_LOGS=recompiles shows the cause)"
+    "Dynamo's recompile limit was reached (raise torch._dynamo.config.recompile_limit, or pass recompile_limit= to "
+    "torch.compile; TORCH_LOGS=recompiles prints the cause)"
 )
 
 
 def copy_failed(error: BaseException) -> SpecacheError:
     return SpecacheError(
-        f"a copy between the host tier and the device failed ({error!r}); this cache can no longer be trusted. "
-        "See to the cause (host memory, most often) and generate again with a new cache."
+        f"a copy between the host tier and the device failed ({error!r}), so this cache is no longer valid. Remove the "
+        "cause (usually too little host memory) and generate again with a new cache."
     )
 
 
 def no_host_tier(what: str) -> SpecacheError:
-    """`what` needs pairs in 16 bits that a cache without a host tier has not."""
+    """The error for an operation that needs 16-bit pairs of a cache without a host tier."""
     return SpecacheError(
-        f"option host_tier=False: {what} needs pairs in host memory, and this cache keeps none there. A prompt is read "
-        "in one call, and behind it one token at a time; host_tier=True, the default, keeps what the rest needs."
+        f"option host_tier=False: {what} needs pairs in host memory, and this cache has none there. Prefill in one "
+        "call and then decode one token at a time, or compile with host_tier=True, the default."
     )

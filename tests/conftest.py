@@ -37,6 +37,7 @@ from one_trace import compile_by_options
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.errors import OptionError
 from specache_compile.methods import parse_options
+from specache_compile.runtime import records
 
 # Fixtures of tests that follow each other as processes.
 pytest_plugins = ["kept_traces"]
@@ -107,6 +108,17 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     if module is None:
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def warn_again() -> None:
+    """Forget which warnings each model has printed: a model warns once, and fixtures share models."""
+    forget_warnings()
+
+
+def forget_warnings() -> None:
+    for record in list(records._records.values()):
+        record.warned.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from specache_compile.caches.rows import (
 from specache_compile.compat import cache_of, with_cache
 from specache_compile.compile.compiled_options import required_options
 from specache_compile.errors import SpecacheError
-from specache_compile.generate.drafts import rewritten_so_far, tell_not_drafted
+from specache_compile.generate.drafts import rewritten_so_far, warn_not_drafted
 from specache_compile.generate.verify import check_windows
 from specache_compile.runtime.session import Session, sessions_of
 
@@ -151,7 +151,6 @@ class Batch:
         self.requests: list[Request] = []  # those that are open, or have tokens that no step has returned
         self.returned: dict[Request, int] = {}  # tokens of each that steps have returned
         self.unfinished = False  # the newest step did not return
-        self.told_why = False  # nothing is drafted
 
     @property
     def saying(self) -> list[Request]:
@@ -556,9 +555,7 @@ class Batch:
         reason = reason_not_to_draft(self.model, group.cache, len(group.requests))
         if reason is None:
             return session
-        if not self.told_why:
-            self.told_why = True
-            tell_not_drafted(session.options, reason)
+        warn_not_drafted(self.model, session.options, reason)
         return None
 
     def drafts(self, group: Rows, session: Session) -> list[list[int]]:

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from specache_compile.caches.rows import is_held_whole
-from specache_compile.generate.drafts import draft_length_of
+from specache_compile.generate.drafts import IN_PARTS, draft_length_of
 from specache_compile.generate.look_up import DRAFTED, looked_up
 from specache_compile.generate.verify import forgetful
 from specache_compile.options import MethodOptions
@@ -51,9 +51,9 @@ def drafting_session(cache: DynamicCache) -> Session | None:
 def reason_not_to_draft(model: Any, cache: DynamicCache, rows: int) -> str | None:
     """Why rows whose options draft say one token a step; None where they draft."""
     if len(sessions_of(cache)) > 1:
-        return "a graph break in the model leaves its cache in parts, each with a step of its own"
+        return IN_PARTS
     if rows > 1 and not is_held_whole(cache):
-        return "a layer that is not held cannot take back another number of tokens for each row"
+        return "a layer that is not held cannot drop a different number of tokens in each row"
     return forgetful(model, cache)
 
 

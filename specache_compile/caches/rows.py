@@ -143,7 +143,7 @@ def session_with(first: Session, tiers: Tiers, progress: Progress) -> Session:
     made.tiers = tiers
     made.progress = progress
     made.weights = list(first.weights)
-    made.moved, made.told, made.view = {}, set(), None
+    made.moved, made.view = {}, None
     made.mode, made.draft_length = Mode.PLAIN, None
     made.start_anew()
     made.statistics.full_cache_bytes = bytes_in_16_bits(made.layers, tiers.batch, progress.length)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,10 +20,11 @@ from specache_compile.methods import METHODS, parse_options
 from specache_compile.options import MethodOptions
 from specache_compile.passes.phase import EXTEND, WIDENED, Phase
 from specache_compile.passes.pipeline import PASS_NAMES
+from specache_compile.passes.reading.find_attention import WINDOW
 from specache_compile.passes.reading.local_shards import own_part
 from specache_compile.passes.reading.sites import LeftAlone
 from specache_compile.runtime.held import HeldTensor
-from specache_compile.runtime.records import record_of
+from specache_compile.runtime.records import ModelRecord, record_of
 from specache_compile.runtime.state import bucket, predicted_bytes
 from specache_compile.runtime.step import is_ragged, padding_in_front
 from specache_compile.runtime.tiers import options_at
@@ -32,6 +34,8 @@ from .captured import Captured, capture, drop_unread_held
 from .compiled_graph import CompiledGraph
 from .free_sizes import free_sizes
 from .rewritten import Rewrites
+
+log = logging.getLogger(__name__)
 
 
 def specache(
@@ -69,8 +73,7 @@ def compile_graph(captured: Captured, example_inputs: Sequence[Any]) -> Callable
     """A callable for one captured graph: rewritten where it has sites, as Hugging Face wrote it where not."""
     if captured.is_recognised:
         free_sizes(captured.placeholders, captured.fakes, example_inputs)
-    if captured.left_alone:
-        record_of(example_inputs).warn_once(left_alone_text(captured.left_alone, len(captured.sites)))
+    report_left_alone(record_of(example_inputs), captured.left_alone, len(captured.sites))
     if captured.sites:
         return compile_sites(captured, example_inputs)
     kept = drop_unread_held(captured)
@@ -147,23 +150,29 @@ def first_phases(captured: Captured, options: MethodOptions) -> tuple[Phase, ...
     return phases(captured.phase, options)
 
 
-def left_alone_text(left_alone: Sequence[LeftAlone], rewritten: int) -> str:
-    """How many attentions stay as Hugging Face wrote them, and why."""
-    return (
-        f"specache rewrote {rewritten} attentions of this graph and left {len(left_alone)} exact: {reasons(left_alone)}"
-    )
+def report_left_alone(record: ModelRecord, left_alone: Sequence[LeftAlone], rewritten: int) -> None:
+    """Warn of attentions that stay exact, once for a model and its reasons; only log those that stay exact by design.
+
+    These are the attentions of `exact_layers`, and sliding windows beside attentions that are rewritten.
+    """
+    text = f"specache rewrote {rewritten} attentions of a graph and left {len(left_alone)} exact: {reasons(left_alone)}"
+    kinds = {item.reason for item in left_alone}
+    if all(kind.startswith("option exact_layers") or (rewritten and kind == WINDOW) for kind in kinds):
+        log.info("%s", text) if kinds else None
+    else:
+        record.warn_once(text, "; ".join(sorted(kinds)))
 
 
 def reasons(left_alone: Sequence[LeftAlone]) -> str:
-    """Each reason once, with how many attentions it is of, and the first."""
+    """Each reason once, with the number of its attentions and the first one's name."""
     nodes: dict[str, list[str]] = {}
     for item in left_alone:
         nodes.setdefault(item.reason, []).append(item.node)
-    told = (f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
-    return "; ".join(told)
+    return "; ".join(f"{len(names)} ({names[0]}, ...): {reason}" for reason, names in nodes.items())
 
 
 def no_assisted_decoding(missing: str) -> SpecacheError:
     return SpecacheError(
-        f"option verify: there is no {missing}, which drafts need: install one of 5.17 to 5.24, or leave the option out"
+        f"options verify and lookup require {missing}, which is missing. Install transformers 5.17 to 5.24, or leave "
+        "the option out"
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specache_compile.errors import SpecacheError, warn
+from specache_compile.errors import SpecacheError
 from specache_compile.lowering import cuda_graphs
 from specache_compile.model_key import calling_model, prefill_key
 from specache_compile.options import differences
@@ -18,7 +18,7 @@ from specache_compile.passes.reading.local_shards import local
 from specache_compile.runtime.ranks import check_same, ranks_of
 from specache_compile.runtime.records import record_of
 from specache_compile.runtime.regroup import agreed_session
-from specache_compile.runtime.session import OTHER_OPTIONS, Session
+from specache_compile.runtime.session import Session
 from specache_compile.runtime.step import opened
 
 from .captured import Captured
@@ -43,14 +43,14 @@ class CompiledGraph:
         return self.captured.phase.name
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        start = time.perf_counter()
+        start, record = time.perf_counter(), record_of(arguments)
         session = self.session_for(arguments)
         padding = None if self.captured.padding is None else arguments[self.captured.padding]
         tokens = self.captured.symbols.value(self.captured.tokens, arguments)
         with opened(session, tokens, padding, self.captured.is_causal) as step:
             outputs = step.run(self, arguments)
         session.statistics.count(step.ran, time.perf_counter() - start, step.inside)
-        record_of(arguments).note(self, session.statistics)
+        record.note(self, session.statistics)
         return outputs
 
     def session_for(self, arguments: Sequence[Any]) -> Session:
@@ -69,9 +69,8 @@ class CompiledGraph:
             handles = [(site, arguments[i].handle) for site, past in enumerate(captured.pasts) for i in past]
             session = agreed_session(handles, [x for x in arguments if isinstance(x, torch.nn.Parameter)])
             self.check_layers(session)
-            others = session.asked != captured.options and OTHER_OPTIONS not in session.told
-            if others and (told := differences(session.asked, captured.options)):
-                session.tell(OTHER_OPTIONS, made_otherwise(told))
+            if session.asked != captured.options and (found := differences(session.asked, captured.options)):
+                session.warn_once(made_otherwise(found))
         if session.tiers.pending is not None:
             known = session.tiers.frequencies
             session.tiers.frequencies = [
@@ -100,28 +99,30 @@ class CompiledGraph:
         self.uncaptured.add(rewritten)
         source = rewritten.inputs[position]
         name = self.captured.names[source.argument] if source.source == "argument" else source.source
-        warn(
-            f"mode={self.captured.mode!r}: no CUDA graph of the decode step any more: input {name}, which is read "
-            "where it lies, lies elsewhere in every step. Pass the same tensor each time, or one of at most "
+        record_of(()).warn_once(
+            f"mode={self.captured.mode!r}: the decode step now runs without a CUDA graph: input {name} has a new "
+            "address in every step. Pass the same tensor each time, or one of at most "
             f"{cuda_graphs.COPIED_BYTES >> 20} MiB, which is copied"
         )
 
 
-def made_otherwise(told: str) -> str:
-    """A cache goes on as it was made, whichever compiled model it comes to: its tiers hold nothing else."""
-    return f"this cache was made with other options than the model is compiled with, and goes on with its own: {told}"
+def made_otherwise(found: str) -> str:
+    return (
+        f"this cache was made with other options than the model's, and keeps its own: {found}. Prefill again to use "
+        "the model's options, or compile the model with the cache's"
+    )
 
 
 def other_shapes(cache: str, model: str) -> SpecacheError:
     return SpecacheError(
-        f"this cache is of another model: it has {cache}, and the model {model}. Give each model the cache that it "
-        "filled itself"
+        f"this cache belongs to another model: the cache has {cache}, this model has {model}. Pass each model the "
+        "cache that it filled itself"
     )
 
 
 def other_center(held_with: bool) -> SpecacheError:
-    told = ("with", "finds none") if held_with else ("without", "finds one")
+    names, graph = ("have", "none") if held_with else ("lack", "one")
     return SpecacheError(
-        f"this cache was taken over {told[0]} a bias on its keys, and the compiled model {told[1]}: its names say "
-        "something else than its graph. Compile with center='always' or 'never', and hold it again"
+        f"hold() and the graph disagree: the model's parameter names {names} a bias of the keys, and its graph has "
+        f"{graph}. Compile with center='always' or center='never', and call hold() again"
     )

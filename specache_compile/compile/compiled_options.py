@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +37,7 @@ def compiled_options(function: Any) -> Mapping[str, Any] | None:
         return None
     context = inspect.getclosurevars(function.get_compiler_config).nonlocals.get("self")
     if context is None:
-        warn(unseen_options(torch.__version__))
+        warn_unseen_options(torch.__version__)
     return options_given(context)
 
 
@@ -59,13 +60,14 @@ def own_compiler(compiler: Any) -> Any:
 
 def not_compiled(what: str) -> SpecacheError:
     return SpecacheError(
-        f"{what}: this model is not compiled by the backend, which alone can go on from a held cache: "
-        "model.compile(backend='specache', options=...) first"
+        f"{what}: this model is not compiled with the backend 'specache'. Call model.compile(backend='specache', "
+        "options=...) first"
     )
 
 
-def unseen_options(version: str) -> str:
-    return (
-        f"torch {version} does not show a compiled function's options where the option verify looks for them: nothing "
-        "is drafted. With the option every step is exact all the same, and streams the host tier"
+@functools.cache
+def warn_unseen_options(version: str) -> None:
+    warn(
+        f"torch {version} does not show the options of a compiled function, so nothing is drafted (options verify and "
+        "lookup); tokens stay correct. Install torch 2.11 to 2.15"
     )

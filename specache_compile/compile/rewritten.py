@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from specache_compile.errors import SpecacheError, warn
+from specache_compile.errors import SpecacheError
 from specache_compile.kernels.state.cursor import CURSOR_SIZE, new_cursor
 from specache_compile.kernels.state.pages import PAGE
 from specache_compile.lowering import cuda_graphs
@@ -25,6 +25,7 @@ from specache_compile.methods import METHODS
 from specache_compile.passes.pipeline import PIPELINE, Trace, run_pipeline
 from specache_compile.passes.plan import Input, Plan
 from specache_compile.passes.reading.in_place import written_inputs
+from specache_compile.runtime.records import record_of
 from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.state import fields_of
 from specache_compile.runtime.variant import Variant, selects
@@ -42,7 +43,6 @@ class Rewrites:
     name: the graph's, in dumps and messages.
     made: the forms.
     guarded: the number of statements about the graph's sizes that Dynamo checks; None while Dynamo compiles.
-    told_one_lane: a person has been told why a decode runs one lane.
     kept: the folder in which later processes find the forms; None: they do not.
     """
 
@@ -51,7 +51,6 @@ class Rewrites:
         self.name = f"graph{next(_graph_numbers)}"
         self.made: dict[Variant, Rewritten] = {}
         self.guarded: int | None = None
-        self.told_one_lane = False
         self.kept: Path | None = None
 
     def form(self, variant: Variant, arguments: Sequence[Any]) -> Rewritten:
@@ -77,15 +76,9 @@ class Rewrites:
         make = functools.partial(rewrite, self.captured, variant, self.name)
         with compiling(f"{self.name}, {variant.phase}", self.captured.options.lowering):
             self.made[variant] = made_within_tracing(self.captured.fake_mode, make) if ahead else self.late(make)
-        self.tell_one_lane(self.made[variant].one_lane)
+        warn_of_one_lane(self.made[variant])
         for observe in observers:
             observe(self, variant)
-
-    def tell_one_lane(self, reason: str | None) -> None:
-        """Say once that a decode runs without the speculative token, and why."""
-        if reason is not None and not self.told_one_lane:
-            self.told_one_lane = True
-            warn(one_lane(reason))
 
     def late(self, make: Callable[[], Rewritten]) -> Rewritten:
         """A form made where a generation runs, with all that it may assume and Dynamo does not check."""
@@ -206,26 +199,33 @@ def is_to_capture(mode: str | None, graph_module: GraphModule, plan: Plan) -> bo
         return False
     reason = cuda_graphs.reason_not_to_capture(graph_module, plan)
     if reason is not None:
-        warn(f"mode={mode!r}: no CUDA graph of the decode step: {reason}")
+        record_of(()).warn_once(f"mode={mode!r}: the decode step runs without a CUDA graph: {reason}")
     return reason is None
+
+
+def warn_of_one_lane(made: Rewritten) -> None:
+    """Warn, once for the running model, that its decode lacks the speculative token that the options request."""
+    if made.one_lane is not None:
+        record_of(()).warn_once(one_lane(made.one_lane), "one lane")
 
 
 def other_sizes(assumed: object) -> SpecacheError:
     return SpecacheError(
-        f"a graph that was compiled while a generation ran is for calls with {assumed}, of Dynamo's symbolic sizes, "
-        "and this is another. torch._dynamo.reset() has the next call compile for its own sizes"
+        f"this call needs a graph that was compiled during a generation and is valid only for {assumed} (symbols of "
+        "Dynamo's sizes). Call torch._dynamo.reset(), which compiles the next call for its own sizes"
     )
 
 
 def unchecked_sizes(assumed: object) -> SpecacheError:
     return SpecacheError(
-        f"a graph that this generation needs would hold only for {assumed}, which no call shows. "
-        "torch._dynamo.reset() before a new generation may avoid it; please report it with the model's config"
+        f"a graph that this generation needs is valid only for {assumed}, which no argument of a call shows. Call "
+        "torch._dynamo.reset() before the next generation, and please report this error with the model's config"
     )
 
 
 def one_lane(reason: str) -> str:
     return (
-        f"this model's decode runs one token at a time, without the speculative one beside it: {reason}. Its cache is "
-        "held and compressed all the same; pairs are fetched for the token before. speculate=False asks for that"
+        f"this model's decode runs one token at a time, without the speculative token: {reason}. The cache is "
+        "compressed as usual, and each step fetches the pairs of the token before. Pass speculate=False, which does "
+        "the same"
     )

@@ -66,15 +66,15 @@ def check_cache(model: Any, arguments: Mapping[str, Any]) -> None:
     wanted = arguments.get("cache_implementation") or getattr(config, "cache_implementation", None)
     if str(wanted).startswith("offloaded"):
         raise SpecacheError(
-            f"cache_implementation={wanted!r}: this backend offloads the cache itself, and cannot hold a cache that "
-            "moves its pairs. Leave cache_implementation out"
+            f"cache_implementation={wanted!r}: the backend 'specache' cannot hold a cache that offloads its own pairs. "
+            "Leave cache_implementation out: the backend offloads the cache itself"
         )
 
 
 def warn_unused(record: ModelRecord, why: str) -> None:
     """Warn, once for each model and reason; `stats` reports the reason."""
     record.latest, record.unused = None, why
-    record.warn_once(f"this generation ran no compiled graph, so its cache is plain and nothing was compressed: {why}")
+    record.warn_once(f"this generation ran no compiled graph, so nothing was compressed: {why}")
 
 
 COPIED = (

@@ -13,15 +13,15 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator, EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from specache_compile.compat import cache_name
-from specache_compile.errors import warn
 from specache_compile.options import MethodOptions
 from specache_compile.runtime.draft_length import DraftLength
 from specache_compile.runtime.ranks import everyones
-from specache_compile.runtime.records import find_record
+from specache_compile.runtime.records import find_record, record_of
 from specache_compile.runtime.session import Mode, Session, sessions_of
 
 # Criteria that do not depend on the last token, and the one that Hugging Face's loop applies to each token.
 HANDLED = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+IN_PARTS = "a graph break in the model splits its cache into parts, each with its own step"
 
 
 class Drafts(CandidateGenerator):
@@ -40,7 +40,7 @@ class Drafts(CandidateGenerator):
         # The current round: its session, its start, the graphs compiled before it, and the number of drafted tokens.
         self.session: Session | None = None
         self.start, self.compiles, self.drafted = 0.0, 0, 0
-        self.told_of_parts = False
+        self.parted = False
 
     def get_candidates(self, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """Draft γ tokens; γ may be 0.
@@ -72,15 +72,12 @@ class Drafts(CandidateGenerator):
         return options.verify is not None
 
     def is_parted(self) -> bool:
-        """Whether several sessions share or shared the cache; a draft would mark only one of them. Warns once."""
-        if not self.told_of_parts and sessions_of(self.cache) != [self.session]:
-            self.told_of_parts = True
+        """Whether several sessions share or shared the cache; a draft would mark only one of them. Warns if so."""
+        if not self.parted and sessions_of(self.cache) != [self.session]:
+            self.parted = True
             assert self.session is not None
-            tell_not_drafted(
-                self.session.options,
-                "a graph break in the model leaves its cache in parts, each with a step of its own",
-            )
-        return self.told_of_parts
+            warn_not_drafted(self.model, self.session.options, IN_PARTS)
+        return self.parted
 
     def length(self) -> int:
         """γ of the next round."""
@@ -171,18 +168,21 @@ def rewritten_so_far(model: Any) -> int:
     return 0 if record is None else sum(len(graph.rewrites.made) for graph in record.graphs)
 
 
-def tell_not_drafted(options: MethodOptions, reason: str) -> None:
-    """Warn that a generation drafts nothing."""
-    tell = not_looked_up if options.lookup else not_drafted
-    warn(tell(reason))
+def warn_not_drafted(model: torch.nn.Module, options: MethodOptions, reason: str) -> None:
+    """Warn, once for a model and reason, that a generation drafts nothing."""
+    text = not_looked_up(reason) if options.lookup else not_drafted(reason)
+    record_of([*model.parameters()]).warn_once(text)
 
 
 def not_drafted(reason: str) -> str:
     return (
-        f"option verify: this generation is not drafted: {reason}. Its tokens are still the full cache's, and "
-        "every step streams the host tier"
+        f"option verify: this generation is not drafted: {reason}. Its tokens are those of the full cache, and every "
+        "step streams the host tier. Leave verify out for such calls"
     )
 
 
 def not_looked_up(reason: str) -> str:
-    return f"option lookup: nothing is drafted in this generation: {reason}. Each step makes one token"
+    return (
+        f"option lookup: this generation is not drafted: {reason}. Each step generates one token. Leave lookup out for "
+        "such calls"
+    )

@@ -28,7 +28,7 @@ from specache_compile.errors import SpecacheError
 from specache_compile.methods import parse_options
 from specache_compile.options import MethodOptions
 
-from .drafts import HANDLED, Drafts, tell_not_drafted
+from .drafts import HANDLED, Drafts, warn_not_drafted
 from .look_up import LookedUp
 
 
@@ -53,7 +53,7 @@ def route_verification() -> None:
         if reason is None:
             candidates = LookedUp if options.lookup else Drafts
             return verified(candidates(self, logits_processor, stopping_criteria, generation_config), *given, **kw)
-        tell_not_drafted(options, reason)
+        warn_not_drafted(self, options, reason)
         return original(self, *given, **kw)
 
     beam_search = GenerationMixin._beam_search
@@ -62,7 +62,7 @@ def route_verification() -> None:
     def search(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = drafting_options(self)
         if options is not None:
-            tell_not_drafted(options, "assisted decoding says one sequence, and a beam search several")
+            warn_not_drafted(self, options, "assisted decoding generates one sequence, and a beam search several")
         return beam_search(self, *args, **kwargs)
 
     sample.routes_verification = True  # type: ignore[attr-defined]
@@ -84,18 +84,18 @@ def reason_not_to_draft(
     others = [type(c).__name__ for c in criteria if not isinstance(c, HANDLED)]
     cache = kwargs.get(cache_name())
     if input_ids.shape[0] > 1:
-        return f"assisted decoding takes a batch of one, and this batch has {input_ids.shape[0]}"
+        return f"assisted decoding requires a batch of one, and this batch has {input_ids.shape[0]}"
     if not isinstance(cache, DynamicCache) or not kwargs.get("use_cache"):
-        return "it has no DynamicCache"
+        return "its cache is no DynamicCache"
     check_windows(cache)
     if (reason := forgetful(model, cache)) is not None:
         return reason
     if config.is_assistant:
-        return "it drafts for another model itself"
+        return "this model drafts for another model"
     if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors):
-        return "guidance_scale runs the model on a cache of its own, in the order of the tokens"
+        return "guidance_scale runs the model on a second cache, token by token"
     if config.do_sample and others:
-        return f"beside sampling, {others[0]} could only stop it a token late"
+        return f"with sampling, {others[0]} would stop it one token late"
     return None
 
 
@@ -105,7 +105,7 @@ def forgetful(model: Any, cache: DynamicCache) -> str | None:
     name = next((type(layer).__name__ for layer in cache.layers if type(layer) not in able), None)
     if name is None and not model._is_stateful:
         return None
-    return f"in this version of transformers a {name or type(model).__name__} cannot take back drafted tokens"
+    return f"in this version of transformers a {name or type(model).__name__} cannot drop rejected tokens"
 
 
 def check_windows(cache: DynamicCache) -> None:
@@ -113,7 +113,7 @@ def check_windows(cache: DynamicCache) -> None:
     if not WINDOWS_TAKE_DRAFTS and any(type(layer) is DynamicSlidingWindowLayer for layer in cache.layers):
         raise SpecacheError(
             f"options verify and lookup: a DynamicSlidingWindowLayer of transformers {transformers.__version__} cannot "
-            "take back drafted tokens: install transformers 5.18 or newer, or leave the option out"
+            "drop rejected tokens. Install transformers 5.18 or newer, or leave the option out"
         )
 
 

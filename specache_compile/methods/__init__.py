@@ -26,8 +26,7 @@ def load_others() -> None:
         try:
             point.load()
         except ImportError as error:
-            message = f"the methods of {point.value} cannot be loaded ({error}); pip uninstall or mend that package"
-            warn(message)
+            warn(f"the methods of {point.value} cannot be loaded ({error}). Repair that package, or uninstall it")
 
 
 def every_method() -> dict[str, Method]:

@@ -107,7 +107,7 @@ class ModelRecord:
     calls: graphs of this backend that ran, rewritten or not.
     unused: why none did, where `generate` found that out.
     absorbed: latent attentions that read Hugging Face's own cache, in a graph without held layers.
-    warned: the warnings about this model so far.
+    warned: keys of the warnings about this model so far.
     """
 
     graphs: list[Graph] = field(default_factory=list)
@@ -121,9 +121,10 @@ class ModelRecord:
         """Forget the statistics of the generation before."""
         self.latest, self.unused = None, None
 
-    def warn_once(self, message: str) -> None:
-        if message not in self.warned:
-            self.warned.add(message)
+    def warn_once(self, message: str, key: str = "") -> None:
+        """Warn at the user's line, once for each key; without a key, once for each message."""
+        if (key or message) not in self.warned:
+            self.warned.add(key or message)
             warn(message)
 
     def note(self, graph: Graph, statistics: Statistics) -> None:

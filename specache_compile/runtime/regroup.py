@@ -136,7 +136,7 @@ def session_from(places: Sequence[Place]) -> Session:
         first.progress, ready=(False,) * first.tiers.batch, keys=tuple(keys), guess=None, padding=padding,
         padded=any(s.progress.padded for s in sources),
     )  # fmt: skip
-    made.moved, made.told = {}, set(first.told)
+    made.moved = {}
     made.anchors = [session.anchors[site] for session, site in places]
     made.weights = list({id(weight): weight for session in sources for weight in session.weights}.values())
     made.mode, made.draft_length = Mode.PLAIN, None

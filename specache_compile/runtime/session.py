@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier, warn
+from specache_compile.errors import RECOMPILE_LIMIT, HeldTensorError, SpecacheError, copy_failed, no_host_tier
 from specache_compile.kernels.movement import copy_stream
 from specache_compile.kernels.movement.copy_queue import CopyQueue
 from specache_compile.kernels.movement.deferred import Deferred, Fetch, deferrable
@@ -33,7 +33,7 @@ from specache_compile.rope_switch import RopeSwitch
 
 from .draft_length import DraftLength
 from .held import Crop, Edit, Handle, HeldTensor
-from .records import Statistics
+from .records import Statistics, record_of
 from .state import bytes_in_16_bits, fields_of, full_cache_bytes
 from .tiers import Tiers
 from .variant import selects
@@ -118,7 +118,6 @@ class Session:
     cursors: by the pages of a row's table, each with the cursors of all rows that there are places for. Behind those
         that there are it says that a row is dead: it has no tokens, and no pages.
     shown: the table of pages that the cursor has.
-    told: what a person has been told of this cache.
     """
 
     @torch.inference_mode(False)
@@ -145,7 +144,6 @@ class Session:
         self.rope_switch: RopeSwitch | None = None
         self.one_length: str | None = None
         self.capturable = True
-        self.told: set[str] = set()
         self.anchors = [torch.empty(1, dtype=layer.dtype, device=layer.device) for layer in layers]
         self.start_anew()
 
@@ -380,7 +378,7 @@ class Session:
         other.tiers = self.tiers.copy()
         padding = self.progress.padding
         other.progress = replace(self.progress, padding=None if padding is None else padding.clone())
-        other.moved, other.told = {}, set(self.told) - {UNCOMPILED}
+        other.moved = {}
         other.mode, other.draft_length = Mode.PLAIN, None
         other.start_anew()
         other.note_memory()
@@ -429,56 +427,53 @@ class Session:
         plain = self.plain(handle.site, handle.part)
         size = full_cache_bytes(self.layers, self.tiers.batch, self.length)
         message = went_uncompiled if why is None else functools.partial(went_exact, why)
-        self.tell(UNCOMPILED, message(size, self.length, self.tiers.batch))
+        self.warn_once(message(size, self.length, self.tiers.batch), "cache became plain")
         return plain
 
-    def tell(self, what: str, message: str) -> None:
-        """Warn at the user's line, once of `what`."""
-        if what not in self.told:
-            self.told.add(what)
-            warn(message)
+    def warn_once(self, message: str, key: str = "") -> None:
+        """Warn at the user's line, once for the model of this cache."""
+        record_of([weight for ref in self.weights if (weight := ref()) is not None]).warn_once(message, key)
 
 
-# What a person is told once of a cache.
-UNCOMPILED = "goes on uncompiled"
-UNCAPTURED = "steps are not captured"
-OTHER_OPTIONS = "made under other options"
+def became_plain(size: int, tokens: int, batch: int) -> str:
+    return (
+        f"the cache became plain keys and values, {size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch "
+        f"{batch}. No pair is lost, but the cache is no longer compressed"
+    )
 
 
 def went_uncompiled(size: int, tokens: int, batch: int) -> str:
     return (
-        f"no compiled graph ran this call, so the cache became plain keys and values, {size / 2**20:,.2f} MiB on the "
-        f"device for {tokens:,} tokens x batch {batch}: no pair is lost, and none compressed any more. Either "
-        f"{RECOMPILE_LIMIT}, or the cache went to an uncompiled model"
+        f"no compiled graph ran this call, so {became_plain(size, tokens, batch)}. Pass the cache to the compiled "
+        f"model only. If you did: {RECOMPILE_LIMIT}"
     )
 
 
 def went_exact(why: str, size: int, tokens: int, batch: int) -> str:
     return (
-        f"a graph that uses this cache could not be rewritten ({why}), so the cache became plain keys and values, "
-        f"{size / 2**20:,.2f} MiB on the device for {tokens:,} tokens x batch {batch}: no pair is lost, and none "
-        "compressed any more"
+        f"a graph that uses this cache could not be rewritten ({why}), so {became_plain(size, tokens, batch)}. Call "
+        "the model as in the prefill, or continue uncompiled from specache_compile.materialize(cache)"
     )
 
 
 def stale_cache() -> HeldTensorError:
     return HeldTensorError(
-        "this cache has gone on since these keys and values were taken from it, and its tiers changed in place. "
-        "To continue one prefix in two ways, copy.deepcopy(cache) before the first continuation."
+        "these keys and values are stale: their cache has been continued or edited since they were read from it. To "
+        "continue one prefix in two ways, call copy.deepcopy(cache) before the first continuation."
     )
 
 
 def evicted(method: str) -> SpecacheError:
     return SpecacheError(
-        f"method {method!r} keeps only the pairs that its policy chose, each head its own: there are no keys and "
-        "values of all tokens to copy, or to go on with uncompiled. Use a method that keeps them: specache, kivi, "
-        f"kcache, offload or full. In the middle of a generation, {RECOMPILE_LIMIT}."
+        f"method {method!r} keeps only the pairs that its policy chose, different ones for each head, so the cache has "
+        "no plain copy and cannot be continued uncompiled. Use a method that keeps all pairs: specache, kivi, kcache, "
+        f"offload or full. In the middle of a generation: {RECOMPILE_LIMIT}."
     )
 
 
 def evicted_half_way(method: str) -> SpecacheError:
     return SpecacheError(
-        f"a step of this cache was interrupted or failed, and method {method!r} had begun to drop pairs for it: what "
-        "is kept is no longer what it would keep. Generate again with a new cache, or copy.deepcopy it before a step "
+        f"a step of this cache failed or was interrupted after method {method!r} had begun to drop pairs for it, so "
+        "the cache is no longer valid. Generate again with a new cache, or call copy.deepcopy(cache) before a step "
         "that may fail."
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +55,7 @@ class Stats:
     lanes: tokens that run in a decode step.
     ranks: processes that the model is split over; all else is this rank's own part.
     compiles: all graphs of the model so far.
+    left_exact: reasons why attentions of the model are not rewritten (sliding windows, for example), and how many.
     python_seconds: of `seconds` those spent finding and binding the session.
     seconds_waited, seconds_corrected: steps stood still for fetches ahead, and for corrections; None on CUDA, where the
         host does not know.
@@ -72,6 +76,7 @@ class Stats:
     lanes: int
     ranks: int
     compiles: int
+    left_exact: dict[str, int]
     seconds: float
     python_seconds: float
     seconds_waited: float | None
@@ -88,7 +93,7 @@ class Stats:
     verification: Verification | None
 
     def __str__(self) -> str:
-        rows = [f"{name:18} {shown(name, value)}" for name, value in vars(self).items() if value is not None]
+        rows = [f"{name:18} {shown(name, value)}" for name, value in vars(self).items() if value not in (None, {})]
         if self.kv_ratio > 1 and "low-bit" in self.bytes_by_tier:
             rows.append(LARGER)
         return "\n".join(rows)
@@ -137,6 +142,7 @@ def stats(model: torch.nn.Module) -> Stats:
         lanes=max(made.lanes for graph in record.graphs for made in graph.rewrites.made.values()),
         ranks=latest.ranks,
         compiles=sum(len(graph.rewrites.made) for graph in record.graphs),
+        left_exact=left_exact(record),
         seconds=latest.seconds,
         python_seconds=latest.python_seconds,
         seconds_waited=latest.queue.waited,
@@ -152,6 +158,12 @@ def stats(model: torch.nn.Module) -> Stats:
         hit_rate=HitRate(mass / count, recall / count) if count else None,
         verification=verification(latest.verified, fetched) if latest.verified.drafted else None,
     )
+
+
+def left_exact(record: ModelRecord) -> dict[str, int]:
+    """The number of attentions that stay exact, by reason: the most in any graph of the model."""
+    counts = [collections.Counter(item.reason for item in graph.captured.left_alone) for graph in record.graphs]
+    return dict(functools.reduce(operator.or_, counts, collections.Counter()))
 
 
 def verification(counts: Verified, fetched: int) -> Verification:

@@ -30,7 +30,7 @@ from specache_compile.rope_switch import rows_apart
 
 from .records import Graph
 from .rewritten import Rewritten
-from .session import UNCAPTURED, Mode, Progress, Session
+from .session import Mode, Progress, Session
 from .variant import phases, selects, variant_of
 
 # What a pre-decode writes of a layer, and the fetch that it begins.
@@ -226,7 +226,7 @@ class Step:
         session = self.session
         captures = form.capture and form not in graph.uncaptured
         if captures and not session.capturable:
-            session.tell(UNCAPTURED, not_pinned(graph.captured.mode))
+            session.warn_once(not_pinned(graph.captured.mode))
         captures = captures and session.capturable
         rows = self.rows_recorded(graph, form, arguments) if captures else session.tiers.batch
         inputs = self.bind(form.inputs, arguments, rows)
@@ -373,22 +373,22 @@ def check_positions(progress: Progress, form: Rewritten) -> None:
 
 def other_mask() -> SpecacheError:
     return SpecacheError(
-        "the rows of this cache have lengths of their own (specache_compile.lengths), and the attention mask says "
-        "something else: leave it out, or give one that is 0 in front of each row's tokens and 1 behind, as left "
-        "padding is; a model whose masks hide more than padding has no such rows"
+        "the attention mask differs from the lengths of this cache's rows (specache_compile.lengths(cache)). Leave the "
+        "mask out, or pass one that is 0 before each row's first token and 1 from there on. Rows of different lengths "
+        "require a model whose masks hide only padding"
     )
 
 
 def no_positions() -> SpecacheError:
     return SpecacheError(
-        "the rows of this cache have lengths of their own, so that the model cannot count their positions: give it "
-        "position_ids, of one new token specache_compile.lengths(cache)[:, None]"
+        "the rows of this cache have different lengths, so the model cannot count their positions. Pass position_ids; "
+        "for one new token: position_ids=specache_compile.lengths(cache)[:, None]"
     )
 
 
 def not_pinned(mode: str | None) -> str:
     """The GPU cannot read such a host tier."""
     return (
-        f"mode={mode!r}: no CUDA graph of the decode step: the host tier could not be pinned, so that the host makes "
-        "its copies. Raise the limit on locked memory (ulimit -l), or lower the batch or the context"
+        f"mode={mode!r}: the decode step runs without a CUDA graph: the host tier could not be pinned. Raise the limit "
+        "on locked memory (ulimit -l), or lower the batch or the context"
     )

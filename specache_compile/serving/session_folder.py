@@ -9,6 +9,7 @@ folder/
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from specache_compile.caches.saving import load, save
-from specache_compile.errors import SpecacheError, warn
+from specache_compile.errors import SpecacheError
 
 from .conversation import Conversation
 
+log = logging.getLogger(__name__)
 TOKENS = "tokens.json"
 # Matches folders of sessions and nothing else that the folder may hold.
 SESSION_FOLDER = "session-" + "[0-9a-f]" * 32
@@ -58,14 +60,14 @@ class SessionFolder:
         self.trim()
 
     def put(self, conversation: Conversation) -> bool:
-        """Save it as the most recently used. False, with a warning, where it cannot be saved."""
+        """Save it as the most recently used. False, with a warning in the log, where it cannot be saved."""
         folder = self.root / f"session-{uuid.uuid4().hex}"
         told = {"asked": conversation.asked, "crops": conversation.crops, "ids": conversation.ids.tolist()}
         try:
             save(conversation.cache, folder)
             (folder / TOKENS).write_text(json.dumps(told))
         except Exception as error:  # no memory for the copy, for example: eviction goes on
-            warn(not_kept(error))
+            log.warning("%s", not_kept(error))
             shutil.rmtree(folder, ignore_errors=True)
             return False
         saved = Saved(folder, conversation.ids, conversation.asked, conversation.crops, size_of(folder))
@@ -74,13 +76,15 @@ class SessionFolder:
         return True
 
     def read(self, saved: Saved, model: Any, leave: bool) -> Conversation | None:
-        """The conversation; leave: it leaves the folder. Where it cannot be read it is removed: None, with a
-        warning."""
+        """The conversation; None, with a warning in the log, where it cannot be read, which removes it.
+
+        leave: remove it from the folder.
+        """
         self.saved.remove(saved)
         try:
             conversation = Conversation(saved.ids, load(saved.folder, model), saved.asked, saved.crops)
         except Exception as error:  # a file of another version, for example
-            warn(not_kept(error))
+            log.warning("%s", not_kept(error))
             conversation, leave = None, True
         if leave:  # files that are mapped stay readable
             shutil.rmtree(saved.folder, ignore_errors=True)
@@ -124,15 +128,14 @@ def size_of(folder: Path) -> int:
 
 
 def folder_is_served(folder: Path) -> SpecacheError:
-    return SpecacheError(f"another server keeps its sessions in {folder}: give this one a folder of its own")
+    return SpecacheError(f"--session-folder {folder}: another server uses this folder. Give another one")
 
 
 def no_session_folder(folder: Path, error: OSError) -> SpecacheError:
     return SpecacheError(
-        f"--session-folder {folder}: sessions cannot be kept there ({error.strerror}): give a folder that can be "
-        "written to"
+        f"--session-folder {folder}: this folder cannot be written ({error.strerror}). Give another one"
     )
 
 
 def not_kept(error: Exception) -> str:
-    return f"a session is not kept, and its conversation's next turn is read from its beginning: {error}"
+    return f"a session is not kept, so the next turn of its conversation is prefilled whole: {error}"

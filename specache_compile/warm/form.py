@@ -21,13 +21,14 @@ from torch._dynamo.utils import CleanupHook, CleanupManager, orig_code_map
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specache_compile.compile.backend import left_alone_text
+from specache_compile.compile.backend import report_left_alone
 from specache_compile.compile.captured import Captured
 from specache_compile.compile.compiled_graph import CompiledGraph
-from specache_compile.compile.rewritten import one_lane
+from specache_compile.compile.rewritten import warn_of_one_lane
 from specache_compile.lowering.kept import NotKeepable, data_of, lowered_from
 from specache_compile.methods import METHODS
 from specache_compile.runtime.held import HeldTensor
+from specache_compile.runtime.records import record_of
 from specache_compile.runtime.rewritten import Rewritten
 from specache_compile.runtime.symbols import as_traced
 from specache_compile.runtime.variant import Variant
@@ -77,8 +78,7 @@ class Recall:
             self.made[variant] = made = rewritten_from(*store.load(self.folder / variant_name(variant)))
         except Exception as error:  # no file, or none that this torch can load
             raise NotKept(f"{variant.phase} of {self.name}") from error
-        if made.one_lane is not None:
-            store.warn_once(one_lane(made.one_lane))
+        warn_of_one_lane(made)
         return made
 
 
@@ -177,8 +177,8 @@ def installed(form: Form, folder: Path, frame: Any) -> tuple[CodeType, Any, Stan
     names: dict[str | None, str] = {name: f"{name}_{uuid.uuid4().hex}" for name in (COMPILED, STANDING)}
     made = renamed(SerializedCode.to_code_object(form.code), names)
     standing = Standing(made, code, global_scope)
-    if form.graph.left_alone:
-        store.warn_once(left_alone_text(form.graph.left_alone, len(form.graph.layers)))
+    record = record_of(list(frame.f_locals["self"].parameters()))
+    report_left_alone(record, form.graph.left_alone, len(form.graph.layers))
     graph = CompiledGraph(form.graph, Recall(folder))  # type: ignore[arg-type]
     own = {COMPILED: torch._dynamo.disable(graph), STANDING: standing}
     outer = stub(code, names[STANDING])

@@ -66,7 +66,8 @@ def load(path: Path) -> Any:
         return pickle.loads(path.read_bytes())
     except Exception as error:  # unpickling a damaged file can raise any error
         if not isinstance(error, OSError):
-            warn_once(f"{path.parent} is unusable ({type(error).__name__}: {error}): the model is traced")
+            what = f"the stored trace {path.parent} is unusable ({type(error).__name__}: {error})"
+            warn_once(f"{what}, so the model is traced again. Delete that folder")
     return None
 
 
@@ -79,7 +80,9 @@ def save(path: Path, value: Any) -> bool:
             (Path(part) / path.name).write_bytes(data)
             os.replace(Path(part) / path.name, path)
     except OSError as error:
-        warn_once(f"{VARIABLE}: no trace is stored for later processes: {error}")
+        warn_once(
+            f"no trace is stored for later processes: {error}. Set {VARIABLE} to a folder that this user can write to"
+        )
         return False
     return True
 

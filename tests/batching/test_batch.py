@@ -303,7 +303,7 @@ def test_what_a_batch_cannot_do_is_refused_in_words(model: Any) -> None:
         batch.add(prompt(8), max_new_tokens=3, stopping=1)
     with pytest.raises(ValueError, match="the prompt has 0 tokens"):
         batch.add(prompt(0), max_new_tokens=3)
-    with pytest.raises(SpecacheError, match="not compiled by the backend"):
+    with pytest.raises(SpecacheError, match="not compiled with the backend"):
         sc.Batch(tiny_llama())
     assert not batch.open
 

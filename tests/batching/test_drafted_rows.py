@@ -206,7 +206,7 @@ def test_windows_that_cannot_take_back_drafts_are_refused_before_a_request(monke
     family = next(family for family in FAMILIES if family.name == "gemma2")
     model = family.model()
     model.compile(backend="specache", options=VERIFY)
-    with pytest.raises(sc.SpecacheError, match=r"install transformers 5\.18 or newer"):
+    with pytest.raises(sc.SpecacheError, match=r"Install transformers 5\.18 or newer"):
         sc.Batch(model)
     reason = verify.forgetful(model, DynamicCache(config=model.config))
     assert reason is not None

@@ -296,7 +296,7 @@ def test_positions_that_the_model_would_count_are_refused(default: Any) -> None:
 def test_a_mask_that_says_something_else_is_refused(default: Any) -> None:
     cache, lengths = joined(default), torch.tensor([SHORT, LONG, MIDDLE])
     mask = torch.ones(3, LONG + 1, dtype=torch.long)
-    with torch.no_grad(), pytest.raises(SpecacheError, match="lengths of their own"):
+    with torch.no_grad(), pytest.raises(SpecacheError, match="mask differs from the lengths"):
         default(prompt(1, 3), attention_mask=mask, **with_cache(cache), position_ids=lengths[:, None])
 
 

@@ -323,7 +323,7 @@ class TestRefusals:
             sc.load(folder, other)
 
     def test_an_uncompiled_model(self, llama: LlamaForCausalLM, folder: Path) -> None:
-        with pytest.raises(sc.SpecacheError, match="not compiled by the backend"):
+        with pytest.raises(sc.SpecacheError, match="not compiled with the backend"):
             sc.load(folder, llama)
 
     def test_a_plain_cache(self, llama: LlamaForCausalLM, tmp_path: Path) -> None:

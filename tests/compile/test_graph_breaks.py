@@ -176,9 +176,9 @@ def test_parts_are_not_drafted_for_and_say_so(llama: LlamaForCausalLM, where: st
     """A draft marks one session's steps: those of a cache in parts would go on exact, or half of them would."""
     twin = compile_copy(hooked(llama, where), **asked)
     ids = torch.cat([prompt(30), prompt(30)], 1)  # so that a draft is looked up
-    with pytest.warns(sc.SpecacheWarning, match="a graph break in the model leaves its cache in parts") as told:
+    with pytest.warns(sc.SpecacheWarning, match="a graph break in the model splits its cache into parts") as told:
         tokens = greedy(twin, ids, 12)
-    assert len([one for one in told if "in parts" in str(one.message)]) == 1
+    assert len([one for one in told if "into parts" in str(one.message)]) == 1
     assert torch.equal(tokens, greedy(llama, ids, 12))
 
 

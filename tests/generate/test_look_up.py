@@ -145,7 +145,7 @@ def test_sampling_draws_from_the_models_own_best(echo: LlamaForCausalLM, twin: L
 def test_what_is_not_drafted_says_why_and_goes_on_one_token_a_step(
     echo: LlamaForCausalLM, twin: LlamaForCausalLM
 ) -> None:
-    with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this batch has 2. Each step makes one token"):
+    with pytest.warns(sc.SpecacheWarning, match="a batch of one, and this batch has 2. Each step generates one token"):
         assert torch.equal(greedy(twin, prompt(75, 2), 12), greedy(echo, prompt(75, 2), 12))
     told = sc.stats(twin)
     assert (told.decodes, told.widened, told.extends, told.verification) == (11, 0, 0, None)

@@ -120,7 +120,7 @@ def test_a_layer_that_slides_gets_back_what_a_draft_pushed_out_of_its_window(
     with warnings.catch_warnings(), torch._dynamo.config.patch(fake_tensor_cache_enabled=True):
         warnings.simplefilter("ignore", sc.SpecacheWarning)
         if not WINDOWS_TAKE_DRAFTS:
-            with pytest.raises(sc.SpecacheError, match=r"install transformers 5\.18 or newer"):
+            with pytest.raises(sc.SpecacheError, match=r"Install transformers 5\.18 or newer"):
                 greedy(model, prompt(length), 40)
             return
         assert torch.equal(greedy(model, prompt(length), 40), greedy(plain, prompt(length), 40))
@@ -190,7 +190,7 @@ def test_what_is_not_drafted_is_exact_and_says_why(llama: LlamaForCausalLM) -> N
         return model.generate(prompt(75), max_new_tokens=30, do_sample=True, stopping_criteria=criteria)
 
     twin = verifying(llama)
-    with pytest.warns(sc.SpecacheWarning, match="Stops could only stop it a token late"):
+    with pytest.warns(sc.SpecacheWarning, match="Stops would stop it one token late"):
         assert torch.equal(sampled(twin), sampled(llama))
     told = sc.stats(twin)
     assert (told.decodes, told.extends > 0, told.bytes_to_device) == (0, True, 0)

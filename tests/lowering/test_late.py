@@ -148,5 +148,5 @@ def test_a_graph_is_refused_whose_assumptions_no_call_shows(step: Callable[[], i
         assert size % 1009 != 1008
         return made
 
-    with pytest.raises(sc.SpecacheError, match="which no call shows"):
+    with pytest.raises(sc.SpecacheError, match="which no argument of a call shows"):
         rewrites.late(assuming)

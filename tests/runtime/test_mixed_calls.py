@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, LlamaForCausalLM
 
 import specache_compile as sc
-from conftest import LOSSLESS, compile_copy, greedy, prompt, tiny_llama
+from conftest import LOSSLESS, compile_copy, forget_warnings, greedy, prompt, tiny_llama
 from families import FAMILIES
 from specache_compile.compat import GENERATE_MASKS_ALL, cache_of, with_cache
 from specache_compile.passes.reading.nodes import value_of
@@ -142,6 +142,7 @@ def sixty_calls(plain: Any, compiled: Any) -> int:
     for number in range(60):
         call, seed = rng.choice(CALLS), rng.randrange(1 << 30)
         ids = prompt(rng.randrange(1, 301), rng.randrange(1, 13), seed=number)
+        forget_warnings()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             got = call(compiled, ids, random.Random(seed))
@@ -153,7 +154,7 @@ def sixty_calls(plain: Any, compiled: Any) -> int:
 @pytest.mark.slow
 def test_sixty_random_calls_under_dynamos_own_limit(llama: LlamaForCausalLM, compiled: LlamaForCausalLM) -> None:
     """A graph for a batch of one and one for more, with a padding mask or none, in three phases, are twelve; Dynamo
-    makes eight. What comes after them runs uncompiled, is right, and is said once a cache."""
+    makes eight. What comes after them runs uncompiled, and is right."""
     counters.clear()
     limited = sixty_calls(llama, compiled)
     assert counters["stats"]["unique_graphs"] <= 8
@@ -231,7 +232,7 @@ def test_a_cache_goes_on_as_it_was_made_whichever_copy_it_comes_to() -> None:
                 got = copies[method](ids[:, start:stop], **with_cache(cache), use_cache=True).logits
             told += [method for warning in caught if "other options" in str(warning.message)]
             torch.testing.assert_close(got, right, atol=1e-3, rtol=1e-3, msg=f"{first}, then {second}, at {start}")
-        assert told == [second], "once a cache"
+        assert told == [second], "once"
 
 
 @torch.no_grad()

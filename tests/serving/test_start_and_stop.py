@@ -90,8 +90,8 @@ def test_a_folder_that_is_none_is_told_before_the_model_is_loaded(
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         told = refused(capsys, "--session-folder", str(folder))
-        assert f"--session-folder {folder}: sessions cannot be kept there" in told
-        assert "give a folder that can be written to" in told
+        assert f"--session-folder {folder}: this folder cannot be written" in told
+        assert "Give another one" in told
 
 
 def test_so_is_one_that_cannot_be_written_to(
@@ -101,12 +101,12 @@ def test_so_is_one_that_cannot_be_written_to(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("specache_compile.serving.session_folder.FileLock.acquire", read_only)
-    assert "kept there (Read-only file system): give" in refused(capsys, "--session-folder", str(tmp_path))
+    assert "cannot be written (Read-only file system). Give" in refused(capsys, "--session-folder", str(tmp_path))
 
 
 def test_so_is_one_that_another_server_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = SessionFolder(tmp_path, 0)
-    assert "another server keeps its sessions in" in refused(capsys, "--session-folder", str(tmp_path))
+    assert "another server uses this folder" in refused(capsys, "--session-folder", str(tmp_path))
     other.close()
 
 
