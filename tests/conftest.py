@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,20 @@ def dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 def warn_again() -> None:
     """Forget which warnings each model has printed: a model warns once, and fixtures share models."""
     forget_warnings()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The package's messages of the level INFO and above."""
+    messages: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("specache_compile")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield messages
+    log.removeHandler(handler)
+    log.setLevel(level)
 
 
 def forget_warnings() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import re
 from dataclasses import replace
@@ -251,9 +250,8 @@ def test_options_of_tiers_change_no_token(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_an_exact_layer_keeps_hugging_faces_form(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exact_layer_keeps_hugging_faces_form(logged: list[str]) -> None:
     model = compiled(TWO_LAYERS, exact_layers=(0,))
-    with caplog.at_level(logging.INFO, "specache_compile"):
-        assert torch.equal(greedy(model, prompt(40), 4), greedy(TWO_LAYERS.model(), prompt(40), 4))
-    assert re.search("left 1 exact.*exact_layers lists attention 0", caplog.text)
+    assert torch.equal(greedy(model, prompt(40), 4), greedy(TWO_LAYERS.model(), prompt(40), 4))
+    assert re.search("left 1 exact.*exact_layers lists attention 0", str(logged))
     assert find_record(model).absorbed == 1

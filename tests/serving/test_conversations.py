@@ -178,7 +178,7 @@ def test_a_folder_has_a_bound_and_outlives_its_server(compiled: LlamaForCausalLM
 
 @pytest.mark.parametrize("way", ["cut short", "no tokens", "other options", "other version"])
 def test_what_cannot_be_read_from_a_folder_is_read_anew(
-    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture
+    compiled: LlamaForCausalLM, llama: LlamaForCausalLM, tmp_path: Path, way: str, logged: list[str]
 ) -> None:
     kept, ids = keeping(compiled, folder=tmp_path), prompt(60)[0]
     hold(kept, ids)
@@ -200,7 +200,7 @@ def test_what_cannot_be_read_from_a_folder_is_read_anew(
         assert len(later.take(ids).ids) == 0
     else:
         assert len(later.take(ids).ids) == 0
-        assert "the next turn of its conversation is prefilled whole" in caplog.text
+        assert "the next turn of its conversation is prefilled whole" in str(logged)
     assert not session.exists()
 
 
@@ -213,7 +213,7 @@ def test_what_else_a_folder_has_stays(tmp_path: Path) -> None:
 
 
 def test_what_memory_is_too_short_to_save_is_dropped_too(
-    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     def fail(*given: Any) -> None:
         raise RuntimeError("can't allocate memory")
@@ -222,7 +222,7 @@ def test_what_memory_is_too_short_to_save_is_dropped_too(
     hold(kept, prompt(40)[0])
     monkeypatch.setattr("specache_compile.serving.session_folder.save", fail)
     kept.close()
-    assert "can't allocate memory" in caplog.text
+    assert "can't allocate memory" in str(logged)
     assert kept.in_memory == kept.on_disk == []
 
 
@@ -235,20 +235,20 @@ def test_states_of_linear_attention_are_counted() -> None:
 
 
 def test_what_cannot_be_saved_is_dropped_with_a_warning(
-    compiled: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    compiled: LlamaForCausalLM, tmp_path: Path, logged: list[str]
 ) -> None:
     kept = keeping(compiled, folder=tmp_path / "sessions")
     hold(kept, prompt(40)[0])
     kept.folder.root = tmp_path / "a file"
     kept.folder.root.write_text("")
     kept.close()
-    assert "is not kept" in caplog.text
+    assert "is not kept" in str(logged)
     assert evicted == ["nowhere"]
 
 
 @torch.no_grad()
 def test_a_change_of_the_weights_forgets_conversations(
-    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiled: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     """In memory, on disk, and under way at the change."""
     monkeypatch.setitem(compiled.model._modules, "norm", copy.deepcopy(compiled.model.norm))
@@ -262,7 +262,7 @@ def test_a_change_of_the_weights_forgets_conversations(
     kept.put(under_way)
     weight.data.mul_(2.0)
     assert len(kept.take(others).ids) == 0
-    assert "made with another model: 1 of" in caplog.text
+    assert "made with another model: 1 of" in str(logged)
     assert evicted == ["disk", "nowhere"]
     under_way = kept.take(ids)
     assert len(under_way.ids) == 0
